@@ -7,6 +7,9 @@ Rules for unquantised layers (each checked by log-probabilities with TP 1 and 2)
     ColumnParallelLinear       rows 1/TP            RowParallelLinear   columns 1/TP (its bias is replicated)
     VocabParallelEmbedding     the rank's vocabulary rows, padding excluded         everything else   replicated
 A tied output head is the same parameter as the embedding and appears once.
+
+Where Hugging Face has one tensor for q | k | v or gate | up (Phi-3, GLM-4), a rank holds several blocks of it, each of
+which is a shard of its own; with TP 1 the whole tensor is one.
 """
 
 from collections.abc import Iterator
@@ -17,6 +20,12 @@ from torch import nn
 
 from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, Shard, lay_out
 from vllm_patching import compat
+
+# Layers that Hugging Face may have as one tensor, with the blocks one after the other. Under other names they are
+# interleaved head by head, and vLLM reorders them while it loads (query_key_value of Falcon, for one).
+CONCATENATED = frozenset({"qkv_proj", "gate_up_proj"})
+# Model classes of which vLLM's packed_modules_mapping names parts that are one tensor in Hugging Face
+FUSED_IN_HUGGING_FACE = {"Glm4ForCausalLM": ("gate_up_proj",)}
 
 
 class UnsupportedModel(RuntimeError):
@@ -40,6 +49,17 @@ def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     return found
 
 
+def hugging_face_parts(model: nn.Module, fused: str, count: int) -> list[str] | None:
+    """Names in Hugging Face of the `count` blocks of vLLM's layer `fused`: one name if they are one layer there, too;
+    None if they are not known.
+    """
+    if fused in FUSED_IN_HUGGING_FACE.get(type(model).__name__, ()):
+        return [fused]
+    parts: list[str] | None = getattr(model, "packed_modules_mapping", {}).get(fused)
+    concatenated = parts == [fused] and fused in CONCATENATED
+    return parts if parts and (concatenated or len(parts) == count) else None
+
+
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
     """Input and output size of each Hugging Face layer that may get an adapter, in a model that vLLM has prepared for
     adapters.
@@ -47,7 +67,6 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
     Names are those of `shards_of`, sizes those of the layers: vLLM-CPU empties the parameters that it packs, and
     quantised ones have other shapes. None for a layer that is not linear: embeddings, the head, experts.
     """
-    packed: Any = model.packed_modules_mapping
     found: dict[str, tuple[int, int] | None] = {}
     for wrapped, module in model.named_modules():
         name = wrapped.removesuffix(".base_layer")
@@ -64,7 +83,7 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
         else:
             found[name] = None
             continue
-        parts = packed.get(leaf, [leaf])
+        parts = hugging_face_parts(model, leaf, len(sizes)) or [leaf]
         if len(parts) == 1:  # fused in the checkpoint, too
             sizes = [sum(sizes)]
         found |= {f"{parent}.{part}": (module.input_size, size) for part, size in zip(parts, sizes, strict=True)}
@@ -94,22 +113,19 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
     def rows(name: str, start: int, length: int, full_length: int, full_start: int) -> Shard:
         return Shard(name, full_name, 0, start, length, full_start, (full_length, *shape[1:]))
 
-    blocks: list[tuple[int, int, int]] = []  # of fused layers: this rank's length, the full one, its block
-    if isinstance(module, compat.QKVParallelLinear):
-        size = module.head_size
-        kv_block = (
-            module.num_kv_heads * size,
-            module.total_num_kv_heads * size,
-            tp_rank // module.num_kv_head_replicas,
-        )
-        blocks = [(module.num_heads * size, module.total_num_heads * size, tp_rank), kv_block, kv_block]
-    elif isinstance(module, compat.MergedColumnParallelLinear):
-        blocks = [(full_length // tp_size, full_length, tp_rank) for full_length in module.output_sizes]
-    if blocks:
-        start = 0
-        for part, (length, full_length, block) in zip(model.packed_modules_mapping[module_leaf], blocks, strict=True):
-            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, block * length)
-            start += length
+    if blocks := _blocks(module, tp_rank, tp_size):
+        parts = hugging_face_parts(model, module_leaf, len(blocks))
+        if parts is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: vLLM fuses {len(blocks)} blocks in {full_name}, and the bridge does not know"
+                " which Hugging Face tensors they are; serve another model, or update this one by --weight-bridge-mode"
+                " none"
+            )
+        names = [f"{parent}.{part}.{leaf}" for part in parts]
+        if len(names) == 1:
+            yield from _of_one(names[0], full_name, blocks, shape)
+        else:
+            yield from _of_parts(names, full_name, blocks, shape)
     elif isinstance(module, compat.ColumnParallelLinear):
         yield rows(full_name, 0, shape[0], shape[0] * tp_size, tp_rank * shape[0])
     elif isinstance(module, compat.RowParallelLinear) and leaf == "weight":
@@ -119,3 +135,40 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
         yield rows(full_name, 0, last - first, module.org_vocab_size, first)
     else:
         yield rows(full_name, 0, shape[0] if shape else 1, shape[0] if shape else 1, 0)
+
+
+Block = tuple[int, int, int]  # of a fused layer: rows on this rank, rows in all, how many such parts come before
+
+
+def _blocks(module: Any, tp_rank: int, tp_size: int) -> list[Block]:
+    if isinstance(module, compat.QKVParallelLinear):
+        size = module.head_size
+        kv_block = (
+            module.num_kv_heads * size,
+            module.total_num_kv_heads * size,
+            tp_rank // module.num_kv_head_replicas,
+        )
+        return [(module.num_heads * size, module.total_num_heads * size, tp_rank), kv_block, kv_block]
+    if isinstance(module, compat.MergedColumnParallelLinear):
+        return [(full_length // tp_size, full_length, tp_rank) for full_length in module.output_sizes]
+    return []
+
+
+def _of_parts(names: list[str], full_name: str, blocks: list[Block], shape: tuple[int, ...]) -> Iterator[Shard]:
+    """Each block is a tensor of its own in Hugging Face."""
+    start = 0
+    for name, (length, full_length, block) in zip(names, blocks, strict=True):
+        yield Shard(name, full_name, 0, start, length, block * length, (full_length, *shape[1:]))
+        start += length
+
+
+def _of_one(name: str, full_name: str, blocks: list[Block], shape: tuple[int, ...]) -> Iterator[Shard]:
+    """All blocks are one tensor in Hugging Face."""
+    full_shape = (sum(full_length for _, full_length, _ in blocks), *shape[1:])
+    if full_shape == shape:
+        yield Shard(name, full_name, 0, 0, shape[0], 0, shape)
+        return
+    start = full_start = 0
+    for length, full_length, block in blocks:
+        yield Shard(name, full_name, 0, start, length, full_start + block * length, full_shape)
+        start, full_start = start + length, full_start + full_length

@@ -2,6 +2,7 @@
 layers may get an adapter, with the sizes of whole layers, whatever the parallelism.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -53,6 +54,29 @@ class OneLayer(nn.Module):
                     parameters[name], "weight_loader", lambda parameter, tensor: parameter.data.copy_(tensor)
                 )
                 loader(parameters[name], tensor)
+
+
+class AllFused(OneLayer):
+    """The same of a model that is fused in Hugging Face, too."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_up_proj"]}
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights.items():
+            loader = getattr(parameters[name], "weight_loader", lambda parameter, tensor: parameter.data.copy_(tensor))
+            loader(parameters[name], tensor)
+
+
+def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a checkpoint of Phi-3 has them."""
+    together = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    found = dict(weights)
+    for name, parts in together.items():
+        for leaf in ("weight", "bias"):
+            if f"layer.{parts[0]}.{leaf}" in found:
+                found[f"layer.{name}.{leaf}"] = torch.cat([found.pop(f"layer.{part}.{leaf}") for part in parts])
+    return found
 
 
 def whole_weights(heads: int, kv_heads: int, *, tied: bool, seed: int = 0) -> dict[str, Tensor]:
@@ -111,19 +135,25 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
+Kind = tuple[type[OneLayer], Callable[[dict[str, Tensor]], dict[str, Tensor]]]
+KINDS = pytest.mark.parametrize("kind", [(OneLayer, dict), (AllFused, fused)], ids=["parts", "fused"])
+
+
+@KINDS
 @LAYOUTS
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_shard_is_what_vllm_s_own_loaders_put_there(
-    rank_of: Any, heads: int, kv_heads: int, tp_size: int, tied: bool
+    rank_of: Any, kind: Kind, heads: int, kv_heads: int, tp_size: int, tied: bool
 ) -> None:
-    whole = whole_weights(heads, kv_heads, tied=tied)
+    make, of = kind
+    whole = of(whole_weights(heads, kv_heads, tied=tied))
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
     for rank in range(tp_size):
         rank_of(rank, tp_size)
-        model = OneLayer(heads, kv_heads, tied=tied)
+        model = make(heads, kv_heads, tied=tied)
         model.load(whole)
         parameters, shards = dict(model.named_parameters()), mapping.shards_of(model, rank, tp_size)
-        assert sorted(shard.name for shard in shards) == sorted(whole)
+        assert {shard.name for shard in shards} == set(whole)
         for shard in shards:
             assert shard.full_shape == tuple(whole[shard.name].shape)
             here = parameters[shard.vllm_name].narrow(shard.dim, shard.start, shard.length)
@@ -132,16 +162,18 @@ def test_every_shard_is_what_vllm_s_own_loaders_put_there(
     assert all(seen.all() for seen in covered.values())
 
 
+@KINDS
 @LAYOUTS
 def test_a_broadcast_leaves_every_rank_with_what_vllm_would_have_loaded(
-    rank_of: Any, heads: int, kv_heads: int, tp_size: int
+    rank_of: Any, kind: Kind, heads: int, kv_heads: int, tp_size: int
 ) -> None:
     """Above all where several ranks hold the same key/value heads: a wrong block would be served in silence."""
-    before, after = (whole_weights(heads, kv_heads, tied=True, seed=seed) for seed in (1, 2))
+    make, of = kind
+    before, after = (of(whole_weights(heads, kv_heads, tied=True, seed=seed)) for seed in (1, 2))
     manifests = []
     for rank in range(tp_size):
         rank_of(rank, tp_size)
-        model, expected = OneLayer(heads, kv_heads, tied=True), OneLayer(heads, kv_heads, tied=True)
+        model, expected = make(heads, kv_heads, tied=True), make(heads, kv_heads, tied=True)
         model.load(before)
         expected.load(after)
         shards = mapping.shards_of(model, rank, tp_size)
@@ -153,6 +185,7 @@ def test_a_broadcast_leaves_every_rank_with_what_vllm_would_have_loaded(
             rows = sum(shard.length for shard in shards if shard.vllm_name == name and shard.dim == 0) or len(live)
             assert torch.equal(live[:rows], wanted[:rows]), name
     assert all(manifest == manifests[0] for manifest in manifests)
+    assert len(manifests[0].tensors) == len(before)
 
 
 def test_what_the_bridge_cannot_carry_is_named() -> None:
@@ -168,6 +201,47 @@ def test_what_the_bridge_cannot_carry_is_named() -> None:
         mapping.shards_of(Quantised(torch.zeros(2, 2, dtype=torch.int8)), 0, 1)
     with pytest.raises(mapping.UnsupportedModel, match=r"proj.weight is empty: vLLM has packed it away"):
         mapping.shards_of(Quantised(torch.zeros(0)), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("packed", "parameter"),
+    [
+        (None, "layer.qkv_proj.weight"),  # GPT-2's class has no such attribute
+        ({"gate_up_proj": ["gate_proj", "up_proj"]}, "layer.qkv_proj.weight"),
+        ({"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["a", "b", "c"]}, "layer.gate_up_proj.weight"),
+    ],
+)
+def test_a_fused_layer_of_unknown_parts_is_refused_by_class_and_parameter(
+    rank_of: Any, packed: dict[str, list[str]] | None, parameter: str
+) -> None:
+    rank_of(0, 1)
+    model = OneLayer(8, 2, tied=True)
+    other = type("GPT2LMHeadModel", (nn.Module,), {} if packed is None else {"packed_modules_mapping": packed})()
+    other.layer = model.layer
+    message = rf"GPT2LMHeadModel: vLLM fuses \d blocks in {parameter}, .*none"
+    with pytest.raises(mapping.UnsupportedModel, match=message):
+        mapping.shards_of(other, 0, 1)
+
+
+def test_fused_heads_that_hugging_face_interleaves_are_refused(rank_of: Any) -> None:
+    """Falcon's class names one part, too, but its loader reorders the rows."""
+    rank_of(0, 1)
+    packed = {"query_key_value": ["query_key_value"]}
+    falcon = type("FalconForCausalLM", (nn.Module,), {"packed_modules_mapping": packed})()
+    falcon.query_key_value = compat.QKVParallelLinear(HIDDEN, HEAD, 8, 2, bias=False)
+    message = r"FalconForCausalLM: vLLM fuses 3 blocks in query_key_value.weight"
+    with pytest.raises(mapping.UnsupportedModel, match=message):
+        mapping.shards_of(falcon, 0, 1)
+
+
+def test_gate_and_up_of_glm4_are_one_tensor_in_hugging_face(rank_of: Any) -> None:
+    rank_of(1, 2)
+    glm = type("Glm4ForCausalLM", (OneLayer,), {})(8, 2, tied=True)
+    blocks = [shard for shard in mapping.shards_of(glm, 1, 2) if shard.vllm_name == "layer.gate_up_proj.weight"]
+    assert [(shard.name, shard.start, shard.length, shard.full_start) for shard in blocks] == [
+        ("layer.gate_up_proj.weight", 0, FEED // 2, FEED // 2),
+        ("layer.gate_up_proj.weight", FEED // 2, FEED // 2, FEED + FEED // 2),
+    ]
 
 
 def layer(kind: Any, **sizes: Any) -> Any:
