@@ -36,7 +36,7 @@ from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
 from atroposlib.wire.folders import is_sharded, needs_export
-from vllm_patching import vllm_types
+from vllm_patching import refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 from vllm_patching.log_config import LOG_CONFIG, logging_config
@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> None:
         _check_port(args.host, args.port)
         _configure_bridge(args, guarded=bool(compat.api_keys(args)))
         compat.enable_token_route(args)
-        compat.serve(args)
+        with _naming_refused_model(args):
+            compat.serve(args)
 
 
 @contextmanager
@@ -99,6 +100,22 @@ def _refusing(kind: type[Exception]) -> Iterator[None]:
     except kind as error:
         print_error("vllm_api_server", error)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def _naming_refused_model(args: vllm_types.Arguments) -> Iterator[None]:
+    bridge = (args.additional_config or {}).get("atropos_bridge")
+    if bridge is None:
+        yield
+        return
+    path = Path(bridge["config_path"])
+    refusal.take(path)  # of an earlier start
+    try:
+        yield
+    except RuntimeError:  # vLLM's, when an engine process has ended before it was ready
+        if (why := refusal.take(path)) is None:
+            raise
+        raise LaunchError(f"--model {args.model}: {why}") from None
 
 
 def own_flags() -> argparse.ArgumentParser:

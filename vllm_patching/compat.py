@@ -8,6 +8,7 @@ import importlib
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +61,7 @@ __all__ = [
     "replace_norm_and_activation",
     "replace_rotary",
     "unlink_collective_files",
+    "watch_processing",
     "why_not_exact_on_cuda",
     "worker_class",
     "wrap_attention_metadata",
@@ -176,6 +178,21 @@ def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> 
             layer.cpu_linear = linear_for(layer.weight)
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def watch_processing(watch: Callable[[torch.nn.Module], AbstractContextManager[None]]) -> None:
+    """Let vLLM process the loaded weights of each model within `watch(model)`. A second call changes nothing."""
+    from vllm.model_executor.model_loader import base_loader
+
+    stock: Callable[..., None] = base_loader.process_weights_after_loading
+    if stock.__module__ == __name__:
+        return
+
+    def watched(model: torch.nn.Module, *arguments: Any) -> None:
+        with watch(model):
+            stock(model, *arguments)
+
+    cast(Any, base_loader).process_weights_after_loading = watched
 
 
 def replace_adapter_products(

@@ -23,12 +23,14 @@ from torch.nn.functional import linear
 from atroposlib.files import write_whole
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
 from atroposlib.wire.processes import this_process
-from vllm_patching import adapter_rows, compat
+from vllm_patching import adapter_rows, compat, refusal
 from vllm_patching.engines import RECEIVERS
 from vllm_patching.engines.adapter_files import Pairs
 from vllm_patching.engines.updater import WeightUpdater
 from vllm_patching.memory import cuda_ipc, mapping, packed
 from vllm_patching.memory.arena import Arena
+from vllm_patching.memory.derived import refusing_derived
+from vllm_patching.memory.mapping import UnsupportedModel
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
 log = compat.init_logger("vllm.atropos_bridge")
@@ -63,7 +65,15 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     def load_model(self, **kwargs: Any) -> None:
         if compat.on_cpu():
             compat.keep_plain_linears(linear_for(self.model_config.enforce_eager))
-        super().load_model(**kwargs)
+        compat.watch_processing(refusing_derived)
+        try:
+            super().load_model(**kwargs)
+            self._map_weights()
+        except UnsupportedModel as error:
+            refusal.write(Path(self._settings["config_path"]), str(error))
+            raise
+
+    def _map_weights(self) -> None:
         group = compat.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size
         compat.unlink_collective_files()
