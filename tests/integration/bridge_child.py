@@ -1,8 +1,9 @@
 """A trainer without training, as a process of its own that tests can kill or freeze: connects, syncs, and does what it
 is told.
 
-python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S] ACT: sync | idle | many | kill-before-transfer |
-kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
+python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S [DEVICE BACKEND [FOLDER]]]
+ACT: sync | save (to FOLDER, after a sync) | idle | many | kill-before-transfer | kill-mid-transfer |
+freeze-mid-transfer | kill-after-ack | kill-during-commit
 """
 
 import http.client
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import WeightBridge, make_bridge
@@ -27,11 +28,20 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.weights.load import load_trained
 
+CPU = "cpu"
 
-def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
-    bridge, model = joined(
-        model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s)
-    )
+
+def main(
+    model_name: str,
+    port: int,
+    act: str,
+    timeout_s: str = "40",
+    device: str = CPU,
+    backend: str = "auto",
+    folder: str = "",
+) -> None:
+    settings: dict[str, Any] = {"bridge_timeout_s": float(timeout_s), "bridge_backend": backend, "device": device}
+    bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, **settings)
     if act == "idle":
         time.sleep(300)
     if act == "many":
@@ -46,6 +56,9 @@ def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     prove(bridge, _link(bridge).vllm)
     bridge.close()
+    if act == "save":
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model_name).save_pretrained(folder)
 
 
 def prove(bridge: WeightBridge, vllm: VllmClient) -> None:
@@ -72,9 +85,12 @@ def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, P
 
 
 def connect(config: TrainerConfig, source: str) -> tuple[WeightBridge, PreTrainedModel]:
-    """The configured bridge, which is to be closed, and the model that it hands over."""
-    prepared = make_bridge(config)(source, torch.device("cpu"))
-    trained = load_trained(config, source, torch.device("cpu"), prepared.storage)
+    """The configured bridge, which is to be closed, and the model that it hands over; on the CPU unless the
+    configuration names a device.
+    """
+    device = torch.device(CPU if config.device == "auto" else config.device)
+    prepared = make_bridge(config)(source, device)
+    trained = load_trained(config, source, device, prepared.storage)
     return prepared.connect(trained), trained.model
 
 

@@ -81,7 +81,10 @@ def start_server(
     host: str = "127.0.0.1",
     namespace: str | None = None,
     wait: bool = True,
+    gpus: str | None = None,
+    deadline_s: float = START_DEADLINE_S,
 ) -> Server:
+    """A vLLM server of `model`, which logs into `folder`; on these GPUs, if any are named."""
     port = port or free_port()
     log = folder / "vllm.log"
     environment = {
@@ -89,6 +92,7 @@ def start_server(
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGDIR": str(folder),
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
     }
     command = [
         sys.executable,
@@ -122,12 +126,12 @@ def start_server(
         )
     server = Server(port, str(model), log, process, host, namespace)
     if wait:
-        await_server(server)
+        await_server(server, deadline_s)
     return server
 
 
-def await_server(server: Server) -> None:
-    deadline = time.monotonic() + START_DEADLINE_S
+def await_server(server: Server, deadline_s: float = START_DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline and server.process.poll() is None:
         try:
             if server.request("GET", "/health", 5).status_code == 200:
@@ -135,7 +139,7 @@ def await_server(server: Server) -> None:
         except requests.ConnectionError:
             time.sleep(0.5)
     stop_server(server)
-    raise AssertionError(f"vLLM did not start within {START_DEADLINE_S} s:\n{server.log.read_text()[-3000:]}")
+    raise AssertionError(f"vLLM did not start within {deadline_s} s:\n{server.log.read_text()[-3000:]}")
 
 
 def session_members(session: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The smaller commands: evaluate, plot, env, gpu-check."""
+"""The smaller commands: evaluate, plot, env."""
 
 import asyncio
 import json
@@ -6,15 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from example_trainer.launcher import evaluate, gpu_check, plot
-from example_trainer.launcher.run_file import find_run_file
+from example_trainer.launcher import evaluate, plot
 from tests.unit.launcher.plans import ROOT, no_processes, plan
 
 __all__ = ["no_processes"]
@@ -132,20 +130,3 @@ def test_an_environment_that_is_not_there_is_one_line() -> None:
     assert done.returncode == 2
     assert "there is no file or module 'nothing'; give the path of its .py file, or one of calculator" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_every_gpu_check_is_a_command_that_is_understood(no_processes: None) -> None:
-    for check in gpu_check.checks("gpu-check", Path("/runs"), "MODEL"):
-        if check.command[0] == "train":
-            assert find_run_file(check.command[1])
-            made = plan(*check.command[1:])
-            assert made.run.steps == 3
-    assert replace(check, visible="0").shown.startswith("CUDA_VISIBLE_DEVICES=0 atropos train ")
-
-
-def test_a_gpu_check_that_is_a_test_is_left_out_without_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "PACKAGES", tmp_path)
-    (check,) = [check for check in gpu_check.checks("x", tmp_path, "MODEL") if check.is_test]
-    assert gpu_check.result(check, 1, tmp_path) == f"| {check.name} | not run: needs a checkout | | |"

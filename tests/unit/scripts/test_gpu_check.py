@@ -1,12 +1,13 @@
 """The GPU check says when there is nothing to check, and reports a check that fails as failed."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.launcher.test_doctor import write_model
 
 pytestmark = pytest.mark.services
 
@@ -40,22 +41,23 @@ def test_a_machine_without_a_gpu_is_told_so_with_status_2(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_failing_check_is_in_the_table_and_the_status(tmp_path: Path) -> None:
-    before = set((ROOT / "runs").glob("*"))
+def test_a_failing_check_is_in_the_table_the_status_and_the_record(tmp_path: Path) -> None:
     # one GPU of 1 MiB, beside a PyTorch for CPUs or a model that is larger: the doctor must fail
-    done = gpu_check("--only", "doctor", **fake_driver(tmp_path, "GPU 0: Tiny\n0, GPU-1, Tiny, 1"))
-    (folder,) = set((ROOT / "runs").glob("gpu-check-*")) - before
-    try:
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert "| doctor | FAILED, status 1 |" in (folder / "table.md").read_text()
-        assert "GPU memory" in (folder / "doctor.log").read_text()
-    finally:
-        shutil.rmtree(folder)
+    smi = fake_driver(tmp_path, "GPU 0: Tiny\n0, GPU-1, Tiny, 1")
+    (model := tmp_path / "model").mkdir()
+    words = ["--only", "doctor", "--runs", str(tmp_path), "--model", str(write_model(model, tied=True))]
+    done = gpu_check(*words, XDG_CACHE_HOME=str(tmp_path), **smi)
+    (folder,) = tmp_path.glob("gpu-check-*")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "| doctor | FAILED, status 1 |" in (folder / "table.md").read_text()
+    assert "GPU memory" in (folder / "doctor.log").read_text()
+    assert not (tmp_path / "atropos").exists()  # a part of the checks proves nothing of the rest
 
 
 def test_every_check_is_listed_with_its_gpus_and_command() -> None:
     done = gpu_check("--list")
     rows = [[column.strip() for column in line.split(" | ")] for line in done.stdout.splitlines()]
     assert done.returncode == 0
-    assert len(rows) >= 9
-    assert all(int(gpus) in (1, 2) and ("atropos " in command or "pytest" in command) for gpus, _, command in rows)
+    assert len(rows) >= 20
+    assert all(int(gpus) in (1, 2, 3) and ("atropos " in row or "python -m " in row) for gpus, _, row in rows)
+    assert any("CUDA_VISIBLE_DEVICES=0,1 atropos train gsm8k_broadcast MODEL" in row for *_, row in rows)
