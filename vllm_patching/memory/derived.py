@@ -63,7 +63,7 @@ class Held:
                 raise _derived(kind, name, tensor)
 
     def _is_held(self, name: str, tensor: Tensor) -> bool:
-        """By itself or, as vLLM makes default scales anew, by another with the same name and content."""
+        """By itself or, as vLLM replaces its default scales, by another with the same name and content."""
         before = [self._others[key] for key in (name, id(tensor)) if key in self._others]
         return any(torch.equal(sample, _sample(tensor)) for sample in before)
 
