@@ -65,7 +65,7 @@ def proofs(version: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     for mode in releases.MODES:
         yield "configuration", mode, partial(releases.check_configuration, version, mode)
     for family, dtype in releases.MODELS:
-        yield "bits", f"{family} {dtype}", partial(releases.check_bits, version, family, dtype)
+        yield "bits", f"{family} {dtype}", partial(releases.check_bits, version, family, dtype, releases.MODELS)
 
 
 def with_table(page: str, record: Record) -> str:

@@ -1,12 +1,13 @@
 """A program: the exact trainer's forward pass against vLLM's own CUDA model classes, bit by bit, on a CPU.
 
-    PYTHONPATH=WHEEL:TRITON:. python -m tests.contract.exact_bits FAMILY DTYPE
+    PYTHONPATH=WHEEL:TRITON:. python -m tests.contract.exact_bits FAMILY:DTYPE...
 
 vLLM's Triton kernels (products, norms, log-softmax) run in Triton's interpreter on both sides. Where vLLM calls a
 compiled kernel (SiLU, rotary, FlashAttention), both sides call the same torch function. So equal bits prove the same
 graph: shapes, fused products, order of residual and norm, padding, tables. They prove nothing about the hardware.
-In bfloat16 the trainer runs again with a norm that rounds once more, as transformers' does; those bits must differ. The
-last line is a JSON object.
+In bfloat16 the trainer runs again with a norm that rounds once more, as transformers' does; those bits must differ.
+Imports take most of the time, so they are made once, and each model is compared in a fork. It prints a JSON object on a
+line of its own.
 """
 
 import os
@@ -17,6 +18,7 @@ import importlib
 import json
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +36,60 @@ IDS = torch.randint(0, SIZES["vocab_size"], (sum(LENGTHS),), generator=torch.Gen
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
 
 
-def main(family: str, dtype_name: str) -> None:
-    """Print where the two agree."""
+def main(models: list[str]) -> None:
+    """Print where the two agree, for each of `models`."""
     from vllm_patching.batch_invariant.switch import switch_on
 
     switch_on(os.environ, cpu=False)
     fake_cuda.install()
-    dtype: torch.dtype = getattr(torch, dtype_name)
     widen_bfloat16()
+    import_both()
+    for model in models:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            print(json.dumps({"model": model, **told(*model.split(":"))}), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def import_both() -> None:
+    """What every comparison imports."""
+    from vllm.engine import arg_utils as _
+    from vllm.plugins import load_general_plugins
+
+    from example_trainer import exact_cuda as _
+    from vllm_patching.batch_invariant import cuda as _
+
+    load_general_plugins()  # ours among them: the mode's own norm is replaced
+    for family in CLASSES:
+        for library in ("vllm.model_executor.models.", "transformers.models."):
+            importlib.import_module(library + family)
+
+
+def told(family: str, dtype_name: str) -> dict[str, Any]:
+    """Where the two agree, or the `error` that was met."""
+    try:
+        return compared(family, getattr(torch, dtype_name))
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def compared(family: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Where the two agree."""
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(family, Path(directory))
         vllm_hidden, vllm_logits, home = of_vllm(family, directory, model.state_dict(), dtype)
         hidden, logits, kernels = of_trainer(model, dtype)
         planted = of_trainer(model, dtype, rms_norm=rounded_twice)[1] if dtype == torch.bfloat16 else None
     ours, theirs = kernels.log_softmax(logits.float()), home.log_softmax(vllm_logits.float(), -1)
-    answer = {
+    return {
         "hidden": torch.equal(hidden, vllm_hidden),
         "logits": torch.equal(logits, vllm_logits),
         "logprobs": torch.equal(ours, theirs),
         "largest_difference": (ours - theirs).abs().max().item(),
         "planted_is_found": None if planted is None else not torch.equal(planted, vllm_logits),
     }
-    print(json.dumps(answer))
 
 
 def widen_bfloat16() -> None:
@@ -157,9 +191,7 @@ def of_vllm(family: str, directory: str, weights: dict[str, Tensor], dtype: torc
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers import linear
-    from vllm.plugins import load_general_plugins
 
-    load_general_plugins()  # ours among them: the mode's own norm is replaced
     engine_args: Any = AsyncEngineArgs
     arguments = engine_args(
         directory,
@@ -220,4 +252,4 @@ def rounded_twice(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -2,7 +2,7 @@
 
     symbols        our source against the CUDA wheel's source                        uses.py, outside_python.py
     configuration  launcher to engine configuration on vLLM's CUDA platform          engine_config.py, a process each
-    bits           the exact trainer against vLLM's CUDA model classes               exact_bits.py, a process each
+    bits           the exact trainer against vLLM's CUDA model classes               exact_bits.py, one process
 
 Called by the tests beside this file for the oldest and the newest release, and by `python -m tests.contract` for those
 that it names.
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tests.contract.wheels import CACHE, Unpacked, unpacked
 
 TRITON = "3.9.0"  # a release that this Python can load; vLLM's kernels run in its interpreter
 DEADLINE_S = 280.0
-MODELS = [(family, dtype) for family in ("llama", "qwen2", "qwen3") for dtype in ("float32", "bfloat16")]
+Models = tuple[tuple[str, str], ...]  # of families and dtypes
+MODELS: Models = tuple((family, dtype) for family in ("llama", "qwen2", "qwen3") for dtype in ("float32", "bfloat16"))
 EXPECTED: dict[str, Any] = {
     "platform": "NvmlCudaPlatform",
     "worker": "BridgeWorker",
@@ -70,7 +72,7 @@ def check_symbols(version: str, ours: Path = ROOT) -> int:
 
 def check_configuration(version: str, mode: str) -> dict[str, Any]:
     """What vLLM makes of the launcher's arguments in `mode`, which is what we expect. Raises NotProven, NoWheel."""
-    found = _run(version, "tests.contract.engine_config", mode)
+    (found,) = _run(version, "tests.contract.engine_config", mode)
     expected = {**EXPECTED, **MODES[mode][1], "vllm": version}
     wrong = {name: (found[name], value) for name, value in expected.items() if found[name] != value}
     if wrong:
@@ -79,11 +81,13 @@ def check_configuration(version: str, mode: str) -> dict[str, Any]:
     return found
 
 
-def check_bits(version: str, family: str, dtype: str) -> None:
-    """The exact trainer computes the bits of vLLM's CUDA model class, and one rounding too many would be seen. Raises
-    NotProven, NoWheel.
+def check_bits(version: str, family: str, dtype: str, at_once: Models | None = None) -> None:
+    """The exact trainer computes the bits of vLLM's CUDA model class, and one rounding too many would be seen. Models
+    that are compared `at_once` share their imports. Raises NotProven, NoWheel.
     """
-    answer = _run(version, "tests.contract.exact_bits", family, dtype)
+    answer = _bits(version, at_once or ((family, dtype),))[f"{family}:{dtype}"]
+    if "error" in answer:
+        raise NotProven(f"vLLM {version}, {family} in {dtype}: {answer['error']}")
     if differ := [name for name in ("hidden", "logits", "logprobs") if not answer[name]]:
         raise NotProven(
             f"vLLM {version}, {family} in {dtype}: {', '.join(differ)} differ, by up to"
@@ -94,8 +98,15 @@ def check_bits(version: str, family: str, dtype: str) -> None:
         raise NotProven(f"vLLM {version}, {family} in {dtype}: a rounding that was planted in the trainer is not seen")
 
 
-def _run(version: str, program: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object in the last line that a program prints, with the CUDA release and Triton first on its path."""
+@cache
+def _bits(version: str, models: Models) -> dict[str, dict[str, Any]]:
+    """What exact_bits.py answers for each of `models`, as FAMILY:DTYPE."""
+    answers = _run(version, "tests.contract.exact_bits", *map(":".join, models))
+    return {answer["model"]: answer for answer in answers}
+
+
+def _run(version: str, program: str, *arguments: str) -> list[dict[str, Any]]:
+    """The JSON objects that a program prints, each on a line, with the CUDA release and Triton first on its path."""
     path = os.pathsep.join(map(str, (vllm(version).path, triton().path, ROOT)))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "ATROPOS_"))}
     environment |= {
@@ -112,9 +123,8 @@ def _run(version: str, program: str, *arguments: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise NotProven(f"vLLM {version}: {program} {' '.join(arguments)} took over {DEADLINE_S:.0f} s") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
         raise NotProven(f"vLLM {version}: {program} {' '.join(arguments)} ended with {done.returncode}:\n{output}")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+    return [json.loads(line) for line in lines]
