@@ -3,8 +3,8 @@
     PYTHONPATH=WHEEL:TRITON:. python -m tests.contract.engine_config MODE     (of releases.MODES)
 
 `vllm_api_server.main` runs whole, with vLLM's own parser and plugins; `compat.serve` is replaced by what comes next in
-vLLM: the engine's configuration on its CUDA platform, and the worker class that this names. The last line that it
-prints is a JSON object.
+vLLM: the engine's configuration on its CUDA platform, and the worker class that this names. It prints a JSON
+object on a line of its own.
 """
 
 import json

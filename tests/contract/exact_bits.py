@@ -55,16 +55,13 @@ def main(models: list[str]) -> None:
 
 def import_both() -> None:
     """What every comparison imports."""
-    from vllm.engine import arg_utils as _
-    from vllm.plugins import load_general_plugins
-
-    from example_trainer import exact_cuda as _
-    from vllm_patching.batch_invariant import cuda as _
-
-    load_general_plugins()  # ours among them: the mode's own norm is replaced
+    for module in ("vllm.engine.arg_utils", "example_trainer.exact_cuda", "vllm_patching.batch_invariant.cuda"):
+        importlib.import_module(module)
     for family in CLASSES:
-        for library in ("vllm.model_executor.models.", "transformers.models."):
-            importlib.import_module(library + family)
+        importlib.import_module(f"vllm.model_executor.models.{family}")
+        importlib.import_module(f"transformers.models.{family}")
+    plugins: Any = importlib.import_module("vllm.plugins")
+    plugins.load_general_plugins()  # ours among them: the mode's own norm is replaced
 
 
 def told(family: str, dtype_name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,19 @@ def test_the_supported_range_is_what_was_proven() -> None:
     assert Version(PROVEN[0]).release[:2] == OLDEST.release
     assert Version(PROVEN[-1]).minor + 1 == BEYOND.minor, "run scripts/vllm_contract.sh with the newest release"
     assert {Version(each).minor for each in PROVEN} == set(range(OLDEST.minor, BEYOND.minor))
+
+
+def test_every_page_names_the_supported_range() -> None:
+    """So a new release is one number, BEYOND, and what else names it is listed here."""
+    newest = f"{BEYOND.major}.{BEYOND.minor - 1}"
+    wrong = [
+        f"{page.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for page in [*ROOT.glob("[!C]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("vllm_patching/*.py")]
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        for first, last in re.findall(r"\b(0\.\d+) to (0\.\d+)\b(?!\.)", line)
+        if "vLLM" in line and first == str(OLDEST) and last != newest
+    ]
+    assert wrong == []
 
 
 def test_the_page_has_the_record() -> None:
