@@ -28,7 +28,8 @@ def export(checkpoint: Path, target: Path) -> None:
     if not is_sharded(checkpoint):
         raise CheckpointError(f"{checkpoint} is not a sharded checkpoint: it has no {SHARDS}/ and needs no export")
     verify(checkpoint)
-    shapes, files = shapes_of(meta_model(str(checkpoint))), ShardFiles(checkpoint)
+    model = meta_model(str(checkpoint))
+    shapes, files = shapes_of(model), ShardFiles(checkpoint)
     for name, shape in shapes.items():
         files.expect(name, shape)
 
@@ -37,7 +38,7 @@ def export(checkpoint: Path, target: Path) -> None:
             if path.is_file() and path.name not in (STATE, MANIFEST):
                 shutil.copy(path, folder)
         tensors = ((name, files.part(name, 0, 0, shape[0])) for name, shape in shapes.items())
-        write_safetensors(folder / "model.safetensors", shapes, "float32", tensors)
+        write_safetensors(folder / "model.safetensors", shapes, "float32", tensors, model.config.model_type)
 
     nbytes = 4 * sum(math.prod(shape) for shape in shapes.values())
     write_folder(target, write, nbytes, remedy="free space, or give another directory")

@@ -173,11 +173,13 @@ class Training:
         next module reads (4 + 2c each, times the width); attention the rotated queries, its output and a copy in the
         order of heads (3c times their width), keys and values (c each), and a number per head; the feed-forward part
         four values (c times its width): before and after the activation, the other factor, the product. A Qwen3 norms
-        queries and keys, too.
+        queries and keys, too. A token that takes k experts has k times what is saved of one, and the input and output
+        of each (c each, times the width).
         """
         c, size = self.width, self.size
-        query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.out("gate_proj")
+        query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.inner
         token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
+        token += 2 * c * size.experts_per_token * size.hidden
         token += FLOAT32 * (size.heads or query // 64)
         if any(name.endswith("q_norm.weight") for name in size.shapes):
             token += (FLOAT32 + c) * (query + keys)
@@ -191,7 +193,7 @@ class Training:
     @property
     def largest_gradients(self) -> int:
         """Of the feed-forward part: three of its four values."""
-        return 3 * self.width * self.size.out("gate_proj") * self.config.micro_batch_tokens
+        return 3 * self.width * self.size.inner * self.config.micro_batch_tokens
 
     @property
     def logits(self) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading, reason
+from atroposlib.wire.published import FAMILIES
 from example_trainer.errors import TrainerError
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import MicroBatch
@@ -61,26 +62,33 @@ def reading_model(name: str) -> AbstractContextManager[None]:
     )
 
 
-def expect_dense(model: PreTrainedModel) -> None:
-    """Raise ModelError for what cannot be spread over ranks layer by layer: experts, or parts that read images."""
+def expect_even_layers(model: PreTrainedModel) -> None:
+    """Raise ModelError for what cannot be spread over ranks layer by layer: experts of families whose files are not
+    known (atroposlib/wire/published.py), or parts that read images.
+    """
+    known = model.config.model_type in FAMILIES
     for name, module in model.named_modules():
         kind = type(module).__name__
-        found = "experts" if "Experts" in kind or "SparseMoe" in kind else "images" if "Vision" in kind else None
-        if found:
+        experts = not known and ("Experts" in kind or "SparseMoe" in kind)
+        if found := "experts" if experts else "images" if "Vision" in kind else None:
             raise ModelError(
-                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): use a dense text model, such "
-                "as Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload"
+                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): use a text model, such as Llama,"
+                " Mistral, Qwen2, Qwen3, Qwen3-MoE or Mixtral, or --trainer-ranks 1 --compute-dtype float32 --offload"
                 " none"
             )
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Training mode, without dropout and cache."""
+    """Training mode, without dropout and cache; of a mixture of experts without the loss that balances its router,
+    which the objectives do not have.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler has none: dropout would turn the probability ratio into noise
     model.train()
     model.config.use_cache = False
+    if model.config.model_type in FAMILIES:
+        model.config.output_router_logits = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 Shapes = dict[str, tuple[int, ...]]
-KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+KNOWN = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 IN_A_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
 QWEN = re.compile(r"Qwen/(Qwen2\.5-[\d.]+B)(-Instruct)?")
@@ -39,6 +46,7 @@ class ModelSize:
     source: str
     heads: int | None = None
     kv_heads: int | None = None
+    experts_per_token: int = 0  # of a mixture of experts
 
     @cached_property
     def layers(self) -> int:
@@ -85,6 +93,12 @@ class ModelSize:
         """Features that a linear layer of a decoder layer gives; 0 where there is no such layer."""
         return next((shape[0] for name, shape in self.shapes.items() if name.endswith(f".{module}.weight")), 0)
 
+    @cached_property
+    def inner(self) -> int:
+        """Features inside the feed-forward part of a layer, for one token: those of all experts that it takes."""
+        experts = next((shape for name, shape in self.shapes.items() if name.endswith(".experts.down_proj")), None)
+        return max(self.out("gate_proj"), self.experts_per_token * experts[2] if experts else 0)
+
     def adapter(self, rank: int, modules: Iterable[str]) -> int:
         """Weights of a LoRA adapter: two matrices, [rank, in] and [out, rank], beside each [out, in]."""
         adapted = tuple(f".{module}.weight" for module in modules)
@@ -125,16 +139,20 @@ def published(name: str) -> ModelSize:
     return _sized(weight_shapes(config) or {}, config, "as published")
 
 
-def size_of(shapes: Mapping[str, Iterable[int]], source: str = "by its config.json") -> ModelSize:
+def size_of(
+    shapes: Mapping[str, Iterable[int]], source: str = "by its config.json", experts_per_token: int = 0
+) -> ModelSize:
     """The size of a model whose shapes are known otherwise."""
     plain = {name: tuple(shape) for name, shape in shapes.items()}
-    return ModelSize(sum(math.prod(shape) for shape in plain.values()), plain, source)
+    count = sum(math.prod(shape) for shape in plain.values())
+    return ModelSize(count, plain, source, experts_per_token=experts_per_token)
 
 
 def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
     heads = config["num_attention_heads"]
     count = sum(math.prod(shape) for shape in shapes.values())
-    return ModelSize(count, shapes, source, heads, config.get("num_key_value_heads") or heads)
+    chosen = config.get("num_experts_per_tok") or 0
+    return ModelSize(count, shapes, source, heads, config.get("num_key_value_heads") or heads, chosen)
 
 
 def read_config(model: str) -> dict[str, Any] | None:
@@ -165,7 +183,7 @@ def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
     """Names and shapes of a decoder's weights, tied ones once; None for an architecture that is not known here."""
     if not set(config.get("architectures") or ()) & set(KNOWN):
         return None
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
     architecture = config["architectures"][0]
@@ -181,17 +199,33 @@ def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
             f"{attention}.k_proj.weight": (kv_heads * width, hidden),
             f"{attention}.v_proj.weight": (kv_heads * width, hidden),
             f"{attention}.o_proj.weight": (hidden, heads * width),
-            f"{mlp}.gate_proj.weight": (inner, hidden),
-            f"{mlp}.up_proj.weight": (inner, hidden),
-            f"{mlp}.down_proj.weight": (hidden, inner),
+            **_feed_forward(config, index, mlp),
             f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
         if biased:
             shapes |= {f"{attention}.{name}_proj.bias": (count * width,) for name, count in _biases(heads, kv_heads)}
-        if architecture == "Qwen3ForCausalLM":
+        if architecture.startswith("Qwen3"):
             shapes |= {f"{attention}.{name}_norm.weight": (width,) for name in "qk"}
     return shapes
+
+
+def _feed_forward(config: Mapping[str, Any], layer: int, name: str) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
+    if not experts or dense:
+        return {
+            f"{name}.gate_proj.weight": (inner, hidden),
+            f"{name}.up_proj.weight": (inner, hidden),
+            f"{name}.down_proj.weight": (hidden, inner),
+        }
+    inner = config.get("moe_intermediate_size") or inner
+    return {
+        f"{name}.experts.gate_up_proj": (experts, 2 * inner, hidden),
+        f"{name}.experts.down_proj": (experts, hidden, inner),
+        f"{name}.gate.weight": (experts, hidden),
+    }
 
 
 def _biases(heads: int, kv_heads: int) -> tuple[tuple[str, int], ...]:

@@ -19,6 +19,7 @@ from packaging.version import Version
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -44,6 +45,7 @@ __all__ = [
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "RequestOutputKind",
+    "RoutedExperts",
     "RowParallelLinear",
     "SamplingParams",
     "VLLMValidationError",
@@ -54,6 +56,7 @@ __all__ = [
     "get_tp_group",
     "has_onednn_linear",
     "init_logger",
+    "keep_plain_experts",
     "keep_plain_linears",
     "on_cpu",
     "onednn_linear",
@@ -63,10 +66,13 @@ __all__ = [
     "unlink_collective_files",
     "watch_processing",
     "why_not_exact_on_cuda",
+    "why_not_stacked",
     "worker_class",
     "wrap_attention_metadata",
     "wrap_config_check",
 ]
+
+PLAIN_EXPERTS = Version("0.32")  # from which on vLLM-CPU's experts are a class that keep_plain_experts extends
 
 
 def end_engine_with_its_threads() -> None:
@@ -193,6 +199,80 @@ def watch_processing(watch: Callable[[torch.nn.Module], AbstractContextManager[N
             stock(model, *arguments)
 
     cast(Any, base_loader).process_weights_after_loading = watched
+
+
+def keep_plain_experts() -> None:
+    """Make vLLM-CPU keep the experts' plain weights, and pack copies of them; before a model is loaded. A second call
+    changes nothing.
+
+    Stock vLLM-CPU puts packed weights in the place of the parameters, so new weights would be read in a layout that
+    they do not have. Padding and layout of the copies are vLLM's own.
+    """
+    if VERSION < PLAIN_EXPERTS:  # why_not_stacked refuses such models
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernels = cast(Any, CPUUnquantizedExperts)
+    pack, multiply = kernels.process_weights_after_loading, kernels.apply
+    if pack.__module__ == __name__:
+        return
+
+    def packed_product(kernel: Any, *weights: torch.Tensor) -> packed.Product:
+        copies: Any = torch.nn.Module()
+        for name, weight in zip(("w13_weight", "w2_weight"), weights, strict=True):
+            setattr(copies, name, torch.nn.Parameter(weight.detach(), requires_grad=False))
+        pack(kernel, copies)
+
+        def product(
+            x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, shares: Any, chosen: Any, **how: Any
+        ) -> torch.Tensor:
+            found = torch.empty_like(x)
+            multiply(
+                kernel,
+                output=found,
+                hidden_states=x,
+                w1=copies.w13_weight,
+                w2=copies.w2_weight,
+                topk_weights=shares,
+                topk_ids=chosen,
+                **how,
+            )
+            return found
+
+        return product
+
+    def keep(self: Any, layer: Any) -> None:
+        self.experts = packed.PackedExperts(packed.plain_experts, partial(packed_product, self))
+
+    def apply(
+        self: Any,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **how: Any,
+    ) -> None:
+        output.copy_(self.experts(hidden_states, w1, w2, topk_weights, topk_ids, **how))
+
+    kernels.process_weights_after_loading, kernels.apply = keep, apply
+
+
+def why_not_stacked(experts: vllm_types.Experts) -> str | None:
+    """Why a layer's experts are not what Hugging Face stacks, all of them, gate over up; None if they are."""
+    if experts.use_ep:
+        return "expert parallelism spreads whole experts over ranks: start vLLM without --enable-expert-parallel"
+    backend = experts.quant_method.unquantized_backend.name
+    if backend == "CPU" and VERSION < PLAIN_EXPERTS:
+        return f"vLLM {VERSION} packs them on CPUs: use vLLM {PLAIN_EXPERTS} or newer"
+    if backend not in ("CPU", "TRITON"):
+        return f"vLLM's {backend} kernels have a layout of their own: start vLLM with --moe-backend triton"
+    if experts.activation.name != "SILU":
+        return f"their activation is {experts.activation.value}: the bridge carries experts with silu"
+    if experts.apply_router_weight_on_input:
+        return "the router's weights apply to their inputs: the bridge carries experts with weighted outputs"
+    return None
 
 
 def replace_adapter_products(

@@ -11,6 +11,7 @@ Arguments = Annotated[Any, "vllm.entrypoints.cli.serve.make_arg_parser"]  # the 
 CompletionOutput = Annotated[Any, "vllm.outputs.CompletionOutput"]
 EngineClient = Annotated[Any, "vllm.v1.engine.async_llm.AsyncLLM"]
 EngineProcess = Annotated[Any, "vllm.v1.engine.core.EngineCoreProc"]
+Experts = Annotated[Any, "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"]
 EngineRequest = Annotated[Any, "vllm.v1.engine.EngineCoreRequest"]
 LoRARequest = Annotated[Any, "vllm.lora.request.LoRARequest"]
 OfflineEngine = Annotated[Any, "vllm.entrypoints.llm.LLM"]

@@ -65,6 +65,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     def load_model(self, **kwargs: Any) -> None:
         if compat.on_cpu():
             compat.keep_plain_linears(linear_for(self.model_config.enforce_eager))
+            compat.keep_plain_experts()
         compat.watch_processing(refusing_derived)
         try:
             super().load_model(**kwargs)

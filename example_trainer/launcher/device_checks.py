@@ -150,7 +150,8 @@ def _need(mode: type[Mode], model: Model, dtype: str, gpu: int, servers: int = 1
     config = TrainerConfig.model_validate(
         {"model_name": model.source, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
-    return Need(config, size_of(model.shapes), gpu, dtype, (ServerNeed(config.seq_len),) * servers)
+    size = size_of(model.shapes, experts_per_token=model.experts_per_token)
+    return Need(config, size, gpu, dtype, (ServerNeed(config.seq_len),) * servers)
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:

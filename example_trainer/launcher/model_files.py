@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from atroposlib.errors import AtroposError
+from atroposlib.wire.published import in_memory
 from example_trainer.model_size import config_file, read_config
 
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
@@ -19,6 +21,7 @@ class Model:
     shapes: Mapping[str, tuple[int, ...]]
     heads: int
     kv_heads: int
+    experts_per_token: int = 0  # of a mixture of experts
 
     @property
     def parameters(self) -> int:
@@ -26,7 +29,9 @@ class Model:
 
 
 def read_model(name: str) -> Model | None:
-    """A local directory, or what the hub's cache holds of a repository; None if its weights are not on this machine."""
+    """A local directory, or what the hub's cache holds of a repository; None if its weights are not on this machine.
+    Raises AtroposError where a part of an expert is missing.
+    """
     path, config = config_file(name), read_config(name)
     files = sorted(path.parent.glob("*.safetensors")) if path else []
     if config is None or not files:
@@ -39,8 +44,13 @@ def read_model(name: str) -> Model | None:
     }
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
+    try:
+        held = {weight: content.shape for weight, content in in_memory(shapes).items()}
+    except ValueError as error:
+        raise AtroposError(f"{name}: {error}; download or save the model again") from error
     heads = config["num_attention_heads"]
-    return Model(name, shapes, heads, config.get("num_key_value_heads") or heads)
+    chosen = config.get("num_experts_per_tok") or 0
+    return Model(name, held, heads, config.get("num_key_value_heads") or heads, chosen)
 
 
 def safetensors_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

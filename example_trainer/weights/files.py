@@ -3,6 +3,8 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -10,7 +12,9 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
+from atroposlib.wire.published import InFiles, in_memory
 from example_trainer.model import ModelError, reading_model
+from vllm_patching.memory.experts import read_experts
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
@@ -24,12 +28,17 @@ class WeightFiles:
             with reading_model(source):
                 self._folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
         self._file_of: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for path in sorted(self._folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     self._file_of[name] = path
-                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                    found[name] = tuple(file.get_slice(name).get_shape())
+        try:
+            self._tensors = in_memory(found)
+        except ValueError as error:
+            raise ModelError(f"{self._folder}: {error}; download or save the model again") from error
+        self.shapes = {name: content.shape for name, content in self._tensors.items()}
 
         if not self._file_of:
             others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in self._folder.glob(pattern))
@@ -50,14 +59,22 @@ class WeightFiles:
             )
 
     def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) of a tensor; a scalar as it is."""
-        with safe_open(self._file_of[name], "pt") as file:
-            content = file.get_slice(name)
+        """Rows (dim 0) or columns (dim 1) of a tensor, or whole experts (dim 0) of a stacked one; a scalar as it is."""
+        held = self._tensors[name]
+        if held.experts:
+            return self._experts(held, start, length)
+        with safe_open(self._file_of[held.name], "pt") as file:
+            content = file.get_slice(held.name)
             if not self.shapes[name]:
                 return torch.as_tensor(content[...])
             end = start + length
             found: Tensor = content[start:end] if dim == 0 else content[:, start:end]
             return found
+
+    def _experts(self, held: InFiles, start: int, length: int) -> Tensor:
+        with ExitStack() as files:
+            opened = cache(lambda path: files.enter_context(safe_open(path, "pt")))
+            return read_experts(held, lambda name: opened(self._file_of[name]).get_tensor(name), start, length)
 
 
 def safetensors_header(

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.wire.bridge import Bucket, Manifest
+from atroposlib.wire.published import in_files
 from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.policy import Policy
 from example_trainer.shard import local
@@ -169,14 +170,18 @@ class GatheredWeights(WeightSource):
 
 
 def write_safetensors(
-    path: Path, shapes: Mapping[str, Shape], dtype: str, tensors: Iterator[tuple[str, Tensor]]
+    path: Path, shapes: Mapping[str, Shape], dtype: str, tensors: Iterator[tuple[str, Tensor]], model_type: str
 ) -> None:
-    """Write `tensors`, which come in the order of `shapes`, as a safetensors file, without ever holding all of them."""
-    header = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
+    """Write `tensors`, which come in the order of `shapes`, as a safetensors file, without ever holding all of them.
+    They get the names that published models of the type have.
+    """
+    parts = {name: list(in_files(name, shape, model_type)) for name, shape in shapes.items()}
+    header = {part.name: (part.shape, getattr(torch, dtype)) for of_name in parts.values() for part in of_name}
     with path.open("wb") as file:
         file.write(safetensors_header(header, {"format": "pt"}))
-        for _, tensor in tensors:
-            file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        for name, tensor in tensors:
+            for part in parts[name]:
+                file.write(tensor[part.index].cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def write_about_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -197,7 +202,7 @@ def whole_model(gather: Gather, device: torch.device) -> Form:
         shapes = shapes_of(model)
         write_about_model(folder, model, tokenizer)
         walk = GatheredWeights(shapes, gather, device).walk("float32")
-        write_safetensors(folder / "model.safetensors", shapes, "float32", walk)
+        write_safetensors(folder / "model.safetensors", shapes, "float32", walk, model.config.model_type)
 
     return replace(WHOLE_MODEL, write=write)
 

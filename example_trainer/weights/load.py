@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from atroposlib.wire.folders import is_sharded
 from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.config import TrainerConfig
-from example_trainer.model import expect_dense, load_model, load_tokenizer, meta_model, prepare_for_training
+from example_trainer.model import expect_even_layers, load_model, load_tokenizer, meta_model, prepare_for_training
 from example_trainer.parallel import compute_dtype
 from example_trainer.policy import Policy
 from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
@@ -102,7 +102,7 @@ def sharded_policy(
     """A policy over `mesh` that computes as configured: a meta model with the weights of `source`, and those of
     `adapter` by parameter name.
     """
-    expect_dense(model)
+    expect_even_layers(model)
     files = open_weights(source)
     policy = Policy(model)
     shard(

@@ -124,15 +124,16 @@ def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradien
 
 
 def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.Module:
+    if not isinstance(module, nn.Embedding | nn.Linear):
+        raise ModelError(
+            f"{name} is a {type(module).__name__}, which single copy cannot train in pieces: start vLLM with"
+            " --tensor-parallel-size 1"
+        )
     weights = [piece.parameter for piece in own["weight"].pieces]
     if isinstance(module, nn.Embedding):
         return ShardedEmbedding(weights, module.padding_idx)
-    if isinstance(module, nn.Linear):
-        biases = [piece.parameter for piece in own["bias"].pieces] if "bias" in own else []
-        return ShardedLinear(weights, own["weight"].dim, biases)
-    raise ModelError(
-        f"{name} is a {type(module).__name__}, which single copy cannot train in pieces: start vLLM with TP=1"
-    )
+    biases = [piece.parameter for piece in own["bias"].pieces] if "bias" in own else []
+    return ShardedLinear(weights, own["weight"].dim, biases)
 
 
 class StartWeights:

@@ -11,13 +11,15 @@ refused, or reading it fails, the previous weights stay served.
 
 import asyncio
 import contextlib
+import functools
 import queue
 import time
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
@@ -34,9 +36,11 @@ from atroposlib.wire.bridge import (
     read_policy_version,
 )
 from atroposlib.wire.folders import MANIFEST, digest, is_sharded, needs_export, read_manifest
+from atroposlib.wire.published import InFiles, in_memory
 from atroposlib.wire.typed import MAX_LEASE_S, PolicyVersion, brief, printable
 from vllm_patching.engines.base import FileFault, Receiver, Refused, StagingEngine, WorkerFailed
 from vllm_patching.engines.session import Commit, Route, Sessions
+from vllm_patching.memory.experts import read_experts
 
 BY_HAND_S = 3600.0  # deadline of POST /reload_weights
 POLL_S = 0.05
@@ -76,7 +80,7 @@ class ReloadEngine(StagingEngine):
             raise Refused(
                 f"{printable(request.path, 300)} cannot be served: {printable(str(fault), 900)}", 422
             ) from fault
-        await self.serving.rpc("bridge_request", self.offer.session, version, files)
+        await self.serving.rpc("bridge_request", self.offer.session, version, msgspec.to_builtins(files))
         deadline = time.monotonic() + self.offer.timeout_s
         while not await self._staged(version):
             if time.monotonic() > deadline:
@@ -104,29 +108,47 @@ class ReloadReceiver(Receiver):
 
     def __init__(self, offer: ReloadOffer, rank: int) -> None:
         super().__init__(offer, rank)
-        self._requests: queue.Queue[tuple[int, dict[str, str]]] = queue.Queue()
-        self._files: dict[str, str] = {}
+        self._requests: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self._files = TensorFiles({}, {})
 
-    def request(self, version: int, request: dict[str, str]) -> None:
+    def request(self, version: int, request: Any) -> None:
         self._requests.put((version, request))
 
     def next_version(self, wait_s: float) -> int | None:
         with contextlib.suppress(queue.Empty):
-            version, self._files = self._requests.get(timeout=wait_s)
+            version, request = self._requests.get(timeout=wait_s)
+            self._files = msgspec.convert(request, TensorFiles)
             return version
         return None
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        for tensor in bucket.tensors:
-            start = tensor.offset - bucket.start
-            target = buffer[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
-            with safe_open(self._files[tensor.name], "pt") as file:
-                target.copy_(file.get_tensor(tensor.name))
+        with contextlib.ExitStack() as held:
+            opened = functools.cache(lambda path: held.enter_context(safe_open(path, "pt")))
+
+            def read(name: str) -> torch.Tensor:
+                found: torch.Tensor = opened(self._files.paths[name]).get_tensor(name)
+                return found
+
+            for tensor in bucket.tensors:
+                start = tensor.offset - bucket.start
+                target = buffer[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+                content = self._files.tensors[tensor.name]
+                if not content.experts:
+                    target.copy_(read(content.name))
+                for expert in range(len(content.experts)):  # one at a time: all of them would be there twice
+                    target[expert].copy_(read_experts(content, read, expert, 1)[0])
 
 
-def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str, str]:
-    """The file of each tensor of `manifest` in `folder`, all of it checked. With `written`, a trainer wrote it, and
-    without a manifest it is unfinished. Raises FileFault, ManifestMismatch, OSError.
+class TensorFiles(Struct):
+    """A directory's files: the path of each of its tensors, and those of the model, made of them."""
+
+    paths: dict[str, str]
+    tensors: dict[str, InFiles]
+
+
+def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> TensorFiles:
+    """Where the tensors of `manifest` are in `folder`, all of it checked. With `written`, a trainer wrote it, and
+    without a manifest it is unfinished. Raises FileFault, ManifestMismatch, OSError, ValueError.
     """
     if not folder.is_absolute():
         raise FileFault("its path is not absolute: give the absolute path, the same for trainer and vLLM")
@@ -145,8 +167,9 @@ def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str
             if name in files:
                 raise FileFault(f"{path.name} and {Path(files[name]).name} both contain {brief(name)}")
             files[name], shapes[name] = str(path), shape
-    compare(manifest, shapes, "the directory")
-    return files
+    tensors = in_memory(shapes)
+    compare(manifest, {name: content.shape for name, content in tensors.items()}, "the directory")
+    return TensorFiles(files, tensors)
 
 
 def _check_inside(folder: Path, path: Path) -> None:

@@ -6,6 +6,7 @@ Rules for unquantised layers (each checked by log-probabilities with TP 1 and 2)
     MergedColumnParallelLinear rows gate | up, each 1/TP
     ColumnParallelLinear       rows 1/TP            RowParallelLinear   columns 1/TP (its bias is replicated)
     VocabParallelEmbedding     the rank's vocabulary rows, padding excluded         everything else   replicated
+    RoutedExperts              all experts, of each the rank's rows of gate and of up, and its columns of down
 A tied output head is the same parameter as the embedding and appears once.
 
 Where Hugging Face has one tensor for q | k | v or gate | up (Phi-3, GLM-4), a rank holds several blocks of it, each of
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, Shard, lay_out
-from vllm_patching import compat
+from atroposlib.wire.published import hugging_face_name
+from vllm_patching import compat, vllm_types
 
 # Layers that Hugging Face may have as one tensor, with the blocks one after the other. Under other names they are
 # interleaved head by head, and vLLM reorders them while it loads (query_key_value of Falcon, for one).
@@ -111,7 +113,7 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
     parent, _, module_leaf = module_name.rpartition(".")
 
     def rows(name: str, start: int, length: int, full_length: int, full_start: int) -> Shard:
-        return Shard(name, full_name, 0, start, length, full_start, (full_length, *shape[1:]))
+        return Shard(hugging_face_name(name), full_name, 0, start, length, full_start, (full_length, *shape[1:]))
 
     if blocks := _blocks(module, tp_rank, tp_size):
         parts = hugging_face_parts(model, module_leaf, len(blocks))
@@ -121,7 +123,7 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
                 " which Hugging Face tensors they are; serve another model, or update this one by --weight-bridge-mode"
                 " none"
             )
-        names = [f"{parent}.{part}.{leaf}" for part in parts]
+        names = [hugging_face_name(f"{parent}.{part}.{leaf}") for part in parts]
         if len(names) == 1:
             yield from _of_one(names[0], full_name, blocks, shape)
         else:
@@ -130,6 +132,8 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
         yield rows(full_name, 0, shape[0], shape[0] * tp_size, tp_rank * shape[0])
     elif isinstance(module, compat.RowParallelLinear) and leaf == "weight":
         yield Shard(full_name, full_name, 1, 0, shape[1], tp_rank * shape[1], (shape[0], shape[1] * tp_size))
+    elif isinstance(module, compat.RoutedExperts):
+        yield from _experts(module, full_name, shape, tp_rank, tp_size)
     elif isinstance(module, compat.VocabParallelEmbedding):
         first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
         yield rows(full_name, 0, last - first, module.org_vocab_size, first)
@@ -172,3 +176,26 @@ def _of_one(name: str, full_name: str, blocks: list[Block], shape: tuple[int, ..
     for length, full_length, block in blocks:
         yield Shard(name, full_name, 0, start, length, full_start + block * length, full_shape)
         start, full_start = start + length, full_start + full_length
+
+
+def _experts(
+    module: vllm_types.Experts, full_name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int
+) -> Iterator[Shard]:
+    """Of w13_weight [experts, gate over up, in] and w2_weight [experts, out, in]."""
+    if reason := compat.why_not_stacked(module):
+        raise UnsupportedModel(f"{full_name} holds experts that the bridge cannot replace: {reason}")
+    layer, _, leaf = hugging_face_name(full_name).rpartition(".")
+    layer = layer.removesuffix(".routed_experts")
+    if leaf == "w13_weight":
+        name, dim, halves = f"{layer}.gate_up_proj", 1, 2
+    elif leaf == "w2_weight":
+        name, dim, halves = f"{layer}.down_proj", 2, 1
+    else:
+        raise UnsupportedModel(f"{full_name}: the bridge carries experts without {leaf}; serve another model")
+    length = shape[dim] // halves
+    full_shape = (*shape[:dim], shape[dim] * tp_size, *shape[dim + 1 :])
+    if tp_size == 1:
+        yield Shard(name, full_name, 0, 0, shape[0], 0, full_shape)
+        return
+    for half in range(halves):
+        yield Shard(name, full_name, dim, half * length, length, (half * tp_size + tp_rank) * length, full_shape)

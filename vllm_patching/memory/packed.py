@@ -1,5 +1,5 @@
-"""Linear layers of vLLM that multiply by packed copies of their weights, in the layout that oneDNN reads directly. CPU
-only.
+"""Linear layers and experts of vLLM that multiply by packed copies of their weights, in the layout that the kernels of
+vLLM-CPU read directly. CPU only.
 
 Stock vLLM packs each weight once and discards the original. Here the originals stay, because new weights will come, and
 are packed again after each change:
@@ -14,37 +14,69 @@ The cost is memory for a second copy of each weight.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
-# of x [..., in], weight [out, in] and bias [out]: [..., out]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# of a layer's input and weights: of a linear layer x [..., in], weight [out, in] and bias [out] to [..., out]
+Product = Callable[..., Tensor]
 
 PACKING_SHARE = 0.25  # of the time goes into packing while any layer is not packed, so that generation continues
 
-_products: "WeakKeyDictionary[PackedLinear, Product]" = WeakKeyDictionary()
+_products: "WeakKeyDictionary[Packed, Product]" = WeakKeyDictionary()
 _packing = True
 _due = 0.0  # time.monotonic() from which on a layer may be packed
 
 
 @dataclass(eq=False)
-class PackedLinear:
-    """One layer's product: `plain` until packing is due, then the result of `pack(weight)`, which must not read the
-    weight again.
+class Packed:
+    """One layer's product: `plain` until packing is due, then the result of `pack(*weights)`, which must not read the
+    weights again.
     """
 
     plain: Product
-    pack: Callable[[Tensor], Product]
+    pack: Callable[..., Product]
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, *weights: Tensor) -> Product:
+        """What multiplies now."""
         global _due
         product = _products.get(self, self.plain)
         if product is self.plain and _packing and (start := time.monotonic()) >= _due:
-            product = _products[self] = self.pack(weight)
+            product = _products[self] = self.pack(*weights)
             end = time.monotonic()
             _due = end + (end - start) * (1 / PACKING_SHARE - 1)
-        return product(x, weight, bias)
+        return product
+
+
+class PackedLinear(Packed):
+    """Of a linear layer."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.product(weight)(x, weight, bias)
+
+
+class PackedExperts(Packed):
+    """Of a layer's experts; as `plain_experts`."""
+
+    def __call__(self, x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+        return self.product(w13, w2)(x, w13, w2, shares, chosen, **how)
+
+
+def plain_experts(x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+    """The sum of what each token's `chosen` experts [tokens, k] make of it, times their `shares` [tokens, k].
+
+    x is [tokens, in], w13 [experts, 2 width, in] gate over up, w2 [experts, in, width]; the result is [tokens, in].
+    """
+    found = torch.zeros(x.shape)
+    for expert in chosen.unique().tolist():
+        token, place = torch.where(chosen == expert)
+        gate, up = linear(x[token], w13[expert]).chunk(2, -1)
+        output = linear(silu(gate) * up, w2[expert])
+        found.index_add_(0, token, output.float() * shares[token, place, None])
+    return found.to(x.dtype)
 
 
 def forget() -> None:

@@ -186,7 +186,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (linked_out, "or is a link out of it"),
     (fifo, "model-extra.safetensors is not a regular file"),
     (another_shape, "out: vLLM holds [4, 4], the directory [4, 5]"),
-    (missing_tensor, "vLLM holds k [2, 4], the directory does not (5/6 tensors agree"),
+    (missing_tensor, "vLLM holds k [2, 4], the directory does not (7/8 tensors agree"),
     (extra_tensor, "the directory holds lm_head [2], vLLM does not"),
     (integers, "'norm' is I8, not one of"),
     (twice, "both contain 'norm'"),

@@ -17,11 +17,15 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from atroposlib.groups import Untrainable
@@ -39,6 +43,10 @@ SHAPE: dict[str, Any] = dict(
     num_key_value_heads=2,
     head_dim=8,
 )
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -48,8 +56,10 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+        "mixtral": (MixtralConfig, MixtralForCausalLM),
     }[family]
-    settings = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | changes
+    settings = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | EXPERTS.get(family, {}) | changes
     if family == "qwen2":
         settings.pop("head_dim")
     model: PreTrainedModel = model_class(config_class(**settings))

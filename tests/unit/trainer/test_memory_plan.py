@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from example_trainer.config import TrainerConfig
 from example_trainer.memory_plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
@@ -28,6 +29,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {},
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3ForCausalLM": {"head_dim": 32},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SMALL = {
     "hidden_size": 64,
@@ -44,7 +54,7 @@ SMALL = {
 def test_shapes_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     from example_trainer.model import meta_model
 
-    model_type = architecture.removesuffix("ForCausalLM").lower()
+    model_type = architecture.removesuffix("ForCausalLM").lower().replace("qwen3moe", "qwen3_moe")
     config = {"architectures": [architecture], "model_type": model_type, **SMALL, **CONFIGS[architecture]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     real = {name: tuple(weight.shape) for name, weight in meta_model(str(tmp_path)).named_parameters()}
@@ -177,7 +187,12 @@ def test_gradients_that_are_summed_at_the_end_are_whole() -> None:
 
 # --- against PyTorch --------------------------------------------------------------------------------------------------
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": partial(Qwen3MoeConfig, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=176),
+}
 
 
 def model_of(family: str, dtype: torch.dtype, **sizes: int) -> PreTrainedModel:
@@ -188,7 +203,9 @@ def model_of(family: str, dtype: torch.dtype, **sizes: int) -> PreTrainedModel:
 
 def planned(model: PreTrainedModel, ranks: int = 1, **flags: Any) -> Training:
     config = TrainerConfig.model_validate({"model_name": "m", "bridge": {"kind": "broadcast"}, **flags})
-    return Training(config, size_of({n: p.shape for n, p in model.named_parameters()}), ranks, on_gpu=False)
+    chosen = getattr(model.config, "num_experts_per_tok", 0)
+    size = size_of({n: p.shape for n, p in model.named_parameters()}, experts_per_token=chosen)
+    return Training(config, size, ranks, on_gpu=False)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

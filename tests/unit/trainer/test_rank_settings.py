@@ -12,12 +12,10 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2VLConfig,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from atroposlib.config import resolve_config
@@ -59,21 +57,15 @@ def load(folder: Path | str, ranks: Ranks) -> None:
     ("model", "says"),
     [
         (
-            lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
-            r"MixtralForCausalLM is a model with experts \(model.layers.0.mlp is a MixtralSparseMoeBlock\)",
-        ),
-        (
-            lambda: Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-            ),
-            r"Qwen3MoeForCausalLM is a model with experts \(model.layers.0.mlp is",
+            lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)),
+            r"OlmoeForCausalLM is a model with experts \(model.layers.0.mlp is a OlmoeSparseMoeBlock\)",
         ),
         (
             lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4)),
             "GPT2LMHeadModel has no list of decoder layers.* --trainer-ranks 1 --compute-dtype float32 --offload none",
         ),
     ],
-    ids=["mixtral", "qwen3_moe", "gpt2"],
+    ids=["olmoe", "gpt2"],
 )
 def test_families_that_are_not_sharded_are_refused_by_name(alone: Ranks, tmp_path: Path, model: Any, says: str) -> None:
     made: PreTrainedModel = model()
