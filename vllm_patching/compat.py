@@ -72,8 +72,6 @@ __all__ = [
     "wrap_config_check",
 ]
 
-PLAIN_EXPERTS = Version("0.32")  # from which on vLLM-CPU's experts are a class that keep_plain_experts extends
-
 
 def end_engine_with_its_threads() -> None:
     """End an engine process when the thread that reads its requests, or the one that sends its replies, dies. Without
@@ -208,12 +206,12 @@ def keep_plain_experts() -> None:
     Stock vLLM-CPU puts packed weights in the place of the parameters, so new weights would be read in a layout that
     they do not have. Padding and layout of the copies are vLLM's own.
     """
-    if VERSION < PLAIN_EXPERTS:  # why_not_stacked refuses such models
+    if VERSION < Version("0.32"):  # the class is not there yet, and why_not_stacked refuses such models
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    kernels = cast(Any, CPUUnquantizedExperts)
-    pack, multiply = kernels.process_weights_after_loading, kernels.apply
+    pack: Any = CPUUnquantizedExperts.process_weights_after_loading
+    multiply: Any = CPUUnquantizedExperts.apply
     if pack.__module__ == __name__:
         return
 
@@ -256,6 +254,7 @@ def keep_plain_experts() -> None:
     ) -> None:
         output.copy_(self.experts(hidden_states, w1, w2, topk_weights, topk_ids, **how))
 
+    kernels = cast(Any, CPUUnquantizedExperts)
     kernels.process_weights_after_loading, kernels.apply = keep, apply
 
 
@@ -263,9 +262,10 @@ def why_not_stacked(experts: vllm_types.Experts) -> str | None:
     """Why a layer's experts are not what Hugging Face stacks, all of them, gate over up; None if they are."""
     if experts.use_ep:
         return "expert parallelism spreads whole experts over ranks: start vLLM without --enable-expert-parallel"
-    backend = experts.quant_method.unquantized_backend.name
-    if backend == "CPU" and VERSION < PLAIN_EXPERTS:
-        return f"vLLM {VERSION} packs them on CPUs: use vLLM {PLAIN_EXPERTS} or newer"
+    method: vllm_types.UnquantizedExperts = experts.quant_method
+    backend = method.unquantized_backend.name
+    if backend == "CPU" and VERSION < Version("0.32"):
+        return f"vLLM {VERSION} packs them on CPUs: use vLLM 0.32 or newer"
     if backend not in ("CPU", "TRITON"):
         return f"vLLM's {backend} kernels have a layout of their own: start vLLM with --moe-backend triton"
     if experts.activation.name != "SILU":

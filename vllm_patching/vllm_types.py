@@ -20,5 +20,8 @@ RMSNorm = Annotated[Any, "vllm.model_executor.layers.layernorm.RMSNorm"]
 RotaryEmbedding = Annotated[Any, "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding"]
 SamplingParams = Annotated[Any, "vllm.sampling_params.SamplingParams"]
 ServedModels = Annotated[Any, "vllm.entrypoints.openai.models.serving.OpenAIServingModels"]
+UnquantizedExperts = Annotated[
+    Any, "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
+]
 VllmConfig = Annotated[Any, "vllm.config.VllmConfig"]
 WorkerClass = Annotated[type, "vllm.v1.worker.gpu_worker.Worker"]

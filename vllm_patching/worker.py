@@ -262,6 +262,11 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
 
     def load_model(self, **kwargs: Any) -> None:
         if compat.on_cpu():
+            if self.model_config.is_moe:
+                raise RuntimeError(
+                    f"{self.model_config.model} is a mixture of experts, for which vLLM has no adapters on CPUs: train"
+                    " its weights (--weight-bridge-mode shared_vllm), or serve it on a GPU"
+                )
             compat.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
         super().load_model(**kwargs)
         compat.unlink_collective_files()

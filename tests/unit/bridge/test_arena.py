@@ -25,6 +25,7 @@ class Fused(nn.Module):
         self.w2 = nn.Parameter(torch.zeros(3, 4, 4 // tp_size))
 
 
+GATE_UP, DOWN = "model.mlp.experts.gate_up_proj", "model.mlp.experts.down_proj"
 HF_SHAPES = {
     "embed": (6, 4),
     "q": (4, 4),
@@ -32,8 +33,8 @@ HF_SHAPES = {
     "v": (2, 4),
     "out": (4, 4),
     "norm": (4,),
-    "gate_up": (3, 8, 4),
-    "down": (3, 4, 4),
+    GATE_UP: (3, 8, 4),
+    DOWN: (3, 4, 4),
 }
 
 
@@ -49,8 +50,8 @@ def shards(rank: int, tp: int) -> list[Shard]:
         rows("v", "qkv", 6 // tp),
         Shard("out", "out", 1, 0, 4 // tp, rank * 4 // tp, (4, 4)),
         Shard("norm", "norm", 0, 0, 4, 0, (4,)),
-        *(Shard("gate_up", "w13", 1, i * 4 // tp, 4 // tp, i * 4 + rank * 4 // tp, (3, 8, 4)) for i in range(2)),
-        Shard("down", "w2", 2, 0, 4 // tp, rank * 4 // tp, (3, 4, 4)),
+        *(Shard(GATE_UP, "w13", 1, i * 4 // tp, 4 // tp, i * 4 + rank * 4 // tp, (3, 8, 4)) for i in range(2)),
+        Shard(DOWN, "w2", 2, 0, 4 // tp, rank * 4 // tp, (3, 4, 4)),
     ]
 
 
@@ -60,8 +61,8 @@ def manifest() -> Manifest:
         "qkv": ["q", "k", "v"],
         "out": ["out"],
         "norm": ["norm"],
-        "w13": ["gate_up"],
-        "w2": ["down"],
+        "w13": [GATE_UP],
+        "w2": [DOWN],
     }
     tensors = tuple(
         lay_out([(name, [(part, HF_SHAPES[part], "float32") for part in parts]) for name, parts in fused.items()])
@@ -106,8 +107,8 @@ def expected(weights: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, 
         "qkv": torch.cat([part("q"), part("k"), part("v")]),
         "out": part("out", 1),
         "norm": weights["norm"],
-        "w13": torch.cat([half.chunk(tp, 1)[rank] for half in weights["gate_up"].chunk(2, 1)], 1),
-        "w2": part("down", 2),
+        "w13": torch.cat([half.chunk(tp, 1)[rank] for half in weights[GATE_UP].chunk(2, 1)], 1),
+        "w2": part(DOWN, 2),
     }
 
 

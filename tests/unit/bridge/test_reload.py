@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from safetensors.torch import save_file
 
 from tests.unit.bridge.engine_with_workers import HERE, EngineWithWorkers, make_sessions
-from tests.unit.bridge.test_arena import HF_SHAPES, expected, manifest
+from tests.unit.bridge.test_arena import DOWN, GATE_UP, HF_SHAPES, expected, manifest, new_weights
 from vllm_patching.http.routes import add_routes
 
 TP_SIZE = 2
@@ -97,6 +97,25 @@ def test_a_trainer_s_directories_are_served_one_after_the_other(server: TestClie
     assert reload(server, write(tmp_path / "v8", weights(4.0, torch.bfloat16)), 8).status_code == 200
     assert serves(server, 4.0)
     assert server.delete("/v1/bridge/session/a").json() == {"policy_version": 8}
+
+
+def test_experts_are_read_from_files_that_have_them_apart(server: TestClient, tmp_path: Path) -> None:
+    stacked = new_weights()
+    apart = {name: tensor for name, tensor in stacked.items() if name not in (GATE_UP, DOWN)}
+    for expert in range(3):
+        gate, up = stacked[GATE_UP][expert].chunk(2)
+        for name, part in (("w1", gate), ("w3", up), ("w2", stacked[DOWN][expert])):
+            apart[f"model.block_sparse_moe.experts.{expert}.{name}.weight"] = part.contiguous()
+    server.post("/v1/bridge/session", json=offer())
+    assert reload(server, write(tmp_path / "v1", apart), 1).status_code == 200
+    for rank, worker in enumerate(engine(server).workers):
+        live = dict(worker._arena._parameters)
+        for name, part in expected(stacked, rank, TP_SIZE).items():
+            assert torch.equal(live[name][: len(part)], part), name
+    del apart["model.block_sparse_moe.experts.1.w3.weight"]
+    refused = reload(server, write(tmp_path / "v2", apart), 2)
+    assert refused.status_code == 422
+    assert f"{GATE_UP} has 3 experts in the files, of which expert 1 is not whole" in refused.text
 
 
 def test_what_is_staged_by_reload_is_swapped_under_a_pause(server: TestClient, tmp_path: Path) -> None:

@@ -97,6 +97,17 @@ def test_only_the_chosen_modules_get_an_adapter(llama: str) -> None:
     assert {name.split(".")[-3] for name in adapter_tensors(adapted)} == {"q_proj", "v_proj"}
 
 
+def test_beside_experts_the_attention_gets_an_adapter_and_the_experts_are_refused(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", family="qwen3_moe")
+    with pytest.raises(
+        AdapterError, match="no linear layer named gate_proj, up_proj, down_proj; it has q_proj, k_proj"
+    ):
+        load_adapted_model(model, config(model), CPU)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapted = load_adapted_model(model, config(model, lora_target_modules=attention), CPU)
+    assert {name.split(".")[-3] for name in adapter_tensors(adapted)} == set(attention)
+
+
 def test_an_unknown_module_is_refused_by_naming_those_that_exist(llama: str) -> None:
     with pytest.raises(
         AdapterError, match="no linear layer named qkv_proj, lm_head; it has q_proj, k_proj, v_proj, o_proj, gate"
