@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -48,6 +49,7 @@ __all__ = [
     "RoutedExperts",
     "RowParallelLinear",
     "SamplingParams",
+    "UnquantizedFusedMoEMethod",
     "VLLMValidationError",
     "VocabParallelEmbedding",
     "add_before_norm",
@@ -263,6 +265,8 @@ def why_not_stacked(experts: vllm_types.Experts) -> str | None:
     if experts.use_ep:
         return "expert parallelism spreads whole experts over ranks: start vLLM without --enable-expert-parallel"
     method: vllm_types.UnquantizedExperts = experts.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return "they are quantised: serve an unquantised model"
     backend = method.unquantized_backend.name
     if backend == "CPU" and VERSION < Version("0.32"):
         return f"vLLM {VERSION} packs them on CPUs: use vLLM 0.32 or newer"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_patching.memory.mapping import UnsupportedModel
+from vllm_patching.memory.mapping import UnsupportedModel, expect_stacked_experts
 
 SAMPLED = 4096  # values of a tensor, spread over all of it: another layout moves nearly all of them
 DEPTH = 4  # objects within objects of a module
@@ -28,6 +28,7 @@ def refusing_derived(model: nn.Module) -> Iterator[None]:
     """What vLLM does to the loaded weights of `model` within this must leave no tensor but the parameters, as they are.
     Raises UnsupportedModel.
     """
+    expect_stacked_experts(model)  # before vLLM rewrites them: this refusal has a remedy
     held = Held(model)
     yield
     held.expect_unchanged(model)

@@ -36,6 +36,7 @@ class UnsupportedModel(RuntimeError):
 
 def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     """Every shard of this rank in vLLM's parameter order. Raises UnsupportedModel."""
+    expect_stacked_experts(model)
     found: list[Shard] = []
     for name, parameter in model.named_parameters():  # a tied one once
         if _dtype(parameter) not in DTYPE_BYTES:
@@ -60,6 +61,17 @@ def hugging_face_parts(model: nn.Module, fused: str, count: int) -> list[str] | 
     parts: list[str] | None = getattr(model, "packed_modules_mapping", {}).get(fused)
     concatenated = parts == [fused] and fused in CONCATENATED
     return parts if parts and (concatenated or len(parts) == count) else None
+
+
+def expect_stacked_experts(model: nn.Module) -> None:
+    """Raise UnsupportedModel where vLLM has, or will make after loading, another layout of experts than Hugging Face
+    has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, compat.RoutedExperts) and (reason := compat.why_not_stacked(module)):
+            raise UnsupportedModel(
+                f"{type(model).__name__}: {name} holds experts that the bridge cannot replace: {reason}"
+            )
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
@@ -182,8 +194,6 @@ def _experts(
     module: vllm_types.Experts, full_name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int
 ) -> Iterator[Shard]:
     """Of w13_weight [experts, gate over up, in] and w2_weight [experts, out, in]."""
-    if reason := compat.why_not_stacked(module):
-        raise UnsupportedModel(f"{full_name} holds experts that the bridge cannot replace: {reason}")
     layer, _, leaf = hugging_face_name(full_name).rpartition(".")
     layer = layer.removesuffix(".routed_experts")
     if leaf == "w13_weight":

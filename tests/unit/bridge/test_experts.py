@@ -13,6 +13,7 @@ from tests.unit.bridge.test_mapping import received
 from vllm_patching import compat
 from vllm_patching.memory import mapping, packed
 from vllm_patching.memory.arena import Arena
+from vllm_patching.memory.derived import refusing_derived
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 24
 
@@ -26,7 +27,9 @@ def routed_experts(tp: int, rank: int = 0, backend: str = "CPU", **parallel: Any
     ranks = SimpleNamespace(tp_size=tp, tp_rank=rank, use_ep=False, enable_eplb=False)
     ranks.__dict__.update(parallel)
     layer.moe_config = SimpleNamespace(moe_parallel_config=ranks, is_act_and_mul=True, tp_rank=rank, tp_size=tp)
-    layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+    layer.quant_method = compat.UnquantizedFusedMoEMethod.__new__(compat.UnquantizedFusedMoEMethod)
+    nn.Module.__init__(layer.quant_method)
+    layer.quant_method.unquantized_backend = SimpleNamespace(name=backend)
     layer.activation = SimpleNamespace(name="SILU", value="silu")
     layer.apply_router_weight_on_input = False
     return layer
@@ -95,9 +98,15 @@ def test_a_broadcast_leaves_every_rank_with_what_vllm_would_have_loaded(tp: int,
 )
 def test_experts_that_are_not_as_in_hugging_face_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(
-        mapping.UnsupportedModel, match=rf"mlp.experts.routed_experts.w13_weight holds experts .*{says}"
+        mapping.UnsupportedModel, match=rf"Model: model.mlp.experts.routed_experts holds experts .*{says}"
     ):
         mapping.shards_of(Model(routed_experts(1, **changes)), 0, 1)
+
+
+def test_the_refusal_comes_before_vllm_rewrites_the_experts() -> None:
+    model = Model(routed_experts(1, backend="FLASHINFER_CUTLASS"))
+    with pytest.raises(mapping.UnsupportedModel, match="--moe-backend triton"), refusing_derived(model):
+        pytest.fail("vLLM has begun to process them")
 
 
 def test_triton_s_experts_are_as_in_hugging_face() -> None:
