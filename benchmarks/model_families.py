@@ -166,7 +166,7 @@ class Served:
         offer = ReloadOffer(session=session, trainer="t", lease_s=30.0, manifest_digest=digest, timeout_s=60.0)
         files = tensor_files(folder, self.manifest, written=False)
         self.ask("bridge_open", msgspec.to_builtins(offer))
-        self.ask("bridge_request", session, version, files)
+        self.ask("bridge_request", session, version, msgspec.to_builtins(files))
         deadline = time.monotonic() + DEADLINE_S
         while {status["state"] for status in self.ask("bridge_status")} != {"staged"}:
             if time.monotonic() > deadline:
