@@ -45,7 +45,7 @@ from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
 from example_trainer.learner import Learner
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED, MODES
 from example_trainer.parallel import collective, join
 from vllm_patching import transport
 from vllm_patching.version import VERSION
@@ -127,7 +127,7 @@ SEVERAL = "broadcast_2_ranks"
 # restarts last: they take minutes, and the page compares them with the broadcast
 ARMS = {
     "legacy" if kind == "restart" else kind: _arm(kind)
-    for kind in sorted(MODES, key=lambda kind: MODES[kind].owns_vllm)
+    for kind in sorted(LAUNCHED, key=lambda kind: MODES[kind].owns_vllm)
 } | {SEVERAL: Arm({"kind": "broadcast"}, [], ranks=2)}
 KINDS = ("idle", "under load")  # of timed syncs
 PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")

@@ -563,6 +563,10 @@ class TrainerConfig(
             raise ValueError(
                 f"--offload {self.offload}: {own} keeps weights and moments on its device; drop one of them"
             )
+        if self.batch_invariant and self.bridge.external:
+            raise ValueError(
+                "--batch-invariant covers vLLM, not the servers of mode sglang: choose another mode, or drop the flag"
+            )
         if self.batch_invariant and self.bridge.trains_adapter:
             raise ValueError(
                 "--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the"

@@ -27,7 +27,7 @@ from typing import Literal
 from atroposlib.wire.bridge import DTYPE_BYTES
 from example_trainer.config import TrainerConfig
 from example_trainer.model_size import ModelSize
-from example_trainer.modes import MODES, Adapter, Broadcast, SingleCopy
+from example_trainer.modes import MODES, Adapter, Grouped, SingleCopy
 
 GB = 10**9
 GIB = 1 << 30
@@ -253,7 +253,7 @@ class Training:
         largest = self.size.largest * self.served
         if self.adapter:
             return FLOAT32 * self.adapter
-        if not isinstance(bridge, Broadcast):
+        if not isinstance(bridge, Grouped):
             return max(largest, FILE_BUCKET)
         automatic = "nccl" if self.on_gpu else "gloo"
         sent = bridge.bucket_bytes(automatic if bridge.backend == "auto" else bridge.backend)

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError, field_validator
 
 from atroposlib.config import Ambient, Config
 from atroposlib.flags import Hoisted
@@ -32,6 +32,7 @@ class Mode(Config, Hoisted):
     same_devices: ClassVar[bool] = False  # trainer and vLLM on the same GPUs
     switched: ClassVar[bool] = False  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
     owns_vllm: ClassVar[bool] = False  # the trainer starts it
+    external: ClassVar[bool] = False  # the server is not vLLM, and people start it themselves
     adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
     trains_adapter: ClassVar[bool] = False  # the model's own weights stay
     several_ranks: ClassVar[bool] = True  # of the trainer
@@ -39,8 +40,8 @@ class Mode(Config, Hoisted):
     kind: str = Field(
         "restart",
         validation_alias="weight_bridge_mode",
-        description="how new weights reach vLLM: none, reload, shared_vllm (with one of the two switches), lora_only"
-        " or lora_restart; as bridge.kind: one of the kinds that the sections below name",
+        description="how new weights reach vLLM: none, reload, shared_vllm (with one of the two switches), lora_only,"
+        " lora_restart or sglang; as bridge.kind: one of the kinds that the sections below name",
     )
 
     @classmethod
@@ -61,22 +62,9 @@ class _Session(Mode):
     )
 
 
-class Broadcast(_Session):
-    """Weight bridge: broadcast (shared_vllm --use-shared-memory)"""
+class Grouped(Mode):
+    """Weight bridge: modes whose weights travel through a process group of the trainer and the servers' workers"""
 
-    typed = "shared_vllm --use-shared-memory"
-    feeds_several = True
-    vllm_copies = 2
-    packed_copies = 1
-    switched = True
-
-    kind: Literal["broadcast"] = "broadcast"
-    use_shared_memory: bool = Field(
-        True,
-        exclude=True,
-        validation_alias="use_shared_memory",
-        description="shared_vllm by broadcast to vLLM's weight updater threads",
-    )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
         validation_alias="bridge_backend",
@@ -94,7 +82,7 @@ class Broadcast(_Session):
         "localhost",
         min_length=1,
         validation_alias="master_addr",
-        description="address at which vLLM's workers reach the trainer",
+        description="address at which the servers' workers reach the trainer",
         json_schema_extra={"env": "MASTER_ADDR"},
     )
     master_port: int = Field(
@@ -117,6 +105,24 @@ class Broadcast(_Session):
         """Bytes of a bucket: more over NCCL, where 72 billion weights would else be thousands of messages."""
         mb = self.bucket_mb if self.bucket_mb != "auto" else 256 if backend == "nccl" else 16
         return mb << 20
+
+
+class Broadcast(_Session, Grouped):
+    """Weight bridge: broadcast (shared_vllm --use-shared-memory)"""
+
+    typed = "shared_vllm --use-shared-memory"
+    feeds_several = True
+    vllm_copies = 2
+    packed_copies = 1
+    switched = True
+
+    kind: Literal["broadcast"] = "broadcast"
+    use_shared_memory: bool = Field(
+        True,
+        exclude=True,
+        validation_alias="use_shared_memory",
+        description="shared_vllm by broadcast to vLLM's weight updater threads",
+    )
 
 
 class SingleCopy(_Session):
@@ -163,6 +169,30 @@ class Reload(_Session):
     switched = True
 
     kind: Literal["reload"] = "reload"
+
+
+class Sglang(Grouped):
+    """Weight bridge: sglang"""
+
+    typed = "sglang"
+    feeds_several = True
+    external = True
+
+    kind: Literal["sglang"] = "sglang"
+    admin_api_key: SecretStr | None = Field(
+        None,
+        validation_alias="sglang_admin_api_key",
+        description="SGLang's --admin-api-key; --vllm-api-key is its --api-key",
+        json_schema_extra={"env": "SGLANG_ADMIN_API_KEY"},
+    )
+    reset: bool = Field(
+        True,
+        validation_alias="sglang_reset",
+        description=(
+            "overwrite SGLang's weights with random ones before the first sync, so that the parity probe sees a tensor"
+            " that SGLang does not take"
+        ),
+    )
 
 
 class Adapter(Mode):
@@ -257,9 +287,10 @@ class LoraRestart(Adapter, Restarting):
     kind: Literal["lora_restart"] = "lora_restart"
 
 
-Bridge = Restart | LoraRestart | Broadcast | Lora | SingleCopy | Reload
+Bridge = Restart | LoraRestart | Broadcast | Lora | SingleCopy | Reload | Sglang
 AnyBridge = Annotated[Bridge, Field(discriminator="kind")]
 MODES: dict[str, type[Mode]] = {mode.model_fields["kind"].default: mode for mode in get_args(Bridge)}
+LAUNCHED = {kind: mode for kind, mode in MODES.items() if not mode.external}  # for what starts or examines vLLM
 
 
 def choose(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,16 +63,21 @@ class Groups:
         """Send (rank 0) or receive `buffer`: flat uint8 [nbytes]. Raises RuntimeError on a dead or silent peer, at
         most the group's deadline after the call for NCCL, and after the last CHUNK_BYTES for Gloo.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
         for chunk in [buffer] if self.backend == "nccl" else buffer.split(CHUNK_BYTES):
-            self.data.broadcast([chunk], options).wait()
+            self.data.broadcast([chunk], from_rank_0()).wait()
 
     def close(self) -> None:
         """Let go of the peers, whatever state they are in: a kernel that still waits for one would run forever."""
         if self.backend == "nccl":
             self.data.abort()
+
+
+def from_rank_0() -> Any:
+    """Options of a broadcast."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
 
 
 def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -125,10 +130,15 @@ def make_control_group(
     Peers connect to this rank at `address`. By default, Gloo takes what the host name resolves to, which may be
     loopback.
     """
+    return gloo_group(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, timeout_s, address)
+
+
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout_s: float, address: str) -> Group:
+    """The ranks that meet in `store`; blocks until all have joined."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, options)
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 def make_data_group(
@@ -137,10 +147,15 @@ def make_data_group(
     """The group that carries weights: `control` itself for gloo, a group of its own for nccl."""
     if backend == "gloo":
         return control
+    return nccl_group(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, timeout_s)
+
+
+def nccl_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Group:
+    """The ranks that meet in `store`, at their first collective."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with _waits_that_raise():
-        return dist.ProcessGroupNCCL(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, options)
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""Weight bridges: how a policy reaches vLLM after each step. One file per mode, one line here that registers it."""
+"""Weight bridges: how a policy reaches vLLM or SGLang after each step. One file per mode, one line here that registers
+it.
+"""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from example_trainer.bridges import broadcast, lora, reload, restart, single_copy
+from example_trainer.bridges import broadcast, lora, reload, restart, sglang, single_copy
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import MODES
@@ -22,6 +24,7 @@ BRIDGES: dict[str, Callable[[TrainerConfig, str, torch.device], Prepared]] = {
     "lora": lora.prepare,
     "single_copy": single_copy.prepare,
     "reload": reload.prepare,
+    "sglang": sglang.prepare,
 }
 
 

@@ -10,8 +10,6 @@ Each of several servers has its own link. After a sync all of them serve the sam
 off, named in a warning and skipped; it returns when it answers again. Training ends if all servers fail.
 """
 
-import ipaddress
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,20 +19,18 @@ from typing import TypeVar
 
 import torch
 
-from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.digest import differing
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.server_link import Rendezvous, ServerLink
+from example_trainer.bridges.server_link import Rendezvous, ServerLink, listen
 from example_trainer.bridges.session import matching_manifest
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Broadcast
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel
-from vllm_patching import transport
 
 log = get_logger(__name__)
 
@@ -44,18 +40,7 @@ READMIT_S = 30.0  # between two looks at servers that were left out
 
 def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
     """Listen where vLLM's workers will come. Raises BridgeError if a server on another machine could not reach it."""
-    mode = config.mode(Broadcast)
-    address = _resolve(mode.master_addr, "MASTER_ADDR")
-    if ipaddress.ip_address(address).is_loopback:
-        for host, _ in config.vllm_servers:
-            server = _resolve(host, "vLLM server")
-            own = transport.address_towards(server)
-            if own != server and not ipaddress.ip_address(server).is_loopback:
-                raise BridgeError(
-                    f"the vLLM server on {host} runs on another machine and cannot reach MASTER_ADDR={mode.master_addr}"
-                    f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
-                )
-    rendezvous = Rendezvous(address, mode.master_port, config.bridge_timeout_s)
+    rendezvous = listen(config, config.mode(Broadcast))
     return Prepared(partial(BroadcastBridge, config, rendezvous), rendezvous.close)
 
 
@@ -220,8 +205,3 @@ class BroadcastBridge(WeightBridge):
                 f" ({self.served_dtype}): start all vLLM servers with the same --model and --dtype"
             )
         return manifest
-
-
-def _resolve(host: str, what: str) -> str:
-    with reading(f"{what} {host} cannot be resolved to an address", BridgeError):
-        return socket.gethostbyname(host)

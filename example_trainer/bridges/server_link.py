@@ -4,6 +4,8 @@ A link fails alone: a dead, silent or refusing peer ends this session and no oth
 called again; `drop` ends the rest.
 """
 
+import ipaddress
+import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
@@ -12,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.session import Session, offered_by_us, told
 from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.config import TrainerConfig
+from example_trainer.modes import Grouped
 from vllm_patching import transport
 
 log = get_logger(__name__)
@@ -35,6 +39,26 @@ class Rendezvous:
     def close(self) -> None:
         """Stop listening; its C++ thread must end while the interpreter still lives."""
         self._listener = None
+
+
+def listen(config: TrainerConfig, mode: Grouped) -> Rendezvous:
+    """Where the workers of all servers will come. Raises BridgeError if a server on another machine could not."""
+    address = _resolve(mode.master_addr, "MASTER_ADDR")
+    if ipaddress.ip_address(address).is_loopback:
+        for host, _ in config.vllm_servers:
+            server = _resolve(host, "vLLM server" if not mode.external else "SGLang server")
+            own = transport.address_towards(server)
+            if own != server and not ipaddress.ip_address(server).is_loopback:
+                raise BridgeError(
+                    f"the server on {host} runs on another machine and cannot reach MASTER_ADDR={mode.master_addr}"
+                    f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
+                )
+    return Rendezvous(address, mode.master_port, config.bridge_timeout_s)
+
+
+def _resolve(host: str, what: str) -> str:
+    with reading(f"{what} {host} cannot be resolved to an address", BridgeError):
+        return socket.gethostbyname(host)
 
 
 class ServerLink:

@@ -1,10 +1,10 @@
-"""HTTP client of the vLLM server's bridge routes, as the trainer uses them.
+"""HTTP clients of inference servers, as the trainer uses them: what they share, and vLLM's bridge routes.
 
-Every call has a deadline and opens its own connection: vLLM closes idle connections after 5 s, possibly just as the
+Every call has a deadline and opens its own connection: a server closes idle connections after 5 s, possibly just as the
 next request leaves, and a POST that was lost that way must not be repeated blindly.
 """
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import requests
@@ -34,19 +34,73 @@ class NoAnswer(BridgeError):
     """The server did not answer: it is not up, silent or gone."""
 
 
+class Refused(BridgeError):
+    """The server answered, with an error."""
+
+
+class ScoresPrompts(Protocol):
+    """A client whose server gives log-probabilities of a prompt."""
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Of each token but the first."""
+
+
 class ScoredPrompt(msgspec.Struct):
     """The reply of /v1/generate, as far as it is read: token id -> log-probability, per position."""
 
     prompt_logprobs: list[dict[str, float] | None]
 
 
-class VllmClient:
-    """One vLLM server at `host:port`; `api_key` is its --api-key, if it has one. Every method raises BridgeError."""
+class ServerClient:
+    """One inference server at `host:port`; `api_key` is its bearer token, if it has one. Every method raises
+    BridgeError.
+    """
+
+    software: ClassVar[str] = "vLLM"
 
     def __init__(self, host: str, port: int, api_key: str | None, timeout_s: float) -> None:
         self.url = f"http://{host}:{port}"
         self._timeout_s = timeout_s
         self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
+        """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
+        with reading(f"{self.url} answered {method} {path} with something other than {kind.__name__}", BridgeError):
+            return msgspec.json.decode(self._send(method, path, body, timeout_s), type=kind)
+
+    def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
+        limit_s = min(timeout_s, self._timeout_s)
+        try:
+            # not a Session: its pool would reuse a connection that the server has closed or is about to close
+            reply = requests.request(
+                method,
+                self.url + path,
+                json=msgspec.to_builtins(body),
+                headers=self._headers,
+                timeout=(CONNECT_S, limit_s),
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            raise NoAnswer(
+                f"the {self.software} server at {self.url} did not answer {method} {path} ({type(error).__name__},"
+                f" limit {limit_s:.0f} s); see its log"
+            ) from error
+        if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
+            raise BridgeError(redirected)
+        if reply.status_code == 404 and path == "/v1/bridge/status":
+            raise BridgeError(
+                f"{self.url} is not our vLLM server (no /v1/bridge): start it with example_trainer/vllm_api_server.py"
+            )
+        if reply.status_code >= 400:
+            raise Refused(
+                f"the {self.software} server at {self.url} refused {method} {path}"
+                f" ({reply.status_code}): {_reason(reply)}"
+            )
+        return reply.content
+
+
+class VllmClient(ServerClient):
+    """One vLLM server; `api_key` is its --api-key."""
 
     def wait_until_ready(self, deadline_s: float, *, lora: bool = False) -> ServerStatus:
         """The bridge status once the server answers with its bridge on: for LoRA adapters if `lora`, else for whole
@@ -140,40 +194,6 @@ class VllmClient:
             return self.status()
         except NoAnswer as silent:
             raise NotYet(f"no answer ({type(silent.__cause__).__name__})") from silent
-
-    def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
-        """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
-        with reading(f"{self.url} answered {method} {path} with something other than {kind.__name__}", BridgeError):
-            return msgspec.json.decode(self._send(method, path, body, timeout_s), type=kind)
-
-    def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
-        limit_s = min(timeout_s, self._timeout_s)
-        try:
-            # not a Session: its pool would reuse a connection that the server has closed or is about to close
-            reply = requests.request(
-                method,
-                self.url + path,
-                json=msgspec.to_builtins(body),
-                headers=self._headers,
-                timeout=(CONNECT_S, limit_s),
-                allow_redirects=False,
-            )
-        except requests.RequestException as error:
-            raise NoAnswer(
-                f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit"
-                f" {limit_s:.0f} s); see its log"
-            ) from error
-        if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
-            raise BridgeError(redirected)
-        if reply.status_code == 404 and path == "/v1/bridge/status":
-            raise BridgeError(
-                f"{self.url} is not our vLLM server (no /v1/bridge): start it with example_trainer/vllm_api_server.py"
-            )
-        if reply.status_code >= 400:
-            raise BridgeError(
-                f"the vLLM server at {self.url} refused {method} {path} ({reply.status_code}): {_reason(reply)}"
-            )
-        return reply.content
 
 
 def vllm_clients(config: TrainerConfig) -> list[VllmClient]:

@@ -16,7 +16,7 @@ from example_trainer.launcher.cli import COMMANDS
 from example_trainer.launcher.env import NEW
 from example_trainer.launcher.run_file import recipe_files
 from example_trainer.launcher.runs import RUNS
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED
 
 SHELLS = ("bash", "zsh", "tcsh")
 RUN_FILE = {"bash": "_atropos_run_file", "zsh": "_atropos_run_file", "tcsh": "f:*.yaml"}
@@ -98,7 +98,7 @@ def _say_what_completes(action: Action) -> None:
     by_placeholder = {"FILE": "file", "DIR": "directory", "MODEL": "directory"}
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if action.dest == "bridge":
-        action.choices = list(MODES)
+        action.choices = list(LAUNCHED)
     elif metavar.startswith("{"):
         action.choices = metavar.strip("{}").split(",")
     elif action.dest == "file":

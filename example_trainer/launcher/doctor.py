@@ -55,7 +55,7 @@ from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.servers import is_server
 from example_trainer.memory import available_memory
 from example_trainer.memory_plan import GIB
-from example_trainer.modes import MODES, Broadcast
+from example_trainer.modes import LAUNCHED, Broadcast
 
 PROG = "atropos doctor"
 PLUGINS = ("atropos_processes", "atropos_bridge_http")  # the entry points of pyproject.toml
@@ -66,7 +66,7 @@ LIVE_S = 1800  # to read a large model's files and compare them
 class DoctorConfig(VllmServers):
     """Check this machine and the servers before a run: ports, versions, memory, models and limits."""
 
-    mode: Literal[tuple(MODES)] = Field(  # type: ignore[valid-type]
+    mode: Literal[tuple(LAUNCHED)] = Field(  # type: ignore[valid-type]
         "broadcast", description="bridge mode, as in scripts/run_gsm8k_MODE.sh"
     )
     model: str | None = Field(
@@ -167,8 +167,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     except ValueError as error:  # flags, hosts file and NUM_INFERENCE_NODES contradict each other
         servers = []
         yield Finding("fail", "servers", str(error))
-    if len(servers) > 1 and not MODES[config.mode].feeds_several:
-        yield checks.check_several(MODES[config.mode], len(servers))
+    if len(servers) > 1 and not LAUNCHED[config.mode].feeds_several:
+        yield checks.check_several(LAUNCHED[config.mode], len(servers))
     yield from versions(config, gpus, driver_cuda)
     yield from settings(config, gpus, servers)
     yield from ports(config, listeners, servers)
@@ -189,7 +189,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
 
         yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
         yield checks.check_plugins({name: declared_by(name) for name in PLUGINS})
-    if MODES[config.mode].trains_adapter:
+    if LAUNCHED[config.mode].trains_adapter:
         yield checks.check_package("peft", installed("peft"), "0.14")
     if gpus:
         names = gpu_names()
@@ -201,7 +201,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
 
 
 def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = MODES[config.mode]
+    mode = LAUNCHED[config.mode]
     yield checks.check_switch(mode, config.shared_weights, any(server.running for server in servers))
     yield checks.check_allocator(
         mode.same_devices,
@@ -216,7 +216,7 @@ def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server
 
 
 def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = MODES[config.mode]
+    mode = LAUNCHED[config.mode]
     api = listeners.get(config.api_port)
     yield checks.check_api(
         config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0)
@@ -230,7 +230,7 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
 
 
 def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode, ranks = MODES[config.mode], config.tensor_parallel_size
+    mode, ranks = LAUNCHED[config.mode], config.tensor_parallel_size
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
     here = [server for server in servers if server.local]
     running, count = any(server.running for server in here), max(1, len(here))

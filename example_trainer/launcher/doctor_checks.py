@@ -18,7 +18,7 @@ from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
 from example_trainer.launcher.gpu_record import GpuRecord
 from example_trainer.launcher.machine import Listener
 from example_trainer.launcher.model_files import Model
-from example_trainer.modes import MODES, Mode
+from example_trainer.modes import LAUNCHED, Mode
 
 PYTHON = (3, 11)
 DISTRIBUTION = "atroposlib"
@@ -169,7 +169,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 def check_several(mode: type[Mode], servers: int) -> Finding:
     """Of a mode that feeds one server."""
-    able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
+    able = " or ".join(kind for kind, other in LAUNCHED.items() if other.feeds_several)
     return Finding(
         "fail", "servers", f"{servers}, but {mode.shown()} supports only one", f"name one, or choose mode {able}"
     )

@@ -33,7 +33,7 @@ from example_trainer.launcher.servers import (
     merged_trees,
 )
 from example_trainer.launcher.service import LAUNCHER, NAME
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED, MODES
 
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
@@ -139,9 +139,9 @@ class RunFile(Config):
 
     @model_validator(mode="after")
     def _bridge_feeds_all_servers(self) -> "RunFile":
-        mode, count = MODES[self.kind], len(self.servers)
+        mode, count = LAUNCHED[self.kind], len(self.servers)
         if count > 1 and not mode.feeds_several:
-            able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
+            able = " or ".join(kind for kind, other in LAUNCHED.items() if other.feeds_several)
             raise ValueError(
                 f"bridge {mode.shown()} supports one vLLM server, but `vllm` has {count}: keep one, or choose bridge"
                 f" {able}"
@@ -160,7 +160,7 @@ class RunFile(Config):
 
     @property
     def kind(self) -> str:
-        """That of the bridge: a key of MODES."""
+        """That of the bridge: a key of LAUNCHED."""
         return str(self.bridge["kind"])
 
 
@@ -170,7 +170,7 @@ class Choice:
 
     device: Literal["cpu", "gpu"]
     dataset: str | None = None  # LOCAL_FILES for files of one's own
-    bridge: str | None = None  # a key of MODES; by default the one that the file says
+    bridge: str | None = None  # a key of LAUNCHED; by default the one that the file says
 
 
 @dataclass
@@ -272,9 +272,14 @@ def normal(content: Mapping[str, Any], path: Path) -> Tree:
 
 
 def check_kind(kind: str) -> str:
-    """`kind`, if it is a bridge's. Raises ConfigError."""
-    if kind not in MODES:
-        raise ConfigError(f"bridge {kind!r} is not one of {', '.join(MODES)}{nearest(kind, list(MODES))}")
+    """`kind`, if it is a bridge's whose server `atropos train` starts. Raises ConfigError."""
+    if kind in MODES and kind not in LAUNCHED:
+        raise ConfigError(
+            f"bridge {kind}: `atropos train` starts vLLM alone; start each program by hand, as docs/bridges.md"
+            " describes"
+        )
+    if kind not in LAUNCHED:
+        raise ConfigError(f"bridge {kind!r} is not one of {', '.join(LAUNCHED)}{nearest(kind, list(LAUNCHED))}")
     return kind
 
 

@@ -23,9 +23,16 @@ class FinishReason(msgspec.Struct):
     type: str
 
 
+class WeightSpan(msgspec.Struct):
+    """Tokens from `start` up to `end` that one version of the weights sampled."""
+
+    version: str
+    start: int
+
+
 class MetaInfo(msgspec.Struct):
-    """What SGLang says about one sequence. `weight_version` is a policy version where weights are synchronised under
-    numbers.
+    """What SGLang says about one sequence. `weight_versions`, of a finished one, are in the order of its tokens; older
+    releases give the last one alone. Versions are policy versions where weights are synchronised under numbers.
     """
 
     finish_reason: FinishReason | str | None = None
@@ -33,6 +40,7 @@ class MetaInfo(msgspec.Struct):
     input_token_logprobs: list[TokenLogprob] = []
     input_top_logprobs: list[list[TokenLogprob] | None] = []
     weight_version: str | None = None
+    weight_versions: list[WeightSpan] = []
 
 
 class Sequence(msgspec.Struct):
@@ -99,13 +107,21 @@ class SGLangServer(VLLMServer):
         reason = (
             info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"
         )
-        version = int(info.weight_version) if info.weight_version and info.weight_version.isdecimal() else None
+        spans = _spans(info)
         return SampledSequence(
             token_ids=[token for _, token in pairs],
             logprobs=[logprob for logprob, _ in pairs],
             finish_reason=reason,
-            policy_versions=None if version is None else (version, version),
+            policy_versions=(spans[0][1], spans[-1][1]) if spans else None,
+            version_spans=spans if info.weight_versions else None,
         )
+
+
+def _spans(info: MetaInfo) -> list[tuple[int, int]] | None:
+    """(start, policy version) of each run of tokens; None where the weights have no number."""
+    spans = info.weight_versions or [WeightSpan(info.weight_version or "", 0)]
+    numbered = all(span.version.isdecimal() for span in spans)
+    return [(span.start, int(span.version)) for span in spans] if numbered else None
 
 
 def _known(entries: list[TokenLogprob]) -> list[tuple[float, int]]:

@@ -13,7 +13,7 @@ from example_trainer.launcher import train
 from example_trainer.launcher.command_line import description
 from example_trainer.launcher.run_file import recipe_files
 from example_trainer.launcher.servers import is_server
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED, MODES
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan, resolved
 
 __all__ = ["no_processes"]
@@ -75,7 +75,7 @@ def test_its_first_line_is_a_title_and_its_comment_the_help(recipe: str) -> None
 
 def test_every_bridge_has_its_recipe() -> None:
     kinds = {ask_for(recipe).run.kind for recipe in BRIDGES}
-    assert kinds == set(MODES)
+    assert kinds == set(LAUNCHED)
 
 
 @pytest.mark.parametrize("recipe", BRIDGES)

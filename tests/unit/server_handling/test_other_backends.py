@@ -83,6 +83,28 @@ async def test_sglang_gives_tokens_log_probabilities_and_versions(tmp_path: Path
     assert nodes[0].metadata == {"finish_reason": "stop", "policy_versions": [3, 3], "version_spans": None}
 
 
+@pytest.mark.parametrize(
+    ("versions", "policy_versions", "spans"),
+    [
+        ([("2", 0, 1), ("3", 1, 2)], (2, 3), [(0, 2), (1, 3)]),
+        ([("3", 0, 2)], (3, 3), [(0, 3)]),
+        ([("default", 0, 1), ("0", 1, 2)], None, None),
+    ],
+)
+async def test_weights_that_change_in_mid_generation_are_told_token_by_token(
+    tmp_path: Path, versions: list[tuple[str, int, int]], policy_versions: Any, spans: Any
+) -> None:
+    def changed(body: dict[str, Any]) -> Any:
+        reply = sglang(body)
+        told = [{"version": version, "start": start, "end": end} for version, start, end in versions]
+        reply["meta_info"] |= {"weight_version": versions[-1][0], "weight_versions": told}
+        return reply
+
+    async with manager(tmp_path, "sglang", "/generate", changed) as servers:
+        (sequence,) = (await servers.sample_tokens(prompt="?", max_tokens=8)).sequences
+    assert (sequence.policy_versions, sequence.version_spans) == (policy_versions, spans)
+
+
 async def test_sglang_gives_prompt_log_probabilities(tmp_path: Path) -> None:
     async with manager(tmp_path, "sglang", "/generate", sglang) as servers:
         found = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=2)

@@ -12,7 +12,7 @@ from atroposlib.config import config_yaml, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.bridges import BRIDGES
 from example_trainer.config import TrainerConfig
-from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, SingleCopy
+from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, Sglang, SingleCopy
 
 BROADCAST = ["--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
 
@@ -33,6 +33,7 @@ def resolved(*flags: str, env: dict[str, str] | None = None, text: str = "", tmp
         (["--use_shared_memory", "--weight_bridge_mode=shared_vllm"], Broadcast()),
         (["--weight-bridge-mode", "shared_vllm", "--single-copy", "--no-use-shared-memory"], SingleCopy()),
         (["--weight-bridge-mode", "reload", "--bridge-lease-s", "9"], Reload(lease_s=9)),
+        (["--weight-bridge-mode", "sglang", "--bridge-bucket-mb", "8"], Sglang(bucket_mb=8)),
         (["--weight-bridge-mode", "lora_only", "--lora-r", "4"], Lora(r=4)),
         (
             ["--weight-bridge-mode", "lora_restart", "--lora-alpha", "4", "--vllm-gpu", "1"],
