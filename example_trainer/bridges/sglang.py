@@ -139,7 +139,7 @@ class SglangLink:
         self._backend = backend
         self._name = f"atropos-{uuid.uuid4().hex[:8]}"
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="SglangOrders")
-        store = transport.join_store(rendezvous.address, rendezvous.port, self._timeout_s)
+        store: dist.Store = transport.join_store(rendezvous.address, rendezvous.port, self._timeout_s)
         # as torch.distributed nests keys for the group that SGLang makes by init_custom_process_group
         for prefix in (self._name, f"{self._name}/", "cuda/" if backend == "nccl" else "cpu/"):
             store = dist.PrefixStore(prefix, store)

@@ -19,7 +19,7 @@ import time
 import types
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,9 @@ class AnyName(type):
 class AnyModule(types.ModuleType):
     """Has every class."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -117,7 +119,7 @@ class Request:
         self.done = done
 
 
-class Worker(BaseTpWorker):
+class Worker(BaseTpWorker):  # type: ignore[misc]  # of a package that the project lacks
     """A TP rank whose model runner has only its weight updater."""
 
     def __init__(self, runner: Any) -> None:
@@ -242,7 +244,7 @@ class SchedulerLoop:
         return {"text": "", "output_ids": request.output_ids, "meta_info": info}
 
 
-class Manager(TokenizerManager):
+class Manager(TokenizerManager):  # type: ignore[misc]  # as above
     """SGLang's tokenizer manager, with a queue for its sockets and without a tokenizer."""
 
     def __init__(self, args: ServerArgs, scheduler: SchedulerLoop, source: str) -> None:

@@ -29,7 +29,6 @@ from tests.integration.conftest import REPOSITORY, free_port
 from tests.unit.bridge.fake_sglang_server import ADMIN, OPEN
 from tests.unit.bridge.test_sglang_bridge import change, config_to
 from tests.unit.trainer.fakes import model_folder
-from tests.waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -186,5 +185,5 @@ def repair(server: Server) -> None:
     bridge = server.bridge()
     bridge.sync(9, lambda: change(bridge))
     assert bridge.parity_probe() < 1e-5
-    until(lambda: server.ask("/model_info")["weight_version"] == "9", 10)
+    assert server.ask("/model_info")["weight_version"] == "9"
     bridge.close()
