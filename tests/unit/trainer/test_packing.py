@@ -1,6 +1,7 @@
 """Packing: which sequences share a row, and what a row holds."""
 
 import itertools
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.batching import Sequence, make_batch
-from example_trainer.model import ModelError, check_packed_forward
+from example_trainer.model import ModelError, check_packed_forward, load_model, meta_model
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import fed_length, micro_batches, pack, with_old_logprobs
 from example_trainer.policy import Policy, token_logprobs, trained_hidden
@@ -222,6 +223,17 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     pairs = [slice(start, min(start + 2, len(whole))) for start in range(0, len(whole), 2)]
     monkeypatch.setattr("example_trainer.policy._chunks", lambda rows, head, chunk_mb: pairs)
     torch.testing.assert_close(token_logprobs(Policy(model), row, 128), whole)
+
+
+def test_an_architecture_with_attention_functions_of_its_own_is_refused(tmp_path: Path) -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    reason = "cannot be trained with packed sequences: its architecture has attention functions of its own"
+    for load in (lambda: load_model(str(tmp_path), CPU), lambda: meta_model(str(tmp_path))):
+        with pytest.raises(ModelError, match=reason):
+            load()
 
 
 def test_an_architecture_that_reshapes_its_logits_is_refused() -> None:
