@@ -1,6 +1,7 @@
 """One GRPO step of this trainer against one of TRL's GRPOTrainer: same batch, model, threads and precision, one run.
 
     python benchmarks/trainer_step.py [--model DIR] [--steps 5] [--threads 2]
+    python benchmarks/trainer_step.py --kernels torch,onednn,bfloat16    this trainer alone, by its own kernels
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
 fused AdamW. Each arm is its own process. Both have their model in memory at the same time and take turns, so that a
@@ -71,7 +72,7 @@ def answer(**values: Any) -> None:
     print("@" + json.dumps(values), flush=True)
 
 
-def our_arm(work: Path, threads: int) -> None:
+def our_arm(work: Path, threads: int, kernels: str) -> None:
     """This trainer's step, by the functions that its loop calls."""
     import msgspec
     import torch
@@ -79,6 +80,7 @@ def our_arm(work: Path, threads: int) -> None:
     from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
     from example_trainer.config import LossSettings, TrainerConfig
+    from example_trainer.kernels import use_kernels
     from example_trainer.model import load_model
     from example_trainer.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.packing import micro_batches
@@ -86,9 +88,13 @@ def our_arm(work: Path, threads: int) -> None:
     from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)
-    config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP})
+    config = TrainerConfig.model_validate(
+        {"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP, "kernels": kernels}
+    )
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
+    if config.kernels != "auto":
+        use_kernels(model, config.kernels)
     optimizer = make_optimizer(model.parameters(), config)
     items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
     settings = LossSettings(clip_eps=CLIP)
@@ -364,6 +370,35 @@ def compare(
     return medians[0], medians[1], min(cpu_seconds[name]) / min(cpu_seconds["ours"])
 
 
+def compare_kernels(names: list[str], work: Path, options: argparse.Namespace) -> None:
+    """Print the steps of each of `names`, taking turns, and how many times as fast as the first each is, step by step.
+    Exits if a gradient is another.
+    """
+    this = str(Path(__file__).resolve())
+    common = ["--work", str(work), "--threads", str(options.threads)]
+    arms = [
+        Arm(name, [sys.executable, this, "--arm", "ours", "--kernels", name, *common], work / f"{name}.log")
+        for name in names
+    ]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    try:
+        for arm, result in interleaved(arms, options.steps):
+            results[arm.name].append(result)
+    finally:
+        for arm in arms:
+            arm.close()
+    of_first = results[names[0]]
+    for name, steps in results.items():
+        loss, norm = steps[0]["loss"], steps[0]["grad_norm"]
+        print(f"{name}: first loss {loss:.6f}, gradient norm {norm:.6f}")
+        if abs(norm - of_first[0]["grad_norm"]) > options.agreement * of_first[0]["grad_norm"]:
+            raise SystemExit(f"{name}: the gradient norm differs, the arms do not do the same work")
+        for metric in ("seconds", "cpu_seconds"):
+            each = " ".join(f"{step[metric]:.2f}" for step in steps[1:])
+            ratios = [first[metric] / step[metric] for first, step in zip(of_first[1:], steps[1:], strict=True)]
+            print(f"  {metric}: {each}; {statistics.median(ratios):.2f} x {names[0]}", flush=True)
+
+
 def main() -> None:
     """Run all comparisons, or one arm when started by the parent."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -377,6 +412,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}"
     )
+    parser.add_argument("--kernels", default="torch", help="compare these of ours instead, such as torch,onednn")
     parser.add_argument("--only", help="comparisons whose name contains this")
     parser.add_argument(
         "--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported"
@@ -392,7 +428,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm == "ours":
-        return our_arm(options.work, options.threads)
+        return our_arm(options.work, options.threads, options.kernels)
     if options.arm == "prepare":
         return prepare_logprobs(options.work, options.threads)
     if options.arm == "trl":
@@ -431,6 +467,8 @@ def main() -> None:
         tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
         sequences = options.groups * options.group_size
         print(f"{cpu_name()}, {options.threads} threads; {sequences} sequences, {tokens} tokens", flush=True)
+        if "," in options.kernels:
+            return compare_kernels(options.kernels.split(","), work, options)
         for name, setting in settings.items():
             if options.only and options.only not in name:
                 continue

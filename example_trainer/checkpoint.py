@@ -49,7 +49,8 @@ class Progress:
     """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to
     the batching API.
 
-    `leases` are the batches it has trained on that the API may not know to be done with.
+    `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
+    matrices (kernels.py); a checkpoint without is older than the choice.
     """
 
     step: int = 0
@@ -57,6 +58,7 @@ class Progress:
     updates: int = 0
     run: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     leases: list[int] = field(default_factory=list, compare=False)
+    kernels: str = field(default="torch", compare=False)
 
 
 class Checkpoints:

@@ -31,6 +31,7 @@ from example_trainer.objectives import (
 )
 
 M = TypeVar("M", bound=Mode)
+Kernels = Literal["torch", "onednn", "bfloat16"]  # kernels.py
 
 
 class ModelSettings(Config):
@@ -56,6 +57,17 @@ class ModelSettings(Config):
             "CPU cores to run on, such as 0-3,8; the ranks on a machine share them out evenly, one thread per core."
             " Default: all that the process may use"
         ),
+    )
+    kernels: Literal["auto"] | Kernels = Field(
+        "auto",
+        description=(
+            "what multiplies matrices on a CPU: PyTorch's own product (torch: MKL on x86), oneDNN, or oneDNN on factors"
+            " rounded to bfloat16 (bfloat16), with float32 sums and weights. auto times the first two once per machine"
+            " and model, or keeps those of the checkpoint"
+        ),
+    )
+    kernel_cache: Path = Field(
+        Path("~/.cache/atropos/kernels.json"), description="file that keeps what --kernels auto has measured"
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
@@ -559,6 +571,8 @@ class TrainerConfig(
             raise ValueError(
                 f"--compute-dtype bfloat16: {own} computes in the dtype that vLLM serves; drop one of them"
             )
+        if own and self.kernels in ("onednn", "bfloat16"):
+            raise ValueError(f"--kernels {self.kernels}: {own} computes with vLLM's kernels; drop one of them")
         if own and self.offload in ("moments", "all"):
             raise ValueError(
                 f"--offload {self.offload}: {own} keeps weights and moments on its device; drop one of them"

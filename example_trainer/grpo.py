@@ -143,6 +143,7 @@ class Run:
         self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
         self.learner.begin(str(checkpoint or ""))
         self.progress = self.learner.progress
+        self.config = config = config.model_copy(update={"kernels": self.progress.kernels})
         if self.progress.step >= config.training_steps:
             raise TrainerError(
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise "
@@ -443,7 +444,8 @@ def check_served(bridge: WeightBridge, policy_version: int, config: TrainerConfi
             time.perf_counter() - start,
         )
     difference = bridge.parity_probe()
-    limit = config.parity_tolerance or PARITY_LIMITS[bridge.served_dtype]
+    coarser = "bfloat16" if "bfloat16" in (config.kernels, config.compute_dtype) else bridge.served_dtype
+    limit = config.parity_tolerance or max(PARITY_LIMITS[coarser], PARITY_LIMITS[bridge.served_dtype])
     if not difference <= limit:
         raise TrainerError(
             f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} nats (root mean square) right"

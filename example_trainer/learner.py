@@ -7,6 +7,7 @@ Every rank holds a Learner, over its own shards of the weights. Methods marked `
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from example_trainer.batching import Sequence
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
+from example_trainer.kernels import kernels_of_run, use_kernels
 from example_trainer.memory import available_memory, settled_config
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
@@ -86,6 +88,12 @@ class Learner:
         self.progress = Progress()
         if checkpoint:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
+        saved = self.progress.kernels if checkpoint else None
+        kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved)
+        use_kernels(self._policy, kernels)
+        if self._reference is not None:
+            use_kernels(self._reference, kernels)
+        self.progress = replace(self.progress, kernels=kernels)
 
     @collective
     def with_old_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:

@@ -83,6 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     models["big"] = zeros_folder(folder / "models" / "big")
     jobs = {f"{family} {ranks}": Job(family, ranks, STEPS) for family in FAMILIES for ranks in (1, 2)}
     jobs |= {name: Job(job.model, job.ranks, FEW_STEPS, job.settings, job.more) for name, job in SAME_RESULT.items()}
+    jobs["oneDNN"] = Job("llama", 2, FEW_STEPS, {"kernels": "onednn", "gradient_checkpointing": True})
     jobs["few steps"] = Job("llama", 1, FEW_STEPS)
     for ranks in (1, 2):
         moved = {"source": models["other"]}
@@ -156,6 +157,10 @@ def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
 @pytest.mark.parametrize("name", SAME_RESULT)
 def test_how_a_run_is_spread_does_not_change_it(done: dict[str, Done], name: str) -> None:
     expect_agreement(done["few steps"], done[name], weights=3 * WEIGHTS)
+
+
+def test_ranks_multiply_by_onednn(done: dict[str, Done]) -> None:
+    expect_agreement(done["few steps"], done["oneDNN"], loss=10 * LOSS, weights=10 * WEIGHTS)
 
 
 def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:

@@ -312,6 +312,10 @@ def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) 
     assert bridge.closed
 
 
+def test_products_in_bfloat16_are_given_the_parity_of_bfloat16(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, bridge=RecordingBridge(parity=0.5), kernels="bfloat16", training_steps=1)
+
+
 def test_a_tensor_that_vllm_was_not_given_stops_the_run(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

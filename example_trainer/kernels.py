@@ -1,0 +1,222 @@
+"""The kernels with which a trainer on a CPU multiplies the matrices of its linear layers. `--kernels` names one, or has
+them timed; a checkpoint keeps its run's, so that a resumed run computes the same bits.
+
+    torch      PyTorch's own: MKL on x86
+    onednn     oneDNN's in float32: as accurate, other roundings, faster on AMD processors (measured on Zen 4)
+    bfloat16   oneDNN's, of factors rounded to bfloat16; sums are float32, and so is everything else. Never chosen by
+               `auto`: its gradients are less accurate
+
+GPUs, the bit-exact mode and a single copy compute as they always do. The learner calls `kernels_of_run` and
+`use_kernels`.
+"""
+
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atroposlib.errors import reason
+from atroposlib.files import write_whole
+from atroposlib.logs import get_logger
+from example_trainer.config import Kernels, TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.parallel import Ranks
+
+DTYPES = {"onednn": torch.float32, "bfloat16": torch.bfloat16}  # of the factors
+SMALLEST = 10_000_000  # weights of linear layers; a smaller model's time is not spent in products
+ROWS = 256  # tokens of a timed product
+LARGEST = 2048  # inputs and outputs of a timed product; a larger one's time is extrapolated
+ROUNDS = (3, 20)  # at least, and at most
+LIMIT_S = 2.0  # after which no round follows that is not due
+GAIN = 1.03  # by which oneDNN must be faster: noise decides nothing
+CACHE_BYTES = 1 << 20
+
+Shapes = Counter[tuple[int, int]]  # how many layers have (outputs, inputs)
+
+log = get_logger(__name__)
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., in] times weight [out, in] plus bias [out], all float32, by oneDNN with factors in `dtype`."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = dtype
+        product = _onednn(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype))
+        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        narrow = rows.to(ctx.dtype)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_x = _onednn(narrow, weight.to(ctx.dtype).t()).view(x.shape)
+        if ctx.needs_input_grad[2]:
+            of_weight = (narrow.t() @ x.reshape(-1, x.shape[-1]).to(ctx.dtype)).float()  # oneDNN gains nothing here
+        if ctx.needs_input_grad[3]:
+            of_bias = rows.sum(0)
+        return None, of_x, of_weight, of_bias
+
+
+def _onednn(left: Tensor, right: Tensor) -> Tensor:
+    """left [m, k] times right [n, k] transposed, in float32."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "").float())
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Have the linear layers of `model` multiply by `kernels` from now on; parameters and names do not change."""
+    if kernels != "torch":
+        for module in _linears(model):
+            module.forward = partial(_forward, module, DTYPES[kernels])
+
+
+def _forward(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or module.weight.dtype != torch.float32:  # the layers compute in another dtype
+        return F.linear(x, module.weight, module.bias)
+    return cast(Tensor, _Linear.apply(dtype, x, module.weight, module.bias))
+
+
+def _linears(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module) is nn.Linear]
+
+
+def kernels_of_run(
+    config: TrainerConfig, model: nn.Module, device: torch.device, ranks: Ranks, saved: str | None
+) -> Kernels:
+    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest. Every
+    rank calls it. Raises TrainerError for kernels that this machine does not have.
+    """
+    here = torch.backends.mkldnn.is_available()
+    if config.kernels != "auto":
+        if config.kernels != "torch" and (device.type != "cpu" or not here):
+            what = f"on CPUs, and this run is on {device}" if here else "by oneDNN, which this PyTorch lacks"
+            raise TrainerError(f"--kernels {config.kernels} multiplies {what}: use --kernels torch or auto")
+        if saved not in (None, config.kernels):
+            log.warning("--kernels %s: the checkpoint's run used %s, so bits differ", config.kernels, saved)
+        if config.kernels == "bfloat16" and ranks.leads:
+            _report_bfloat16(_shapes(model))
+        return config.kernels
+    if device.type != "cpu" or config.batch_invariant or config.bridge.same_devices:
+        return "torch"
+    if saved == "torch" or (here and saved in DTYPES):
+        return cast(Kernels, saved)
+    if saved is not None:
+        log.warning("The checkpoint's run used the kernels %r, which are not on this machine: choosing again", saved)
+    shapes, cache = _shapes(model), config.kernel_cache
+    with suppress(RuntimeError):  # a user without a home directory
+        cache = cache.expanduser()
+    worthwhile = here and _weights(shapes) >= SMALLEST
+    faster = worthwhile and ranks.leads and fastest(shapes, cache) == "onednn"
+    return "onednn" if bool(ranks.largest(torch.tensor(int(faster)))) else "torch"
+
+
+def _shapes(model: nn.Module) -> Shapes:
+    return Counter((module.out_features, module.in_features) for module in _linears(model))
+
+
+def _weights(shapes: Shapes) -> int:
+    return sum(outs * ins * count for (outs, ins), count in shapes.items())
+
+
+def _report_bfloat16(shapes: Shapes) -> None:
+    """Log what rounding gains here: a processor without bfloat16 products emulates them, and is slower with them."""
+    if _weights(shapes) < SMALLEST:
+        return
+    log.info("Timing matrix products of %d shapes, by torch and in bfloat16 (about %g s)", len(shapes), LIMIT_S)
+    found = timed(shapes, "bfloat16")
+    gain = found["torch"] / found["bfloat16"]
+    log.log(
+        logging.INFO if gain > 1 else logging.WARNING,
+        "Matrix products in bfloat16: %.2f times as fast as in float32%s",
+        gain,
+        "" if gain > 1 else "; --kernels auto is faster and more accurate here",
+    )
+
+
+def fastest(shapes: Shapes, cache: Path, seconds: Callable[[Shapes], dict[str, float]] | None = None) -> Kernels:
+    """The faster of torch and oneDNN on this machine, as the file `cache` has it or by `seconds`, which times them."""
+    machine = f"{_processor()}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
+    key = f"{machine}, {', '.join(f'{n} x {outs}x{ins}' for (outs, ins), n in sorted(shapes.items()))}"
+    known = _read(cache)
+    if key in known:
+        log.info("Matrix products by %s, as measured before on this machine (%s)", known[key], cache)
+        return known[key]
+    log.info("Timing matrix products of %d shapes, by torch and oneDNN (about %g s)", len(shapes), LIMIT_S)
+    start = time.monotonic()
+    found = (seconds or timed)(shapes)
+    chosen: Kernels = "onednn" if found["torch"] > GAIN * found["onednn"] else "torch"
+    log.info(
+        "Matrix products by %s: oneDNN is %.2f times as fast as torch (measured in %.1f s, kept in %s)",
+        chosen,
+        found["torch"] / found["onednn"],
+        time.monotonic() - start,
+        cache,
+    )
+    try:
+        write_whole(cache, msgspec.json.encode({**known, key: chosen}))
+    except OSError as error:
+        log.warning("%s cannot be written: %s; the next run measures again", cache, reason(error))
+    return chosen
+
+
+def timed(shapes: Shapes, other: str = "onednn") -> dict[str, float]:
+    """CPU seconds that the products of all layers take for ROWS tokens, by torch and by `other` kernels: outputs and
+    gradients of inputs, the least of several rounds in which they take turns. What else runs on a machine falsifies
+    CPU seconds less than those of a clock.
+    """
+    dtype = DTYPES[other]
+    products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "torch": lambda left, right: left @ right.t(),
+        other: lambda left, right: _onednn(left.to(dtype), right.to(dtype)),
+    }
+    least: dict[tuple[str, tuple[int, int]], float] = {}
+    start = time.monotonic()
+    for nth in range(1 + ROUNDS[1]):
+        for outs, ins in shapes:
+            size, width = min(outs, LARGEST), min(ins, LARGEST)
+            weight, x, grad = torch.ones(size, width), torch.ones(ROWS, width), torch.ones(ROWS, size)
+            for name, product in products.items():
+                before = time.process_time()
+                product(x, weight)
+                product(grad, weight.t())
+                spent = (time.process_time() - before) * (outs * ins) / (size * width)
+                if nth:  # the first round warms up
+                    least[name, (outs, ins)] = min(spent, least.get((name, (outs, ins)), spent))
+        if nth >= ROUNDS[0] and time.monotonic() - start > LIMIT_S:
+            break
+    return {name: sum(least[name, shape] * count for shape, count in shapes.items()) for name in products}
+
+
+def _read(cache: Path) -> dict[str, Kernels]:
+    """What earlier runs found; nothing of a file that is not ours."""
+    try:
+        with cache.open("rb") as file:
+            content = file.read(CACHE_BYTES + 1)
+        found = msgspec.json.decode(content, type=dict[str, Kernels])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        log.warning("%s is not what a trainer has written, and is replaced: %s", cache, reason(error))
+        return {}
+    return {key: kernels for key, kernels in found.items() if kernels in ("torch", "onednn")}
+
+
+def _processor() -> str:
+    """Model and stepping, as Linux tells them: virtual machines give several processors one name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    told = [line.partition(":") for line in first.splitlines() if line.startswith(("cpu family", "model", "stepping"))]
+    return " ".join(value.strip() for _, _, value in told) or platform.machine()
