@@ -60,3 +60,10 @@ def test_a_lora_server_that_others_could_change_is_refused(
     monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
     with pytest.raises(LaunchError, match=message):
         _configure_bridge(serve_arguments(**changes), guarded=False)
+
+
+def test_pipeline_stages_are_refused_before_vllm_starts_for_whole_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has layers that the others lack: the trainer met that late, as a tensor that vLLM does not have."""
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    with pytest.raises(LaunchError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
+        _configure_bridge(serve_arguments(enable_lora=False, pipeline_parallel_size=2), guarded=False)
