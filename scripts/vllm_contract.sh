@@ -4,7 +4,7 @@
 # Proves that releases of vLLM fit, without a GPU: downloads the Python files of each CUDA wheel (about 25 MB) and of
 # Triton (150 MB, once) into ~/.cache/atropos/contract, then compares every name that we use, runs the launcher up to
 # vLLM's engine configuration in each mode, and compares the exact trainer's bits with those of vLLM's CUDA model
-# classes. About 6 minutes per release on one core. Records what is proven in tests/contract/proven.json and in
+# classes. About 3 minutes of CPU time per release. Records what is proven in tests/contract/proven.json and in
 # docs/gpu.md; prints both lines where something does not fit.
 #
 #   PIP_INDEX_URL   the package index to use
