@@ -22,7 +22,7 @@ from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.document import without_secrets
 from example_trainer.launcher.folders import environment_file, environment_names, environments
 from example_trainer.launcher.layout import device_bridge
-from example_trainer.launcher.run_file import RunFile
+from example_trainer.launcher.run_file import RunFile, check_kind
 from example_trainer.launcher.run_site import HOST, Site, argv, variables, vllm_flags
 from example_trainer.launcher.servers import Tree
 from example_trainer.modes import MODES
@@ -82,6 +82,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
     if "bridge" in run.trainer:
         raise ConfigError("trainer.bridge: set `bridge` at the top of the run file")
     config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
+    check_kind(config.bridge.kind)
     expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
     if site.cores.trainer:
         expected["cores"] = shown_cores(site.cores.trainer)

@@ -73,6 +73,12 @@ def test_its_first_line_is_a_title_and_its_comment_the_help(recipe: str) -> None
     assert blank == ""
 
 
+@pytest.mark.parametrize("flag", ["--bridge", "--bridge.kind"])
+def test_a_bridge_to_servers_that_people_start_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"bridge sglang: `atropos train` starts vLLM alone; .*docs/bridges\.md"):
+        plan("gsm8k", flag, "sglang")
+
+
 def test_every_bridge_has_its_recipe() -> None:
     kinds = {ask_for(recipe).run.kind for recipe in BRIDGES}
     assert kinds == set(LAUNCHED)
