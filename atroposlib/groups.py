@@ -27,7 +27,8 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from atroposlib.wire.batching import CAUSES, NOT_TRAINED, ScoredData
+from atroposlib.routing import unpack_for
+from atroposlib.wire.batching import CAUSES, NOT_TRAINED, RoutingShape, ScoredData
 
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
@@ -49,6 +50,7 @@ CHECKED_FIELDS = (
     "rollouts",
     "finish_reasons",
     "failed",
+    "routed_experts",
 )
 Location = tuple[str | int, ...]
 
@@ -59,6 +61,8 @@ class Needs(NamedTuple):
     vocab_size: int | None = None
     trainable_only: bool = False
     logprobs_optional: bool = False
+    routing: RoutingShape | None = None
+    routing_required: bool = False
 
 
 class Untrainable(ValueError):
@@ -160,6 +164,7 @@ def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
     _check_versions(group, tokens)
     _check_spans(group, tokens)
     _check_finish_reasons(group, tokens)
+    _check_routing(group, tokens, needs)
 
 
 class _Rows(NamedTuple):
@@ -427,6 +432,25 @@ def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:
     for index, reason in enumerate(given):
         if not isinstance(reason, str):
             raise Untrainable(f"{shown(reason)} is not a string", "finish_reasons", index)
+
+
+def _check_routing(group: Mapping[str, Any], tokens: _Rows, needs: Needs) -> None:
+    if (given := _given(group, "routed_experts")) is None:
+        if needs.routing_required:
+            raise Untrainable(
+                "missing: the trainer replays the sampler's routing; start vLLM with --enable-return-routed-experts, "
+                "or the trainer with --routing-replay auto",
+                "routed_experts",
+            )
+        return
+    expect_count("routed_experts", len(given), len(tokens.lengths))
+    if needs.routing is None:  # a model without experts does not read them
+        return
+    for index, (text, length) in enumerate(zip(given, tokens.lengths.tolist(), strict=True)):
+        try:
+            unpack_for(text, length, needs.routing)
+        except ValueError as error:
+            raise Untrainable(str(error), "routed_experts", index) from None
 
 
 def _check_failed(group: Mapping[str, Any]) -> None:

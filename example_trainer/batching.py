@@ -17,13 +17,14 @@ can be converted.
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.groups import Needs, Untrainable, check, failed_rollouts, rollouts_of
+from atroposlib.routing import unpack
 from atroposlib.wire.batching import CUT, NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.averaging import token_weights
@@ -50,6 +51,7 @@ class Sequence:
     top_k: int = 0  # of the sampler; 0 keeps all
     rollout: int = 0  # place in the batch of the rollout that it belongs to
     old_logprobs: NDArray[np.float32] | None = None  # under the policy before this batch's first update, if recomputed
+    routed_experts: NDArray[np.uint16] | None = None  # the sampler's, [length - 1, layers, top_k]; None if unknown
     weight: float = 1.0  # of each trained token in the mean that the step minimises (averaging.py)
 
     @property
@@ -160,6 +162,8 @@ def make_batch(
                 if loss.mask_truncated and ends and ends[index] == CUT:
                     continue
                 sequence = _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
+                if needs.routing is not None:
+                    sequence = replace(sequence, routed_experts=_routed_experts(group, index, seq_len))
                 if sequence.trained_tokens:
                     places[index] = len(sequences)
                     sequences.append(sequence)
@@ -237,6 +241,11 @@ def _sequence(
         rollout=rollout,
         weight=weight,
     )
+
+
+def _routed_experts(item: ScoredData, index: int, seq_len: int) -> NDArray[np.uint16] | None:
+    given = item.routed_experts  # checked; environments send [] for "none"
+    return unpack(given[index])[:seq_len].astype(np.uint16) if isinstance(given, list) and given else None
 
 
 def sampling_setting(item: ScoredData, index: int, name: str) -> Any:

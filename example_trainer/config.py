@@ -353,6 +353,13 @@ class UpdateSettings(Config):
             "from the sampler's log-probabilities; the launcher turns it on where vLLM and trainer do not share devices"
         ),
     )
+    routing_replay: Literal["auto", "off", "required"] = Field(
+        "auto",
+        description=(
+            "experts of a mixture-of-experts model: those that vLLM read each token with, where groups have them "
+            "(auto), the trainer's own choice (off), or vLLM's, and groups without them are refused (required)"
+        ),
+    )
 
     @field_validator("old_logprobs")
     @classmethod

@@ -20,7 +20,7 @@ from example_trainer.exactness import Comparison
 from example_trainer.learner import Learner
 from example_trainer.objectives.base import LARGEST
 from example_trainer.packing import fed_length
-from example_trainer.step import OF_BATCH, OF_SAMPLER, StepMetrics
+from example_trainer.step import OF_BATCH, OF_SAMPLER, ROUTING, StepMetrics
 
 log = get_logger(__name__)
 
@@ -42,6 +42,11 @@ class Part:
     def compared(self) -> int:
         """Those of them whose log-probability under the sampler is known."""
         return len(self.comparison.compared()[0])
+
+    @property
+    def routed(self) -> int:
+        """Tokens read whose experts under the sampler are known."""
+        return sum(fed_length(sequence) for sequence in self.sequences if sequence.routed_experts is not None)
 
 
 class EarlyGradients:
@@ -101,7 +106,13 @@ def together(parts: Sequence[Part], loss_divisor: float) -> StepMetrics:
             return max(found for _, found in known)
         if name in OF_BATCH:
             return sum(found for _, found in known) / loss_divisor
-        counts = [part.compared if name in OF_SAMPLER else part.tokens for part, _ in known]
+        counts = [_tokens_behind(name, part) for part, _ in known]
         return sum(found * count for (_, found), count in zip(known, counts, strict=True)) / sum(counts)
 
     return {name: value(name) for name in parts[0].measured}
+
+
+def _tokens_behind(name: str, part: Part) -> int:
+    if name == ROUTING:
+        return part.routed
+    return part.compared if name in OF_SAMPLER else part.tokens

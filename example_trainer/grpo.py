@@ -67,6 +67,7 @@ from example_trainer.parallel import (
     told_once_a_machine,
 )
 from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
+from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.timeline import Timeline
@@ -162,6 +163,8 @@ class Run:
             vocab_size=self.trained.model.config.get_text_config().vocab_size,
             trainable_only=True,
             logprobs_optional=not config.needs_sampler_logprobs,
+            routing=shape_of(self.trained.model),
+            routing_required=config.routing_replay == "required",
         )
         self.timeline = Timeline(vllm_clients(config))
         self.proven = False  # vLLM's weights by the probes, after an update

@@ -29,6 +29,7 @@ from example_trainer.packing import MicroBatch, micro_batches, of_sequences, wit
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
 from example_trainer.rank_processes import Place
+from example_trainer.routing import routing_of
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.gathered import RowExchange
@@ -83,6 +84,7 @@ class Learner:
         """
         config = self._config
         self._policy = self.trained.policy
+        self._policy.routing = routing_of(self.trained.model, config.routing_replay)
         self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
         self.progress = Progress()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from example_trainer.batching import Sequence
+from example_trainer.routing import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class MicroBatch:
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
     compared: Tensor | None = None  # [R], whether the sampler's log-probability is known; None where all are
+    routing: Tensor | None = None  # [T, layers, top_k], the sampler's experts (routing.py); None where none are known
     recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
 
@@ -160,6 +162,21 @@ def of_sequences(
     return found
 
 
+def _routing(sequences: list[Sequence], lengths: tuple[int, ...]) -> NDArray[np.int32] | None:
+    """The experts of the tokens that are fed, [T, layers, top_k]."""
+    shape = next((each.routed_experts.shape[1:] for each in sequences if each.routed_experts is not None), None)
+    if shape is None:
+        return None
+    return np.concatenate(
+        [
+            np.full((length, *shape), UNKNOWN, np.int32)
+            if sequence.routed_experts is None
+            else sequence.routed_experts[:length].astype(np.int32)
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+    )
+
+
 def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
     lengths = tuple(fed_length(sequence) for sequence in sequences)
     trained = [np.flatnonzero(sequence.trained) for sequence in sequences]  # positions within each sequence, from 1
@@ -184,6 +201,7 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
         )
 
     known = [sequence.sampler_logprobs is not None for sequence in sequences]
+    routing = _routing(sequences, lengths)
     return MicroBatch(
         input_ids=tensor([sequence.tokens[:length] for sequence, length in zip(sequences, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
@@ -198,6 +216,7 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
             sequence.sampler_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
             for sequence in sequences
         ),
+        routing=None if routing is None else torch.from_numpy(routing).to(device),
         recomputed=any(sequence.old_logprobs is not None for sequence in sequences),
         advantages=of_trained([sequence.advantages for sequence in sequences]),
         weights=of_sampler([sequence.weight for sequence in sequences], np.float32),

@@ -476,9 +476,9 @@ def _arguments(method: Callable[..., object]) -> Any:
 
 def _pack_array(value: object) -> object:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.tobytes()
+        return value.dtype.str, value.shape, value.tobytes()
     raise NotImplementedError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
 def _array(kind: type, value: Any) -> Any:
-    return np.frombuffer(value[1], value[0])
+    return np.frombuffer(value[2], value[0]).reshape(value[1])

@@ -8,6 +8,7 @@ entropies are float32.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from example_trainer.packing import MicroBatch
+from example_trainer.routing import Routing
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 See = Callable[[Tensor], None]
@@ -115,6 +117,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.routing: Routing | None = None  # of the routers' replay, if the model has experts and is trained
 
     def forward(
         self, batch: MicroBatch, chunk_mb: int, chunk_loss: ChunkLoss | None = None, see: See | None = None
@@ -123,7 +126,8 @@ class Policy(nn.Module):
         the loss's gradient for them, the head's own gradient being added already. `see` gets all log-probabilities [R]
         before the first chunk's loss, by a pass of the head without gradient.
         """
-        hidden = trained_hidden(self.model, batch)
+        with nullcontext() if self.routing is None else self.routing.of(batch.routing, counted=batch.counted):
+            hidden = trained_hidden(self.model, batch)
         head = self.model.get_output_embeddings()
 
         def logprobs_of(states: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 StepMetrics = dict[str, float | None]
 OF_BATCH = ("loss", "pg_loss")  # weighted means of the batch; others are means over its trained tokens
 OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")  # of tokens whose sampler's are known
+ROUTING = "routing_disagreement"  # share of (token, layer) whose experts are not the sampler's
 
 
 def batch_gradients(
@@ -57,6 +58,8 @@ def batch_gradients(
     tokens, compared = map(int, ranks.sum(torch.tensor([trained, of_sampler])))
     loss_divisor = loss_divisor or tokens
     token_loss = load_objective(settings.objective)
+    if policy.routing is not None:
+        policy.routing.take_counts()  # of passes before this one
     sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
     largest: dict[str, Tensor] = {}
     # a forward pass of the reference is every rank's, or nobody's
@@ -108,6 +111,9 @@ def batch_gradients(
         for name, total in zip(sums, ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)
     }
     highest = dict(zip(largest, ranks.largest(torch.stack(list(largest.values()))).tolist(), strict=True))
+    if policy.routing is not None:
+        different, pairs = map(int, ranks.sum(torch.tensor(policy.routing.take_counts())))
+        means[ROUTING] = different / pairs if pairs else None
     return {"kl": None} | means | highest | ({} if compared else dict.fromkeys(OF_SAMPLER))
 
 

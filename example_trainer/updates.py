@@ -28,7 +28,7 @@ from example_trainer.learner import Learner
 from example_trainer.metrics import Row
 from example_trainer.objectives import LossMean
 from example_trainer.optimizer import expect_finite
-from example_trainer.step import OF_SAMPLER, StepMetrics
+from example_trainer.step import OF_SAMPLER, ROUTING, StepMetrics
 from example_trainer.trained_rows import Logprobs
 
 
@@ -191,7 +191,7 @@ def merged(rows: list[Row]) -> Row:
         return rows[0] if rows else {}
 
     def value(name: str, found: list[float]) -> float:
-        if name in OF_SAMPLER:  # a later update would count what the earlier ones changed
+        if name in (*OF_SAMPLER, ROUTING):  # a later update would count what the earlier ones changed
             return found[0]
         return max(found) if name.endswith("_max") else sum(found) / len(found)
 

@@ -45,6 +45,7 @@ log = get_logger("vllm.atropos_launcher")  # vLLM's own configuration of its log
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.worker.AdapterWorker"
+ROUTING_WORKER = "vllm_patching.worker.RoutingWorker"
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = (
@@ -289,6 +290,8 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
+        if args.enable_return_routed_experts:
+            args.worker_cls = ROUTING_WORKER
         log.info(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
             " loads"

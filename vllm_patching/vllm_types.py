@@ -15,10 +15,14 @@ Experts = Annotated[Any, "vllm.model_executor.layers.fused_moe.routed_experts.Ro
 EngineRequest = Annotated[Any, "vllm.v1.engine.EngineCoreRequest"]
 LoRARequest = Annotated[Any, "vllm.lora.request.LoRARequest"]
 OfflineEngine = Annotated[Any, "vllm.entrypoints.llm.LLM"]
+ModelRunner = Annotated[Any, "vllm.v1.worker.gpu_model_runner.GPUModelRunner"]
+ModelRunnerOutput = Annotated[Any, "vllm.v1.outputs.ModelRunnerOutput"]
 RequestOutput = Annotated[Any, "vllm.outputs.RequestOutput"]
 RMSNorm = Annotated[Any, "vllm.model_executor.layers.layernorm.RMSNorm"]
 RotaryEmbedding = Annotated[Any, "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding"]
+RoutingConnector = Annotated[Any, "vllm.distributed.aux_output_connector.worker.AuxOutputWorkerConnector"]
 SamplingParams = Annotated[Any, "vllm.sampling_params.SamplingParams"]
+SchedulerOutput = Annotated[Any, "vllm.v1.core.sched.output.SchedulerOutput"]
 ServedModels = Annotated[Any, "vllm.entrypoints.openai.models.serving.OpenAIServingModels"]
 UnquantizedExperts = Annotated[
     Any, "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"

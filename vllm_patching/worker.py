@@ -1,5 +1,5 @@
 """vLLM's worker, extended to receive weights; `--worker-cls` selects it. BridgeWorker receives whole weights, with an
-arena and an updater thread. AdapterWorker loads LoRA adapters (--enable-lora).
+arena and an updater thread. AdapterWorker loads LoRA adapters (--enable-lora). RoutingWorker is both without a bridge.
 
 Their `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
 forward steps, in the same order on all ranks, which is what makes a commit atomic. They return an error as {"failed":
@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import linear
 
 from atroposlib.files import write_whole
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
 from atroposlib.wire.processes import this_process
-from vllm_patching import adapter_rows, compat, refusal
+from vllm_patching import adapter_rows, compat, refusal, vllm_types
 from vllm_patching.engines import RECEIVERS
 from vllm_patching.engines.adapter_files import Pairs
 from vllm_patching.engines.updater import WeightUpdater
@@ -32,6 +33,8 @@ from vllm_patching.memory.arena import Arena
 from vllm_patching.memory.derived import refusing_derived
 from vllm_patching.memory.mapping import UnsupportedModel
 from vllm_patching.memory.shared_buffer import SharedBuffer
+from vllm_patching.routing import RoutingRecorder
+from vllm_patching.version import VERSION
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -59,7 +62,33 @@ def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
+class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
+    """On CPUs it records the experts of each token, if the server returns them. CUDA's model runner does so itself."""
+
+    _recorder: RoutingRecorder | None = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        connector = None
+        if compat.on_cpu():
+            connector = compat.routing_connector(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
+        if connector is not None:
+            self._recorder = RoutingRecorder(connector)
+            log.info("[vLLM Patch] ✓ Routed experts of each token are recorded")
+
+    def execute_model(self, scheduler_output: vllm_types.SchedulerOutput) -> Any:
+        if VERSION >= Version("0.32") and self._recorder is not None:
+            self._recorder.begin(scheduler_output, scheduler_output.aux_output_connector_metadata)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output: vllm_types.ModelRunnerOutput = super().sample_tokens(grammar_output)
+        if VERSION >= Version("0.32") and self._recorder is not None:
+            output.aux_output_connector_output = self._recorder.rows_of(self.model_runner, output)
+        return output
+
+
+class BridgeWorker(RoutingWorker):
     """Loads the model with plain weights, exports its mapping, and starts `WeightUpdater_TP{rank}`."""
 
     def load_model(self, **kwargs: Any) -> None:
@@ -257,7 +286,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         return path
 
 
-class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
+class AdapterWorker(RoutingWorker):
     """Loads adapters beside the one that is served."""
 
     def load_model(self, **kwargs: Any) -> None:

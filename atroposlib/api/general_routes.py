@@ -61,7 +61,7 @@ async def info(request: Request) -> Response:
     run, needs = service.state.queue.registration, service.needs
     size, length = (run.batch_size, run.max_token_len) if run is not None else (-1, -1)
     vocab_size = UNSET if needs.vocab_size is None else needs.vocab_size
-    return reply(wire.Info(size, length, vocab_size, needs.trainable_only, needs.logprobs_optional))
+    return reply(wire.Info(size, length, vocab_size, *needs[1:]))
 
 
 @serves(router, routes.STATUS)

@@ -43,7 +43,7 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
             if values:  # environments send [] for "none"
                 expect_count(name, len(values), count)
                 expect_lengths(name, [len(inner) for inner in values], lengths)
-        for name in ("policy_versions", "version_spans", "finish_reasons"):
+        for name in ("policy_versions", "version_spans", "finish_reasons", "routed_experts"):
             if isinstance(entries := getattr(data, name), list):
                 expect_count(name, len(entries), count)
         _check_messages(data.messages or [])

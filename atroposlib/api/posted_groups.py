@@ -41,7 +41,16 @@ _CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
 _NULL = {False: Raw(b"null"), True: Raw(b"\xc0")}
 _ITEM = [name for name in ScoredData.__struct_fields__ if name not in IF_POSTED]
 _REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field.required]
-_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images", "finish_reasons", "failed")
+_FREE = (
+    "messages",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "images",
+    "finish_reasons",
+    "failed",
+    "routed_experts",
+)
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
 _NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}
 _NESTED = frozenset({"distill_token_ids", "distill_logprobs", "version_spans"})  # arrays of arrays of arrays

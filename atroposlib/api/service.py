@@ -322,7 +322,9 @@ class RolloutService:
         """What the registered trainer needs of a group, as far as is known."""
         run = self.state.queue.registration
         vocab_size = self.settings.vocab_size or (run.vocab_size if run is not None else None)
-        return Needs(vocab_size) if run is None else Needs(vocab_size, run.trainable_only, run.logprobs_optional)
+        if run is None:
+            return Needs(vocab_size)
+        return Needs(vocab_size, run.trainable_only, run.logprobs_optional, run.routing, run.routing_required)
 
     def _count_delivery(self, groups: Sequence[Group[StoredGroup]]) -> None:
         self.counters.batches += 1

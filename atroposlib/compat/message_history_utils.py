@@ -19,6 +19,7 @@ OF_THE_TOKENS = (
     "version_spans",
     "distill_token_ids",
     "distill_logprobs",
+    "routed_experts",
 )
 
 

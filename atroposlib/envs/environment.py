@@ -249,7 +249,9 @@ class Environment(FormerAttributes, ABC):
         """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
         info = await self._env_run.joined_link.batch_limits()
         vocab_size = info.vocab_size if isinstance(info.vocab_size, int) else None
-        self._env_run.needs = Needs(vocab_size, info.trainable_only, info.logprobs_optional)
+        self._env_run.needs = Needs(
+            vocab_size, info.trainable_only, info.logprobs_optional, info.routing, info.routing_required
+        )
         self.config.batch_size, self.max_token_len = info.batch_size, info.max_token_len
         if 0 < info.batch_size < self.config.group_size:
             raise GroupTooLargeError(

@@ -44,6 +44,7 @@ PER_SEQUENCE = (
     "policy_versions",
     "version_spans",
     "finish_reasons",
+    "routed_experts",
 )
 # Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
 SAMPLING = {"temperature", "top_p", "top_k", *NEUTRAL}
@@ -74,6 +75,7 @@ class ScoredDataGroup(TypedDict, total=False):
     version_spans: list[list[list[int]]] | None
     rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
     finish_reasons: list[str] | None
+    routed_experts: list[str] | None  # of a mixture-of-experts model: atroposlib/routing.py
     failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
     rewards: list[dict[str, float]] | None  # named rewards before their weights; for people, never sent
 
@@ -97,6 +99,7 @@ class ScoredDataItem(TypedDict, total=False):
     policy_versions: list[int] | None
     version_spans: list[list[int]] | None
     finish_reasons: str | None
+    routed_experts: str | None
 
 
 # What `collect_trajectories` and `postprocess_histories` give; None drops the item.

@@ -62,6 +62,7 @@ def rollout_group(
         policy_versions=_of_all(nodes, "policy_versions"),
         version_spans=_of_all(nodes, "version_spans"),
         finish_reasons=_of_all(nodes, "finish_reason"),
+        routed_experts=_of_all(nodes, "routed_experts"),
     )
     if len(nodes) > len(rollouts):
         group["rollouts"] = [number for number, _ in numbered]

@@ -175,7 +175,7 @@ class SampleRows:
     def _append(self, row: dict[str, Any], group: Any, texts: dict[str, Any]) -> None:
         """Our fields first, so that a reader finds them without reading the lists behind them."""
         assert self._run.env.jsonl_writer is not None
-        lists = {name: value for name, value in group.items() if name in EMPTY or name not in row}
+        lists = {name: value for name, value in group.items() if name in EMPTY or name not in (*row, *UNWRITTEN)}
         self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts})
 
     def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
@@ -195,6 +195,7 @@ class SampleRows:
             return None
 
 
+UNWRITTEN = ("routed_experts",)  # nobody reads them, and they are several times as large as all the rest
 EMPTY = ("tokens", "masks", "scores")  # of a row without a group, else the group's own
 # Keys that every row has, null where the group lacks them: readers of 0.4.0's files index them.
 ALWAYS = {

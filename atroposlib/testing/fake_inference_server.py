@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Annotated, Any, Self
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from pydantic import Field, model_validator
 
@@ -31,9 +32,11 @@ from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.flags import Repeated
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.routing import pack
 from atroposlib.testing.fake_answers import NO_ANSWER, REFERENCE, AtRandom, CannotAnswer, InTurn, Right, read_answers
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.utils.tokenizers import chat_ids, load_tokenizer
+from atroposlib.wire.batching import RoutingShape
 from atroposlib.wire.fake_server import FAKE, ROUTE, FakeModel, Told
 from atroposlib.wire.sessions import SESSION_HEADER
 
@@ -49,6 +52,12 @@ PROG = "fake_inference_server"
 def fake_logprob(token_id: int, position: int) -> float:
     """The log-probability that this server gives `token_id` at `position` of the reply: between -0.97 and -0.01."""
     return -((31 * token_id + position) % 97 + 1) / 100
+
+
+def fake_experts(tokens: list[int], shape: RoutingShape) -> str:
+    """What this server reports as the experts of all tokens but the last: numbers that follow from their ids."""
+    layers, ranks = np.arange(shape.layers)[:, None], np.arange(shape.top_k)
+    return pack((np.asarray(tokens[:-1])[:, None, None] + layers + ranks) % shape.experts)
 
 
 class FakeInferenceServer:
@@ -83,6 +92,7 @@ class FakeInferenceServer:
         self.delay_s = 0.0
         self.healthy = True
         self.heeds_n = True
+        self.routing: RoutingShape | None = None  # of a model with experts, whose choices are then returned
         self.requests: list[tuple[str, Any]] = []
         self.sessions: list[str | None] = []  # the header X-Session-ID of each request
         self.hits: Counter[str] = Counter()
@@ -209,6 +219,8 @@ class FakeInferenceServer:
             "policy_versions": [[self.policy_version, self.policy_version] for _ in samples],
             "version_spans": [[[0, self.policy_version]] for _ in samples],
         }
+        if self.routing is not None:
+            reply["routed_experts"] = [fake_experts([*ids, *tokens], self.routing) for tokens, _ in samples]
         if body.get("prompt_logprobs") is not None:
             ranked = range(max(1, body["prompt_logprobs"]))
             reply["prompt_logprobs"] = [

@@ -4,7 +4,7 @@ The API decodes requests into these records, and its clients decode replies into
 strings, integral floats and booleans as numbers (`atroposlib/api/decoding.py`). Unknown fields are ignored.
 """
 
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -28,6 +28,16 @@ FinishReason = Annotated[str, Meta(min_length=1, max_length=64)]
 CUT = "length"  # the finish reason of an answer that reached its limit of tokens
 
 
+class RoutingShape(NamedTuple):
+    """Of a mixture-of-experts model: its layers, those without experts included, the experts of each token, and all
+    experts of a layer.
+    """
+
+    layers: Count
+    top_k: Count
+    experts: Count
+
+
 class Registration(Struct):
     """A trainer and the shape of its run. `batch_size` is in rollouts, `max_token_len` in tokens.
 
@@ -35,7 +45,8 @@ class Registration(Struct):
     those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged. Token ids
     must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
     `atroposlib/groups.py`; others are refused or set aside. With `logprobs_optional` groups without
-    `inference_logprobs` pass it.
+    `inference_logprobs` pass it. `routing` is the shape of a mixture-of-experts model, which `routed_experts` of a
+    group must have; with `routing_required` groups without them do not pass.
 
     Trainers of the archived ancestor send neither and get groups without log-probabilities, as they always did: not
     all of them read any. One that is `trainable_only` and does not say more, as ours once were, needs them.
@@ -54,6 +65,8 @@ class Registration(Struct):
     trained_leases: list[Integer] = []
     trainable_only: bool = False
     logprobs_optional: bool = False
+    routing: RoutingShape | None = None
+    routing_required: bool = False
 
 
 class Registered(Struct):
@@ -121,6 +134,8 @@ class Info(Struct, omit_defaults=True):
     vocab_size: int | UnsetType = UNSET
     trainable_only: bool = False
     logprobs_optional: bool = False
+    routing: RoutingShape | None = None
+    routing_required: bool = False
 
 
 class Status(Struct, omit_defaults=True):
@@ -410,7 +425,8 @@ class ScoredData(Struct):
     from position `start` to the next pair's. `finish_reasons` is why its last answer ended ("length": it was cut).
     `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
     sequence is a rollout of its own. `failed` counts the rollouts that have no score and no sequence here, by cause; in
-    a batch each takes the place of one. An item has these five only if they were posted.
+    a batch each takes the place of one. `routed_experts` are the experts that a mixture-of-experts model read each
+    token with, as `atroposlib/routing.py` writes them. An item has these six only if they were posted.
     """
 
     tokens: list[list[int]]
@@ -432,10 +448,11 @@ class ScoredData(Struct):
     rollouts: list[Integer] | UnsetType | None = UNSET
     finish_reasons: list[FinishReason] | UnsetType | None = UNSET
     failed: dict[Cause, Failures] | UnsetType | None = UNSET
+    routed_experts: list[str] | UnsetType | None = UNSET
 
 
 # Of ScoredData, the fields that an item has only if they were posted; the ancestor's items did not have them.
-IF_POSTED = ("policy_versions", "version_spans", "rollouts", "finish_reasons", "failed")
+IF_POSTED = ("policy_versions", "version_spans", "rollouts", "finish_reasons", "failed", "routed_experts")
 
 
 class PostedData(ScoredData, omit_defaults=True):

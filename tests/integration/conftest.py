@@ -83,13 +83,14 @@ def start_server(
     wait: bool = True,
     gpus: str | None = None,
     deadline_s: float = START_DEADLINE_S,
+    bridge: bool = True,
 ) -> Server:
     """A vLLM server of `model`, which logs into `folder`; on these GPUs, if any are named."""
     port = port or free_port()
     log = folder / "vllm.log"
     environment = {
         **os.environ,
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1" if bridge else "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGDIR": str(folder),
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),

@@ -7,7 +7,9 @@ Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "promp
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
            "policy_versions": [[first, last] per sequence],
-           "version_spans": [[[start, version], ...] per sequence, null if only the versions of its two ends are known]}
+           "version_spans": [[[start, version], ...] per sequence, null if only the versions of its two ends are known],
+           "routed_experts": [the experts of each token but the last, prompt included, per sequence (see
+           atroposlib/routing.py)], with --enable-return-routed-experts alone}
 """
 
 import asyncio
@@ -18,6 +20,7 @@ from typing import Any
 from fastapi import Request
 from msgspec import UNSET, Struct, UnsetType
 
+from atroposlib.routing import pack
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
 from vllm_patching import compat, vllm_types
@@ -43,6 +46,7 @@ class Reply(Struct):
     version_spans: list[list[list[int]] | None]
     logprobs: list[list[list[Logprobs]]] | UnsetType = UNSET
     prompt_logprobs: list[Logprobs | None] | UnsetType = UNSET
+    routed_experts: list[str] | UnsetType = UNSET
 
 
 async def run_generate(request: Request, sessions: Sessions, body: Body) -> Reply:
@@ -139,6 +143,11 @@ def _reply(output: vllm_types.RequestOutput, params: vllm_types.SamplingParams, 
                 for token, position in zip(sequence.token_ids, sequence.logprobs, strict=True)
             ]
             for sequence in output.outputs
+        ]
+    if all(sequence.routed_experts is not None for sequence in output.outputs):
+        prompt = len(reply.prompt_token_ids)
+        reply.routed_experts = [  # some releases have rows of tokens that a stop string removed
+            pack(sequence.routed_experts[: prompt + len(sequence.token_ids) - 1]) for sequence in output.outputs
         ]
     if params.prompt_logprobs is not None:
         reply.prompt_logprobs = [

@@ -248,6 +248,8 @@ def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> Sequenc
             "version_spans": _version_spans(prompt, sequence),
         },
     )
+    if sequence.routed_experts is not None:
+        node.metadata["routed_experts"] = sequence.routed_experts  # of earlier turns, too: the model read them again
     node._carried = prompt._carried
     return node
 

@@ -24,7 +24,8 @@ class SampledSequence:
     """One completion. Raises ValueError unless it has a token, and exactly one log-probability per token.
 
     `policy_versions` are the versions that sampled the first and the last token, `version_spans` the runs of tokens of
-    one version, as (start, version); None when the server does not say.
+    one version, as (start, version); None when the server does not say. `routed_experts` are the experts that read each
+    token but the last, prompt included, as `atroposlib/routing.py` writes them; None without such.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class SampledSequence:
     finish_reason: str
     policy_versions: tuple[int, int] | None = None
     version_spans: list[tuple[int, int]] | None = None
+    routed_experts: str | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:

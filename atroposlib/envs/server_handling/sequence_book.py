@@ -21,7 +21,8 @@ class SequenceNode(BaseModel):
     logprobs is 1.0 elsewhere. full_text is the prompt's text and the completion's without its special tokens.
     metadata holds finish_reason (of the last completion), policy_versions ([first, last] over all sampled tokens) and
     version_spans ([start, version] pairs: the version of the sampled tokens from that position to the next pair's); the
-    latter two are None when a server does not say.
+    latter two are None when a server does not say. routed_experts, from a server that returns them, are those of the
+    last call, for all tokens but the last (atroposlib/routing.py).
     """
 
     full_text: str

@@ -45,6 +45,7 @@ class GenerateReply(msgspec.Struct):
     logprobs: list[list[list[dict[int, float]]]]
     policy_versions: list[tuple[int, int]] | None = None
     version_spans: list[list[tuple[int, int]] | None] | None = None
+    routed_experts: list[str] | None = None
 
 
 class PromptLogprobsReply(msgspec.Struct):
@@ -83,6 +84,7 @@ class VLLMServer(OpenAIServer):
             len(reply.logprobs),
             len(reply.policy_versions or reply.token_ids),
             len(reply.version_spans or reply.token_ids),
+            len(reply.routed_experts or reply.token_ids),
         }
         if counts != {expected}:
             raise PermanentServerError(
@@ -168,6 +170,7 @@ class VLLMServer(OpenAIServer):
             finish_reason=reply.finish_reasons[index],
             policy_versions=reply.policy_versions[index] if reply.policy_versions is not None else None,
             version_spans=reply.version_spans[index] if reply.version_spans is not None else None,
+            routed_experts=reply.routed_experts[index] if reply.routed_experts is not None else None,
         )
 
 

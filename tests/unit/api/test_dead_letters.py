@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api import dead_letters
 from atroposlib.api.selection import Lanes
 from atroposlib.api.server import create_app
+from atroposlib.routing import pack
 from tests.unit.api.support import environment, registration
 
 HOPELESS: dict[str, Any] = {"inference_logprobs": [[1.0, 0.5], [1.0, -1.0]]}
@@ -289,6 +291,24 @@ def test_a_trainer_says_whether_it_needs_the_samplers_log_probabilities(client: 
     assert optional or "--old-logprobs recomputed" in reply.json()["detail"][0]["msg"]
     refused = client.post("/scored_data", json=trainable(**HOPELESS))  # what is sent must be right
     assert refused.status_code == 422
+
+
+def test_a_trainer_of_experts_says_which_routing_it_can_replay(client: TestClient) -> None:
+    start(client, 2, routing=[3, 2, 8], routing_required=True)
+    assert client.get("/info").json()["routing"] == [3, 2, 8]
+    tokens = trainable()["tokens"]
+    experts = [pack(np.zeros((len(ids) - 1, 3, 2), int)) for ids in tokens]
+    assert client.post("/scored_data", json=trainable(routed_experts=experts)).status_code == 200
+    for hostile, why in (
+        (None, "--enable-return-routed-experts"),
+        ([*experts[:-1], "AAAA"], r"fewer than the 4"),
+        ([pack(np.full((len(ids) - 1, 3, 2), 8)) for ids in tokens], "expert 8 is not one of the model's 8"),
+        ([7] * len(tokens), "Expected `str`"),
+    ):
+        reply = client.post("/scored_data", json=trainable(routed_experts=hostile))
+        assert reply.status_code == 422
+        assert why in reply.json()["detail"][0]["msg"]
+        assert reply.json()["detail"][0]["loc"][1] == "routed_experts"
 
 
 def test_an_ancestors_trainer_gets_groups_without_log_probabilities(client: TestClient) -> None:

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from packaging.version import Version
 
+from atroposlib.routing import unpack
 from tests.unit.bridge.fake_engine import VOCABULARY, FakeEngine, serving
 from tests.unit.bridge.test_bridge_state import committed, opened
 from vllm_patching import compat
@@ -24,7 +26,12 @@ def sequence(ids: list[int], *versions: int, finish_reason: str = "stop") -> Any
     ]
     spans = [SimpleNamespace(version=str(version), start=start) for start, version in enumerate(versions)]
     return SimpleNamespace(
-        text="t" * len(ids), finish_reason=finish_reason, token_ids=ids, logprobs=logprobs, weight_versions=spans
+        text="t" * len(ids),
+        finish_reason=finish_reason,
+        token_ids=ids,
+        logprobs=logprobs,
+        weight_versions=spans,
+        routed_experts=None,
     )
 
 
@@ -53,6 +60,17 @@ async def test_each_sequence_comes_with_its_ids_and_their_own_log_probabilities(
         "version_spans": [[[0, 3]], [[0, 3]]],
         "logprobs": [[[{"7": -0.7}], [{"8": -0.8}]], [[{"9": -0.9}]]],
     }
+
+
+async def test_the_experts_of_each_sequence_are_given_if_vllm_returns_them() -> None:
+    engine = FakeEngine(1)
+    engine.output = output(sequence([7, 8], 3), sequence([9], 3))
+    experts = [np.arange(12).reshape(3, 2, 2), np.arange(300, 308).reshape(2, 2, 2)]
+    for each, ids in zip(engine.output.outputs, experts, strict=True):
+        each.routed_experts = np.concatenate([ids, ids[:1]])  # a stop string removed a token
+    reply = (await generate(engine, n=2)).json()
+    for text, ids in zip(reply["routed_experts"], experts, strict=True):
+        assert np.array_equal(unpack(text), ids)
 
 
 async def test_the_prompt_s_log_probabilities_are_given_where_asked_for() -> None:

@@ -6,14 +6,17 @@ from typing import Any, ClassVar
 
 import pytest
 
+from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode, _node
 from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.sequence_book import extended_prompt, unsampled_prompt
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.server_manager import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
+from atroposlib.groups import Needs, check
+from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_experts, fake_logprob
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, make_tiny_tokenizer
+from atroposlib.wire.batching import RoutingShape
 
 TOKENIZER = make_tiny_tokenizer([("l", "l"), ("o", "o"), ("a", "n")])
 END = TOKENIZER.eos_token_id
@@ -102,6 +105,19 @@ async def test_the_next_turn_extends_the_node_with_one_end_of_turn_token(setup: 
     second = len(node.tokens) - 1 - len(TOKENIZER.encode("cool"))
     spans = [[0, 0], [second, 3]]
     assert node.metadata == {"finish_reason": "stop", "policy_versions": [0, 3], "version_spans": spans}
+
+
+async def test_the_experts_of_the_last_turn_are_those_of_the_whole_sequence(setup: Setup) -> None:
+    setup.replies(hi="hello", more="cool")
+    managed = setup.managed()
+    shape = setup.fake.routing = RoutingShape(3, 2, 300)
+    await managed.chat_completion(messages=[user("hi")], max_tokens=20)
+    await managed.chat_completion(messages=[user("hi"), assistant("hello"), user("more")], max_tokens=20)
+    [node] = managed.current_nodes
+    assert node.metadata["routed_experts"] == fake_experts(node.tokens, shape)
+    group = rollout_group([Rollout("cool", [], [node])], [1.0])
+    assert group["routed_experts"] == [fake_experts(node.tokens, shape)]
+    check(group, Needs(trainable_only=True, routing=shape, routing_required=True))
 
 
 async def test_versions_of_tokens_are_joined_over_turns_and_unknown_with_one_that_is(setup: Setup) -> None:
