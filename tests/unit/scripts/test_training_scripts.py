@@ -38,7 +38,8 @@ def run(*command: str, python: str | None = sys.executable, cwd: Path = ROOT) ->
     )
 
 
-SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "vllm_contract.sh")  # none starts a run
+# none starts a run
+SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "vllm_contract.sh")
 
 
 def test_every_mode_has_its_script() -> None:
