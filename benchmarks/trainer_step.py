@@ -1,7 +1,9 @@
-"""One GRPO step of this trainer against one of TRL's GRPOTrainer: same batch, model, threads and precision, one run.
+"""One GRPO step of this trainer against one of TRL's GRPOTrainer, or with shared prefixes against without: same batch,
+model, threads and precision, one run.
 
     python benchmarks/trainer_step.py [--model DIR] [--steps 5] [--threads 2]
     python benchmarks/trainer_step.py --kernels torch,onednn,bfloat16    this trainer alone, by its own kernels
+    python benchmarks/trainer_step.py --only prefixes [--groups-file runs/NAME/env/groups.jsonl]
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
 fused AdamW. Each arm is its own process. Both have their model in memory at the same time and take turns, so that a
@@ -31,6 +33,11 @@ LR = 1e-6
 CLIP = 0.2
 TEMPERATURE = 1.0
 Settings = dict[str, Any]
+# groups, answers, tokens of a prompt, of whole sequences: the shapes of the quickstart's first batch, and a long prompt
+SHARED: dict[str, tuple[int, int, tuple[int, int], tuple[int, int]]] = {
+    "prefixes of 8 questions of 17 tokens, 8 answers each": (8, 8, (17, 17), (20, 41)),
+    "prefixes of a prompt of 1,000 tokens, 8 answers of 100": (1, 8, (1000, 1000), (1100, 1100)),
+}
 TRL_SETTINGS: dict[str, Settings] = {
     "TRL, its defaults in float32": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
     "TRL, no checkpointing, 8 per micro-batch": {"per_device_train_batch_size": 8, "gradient_checkpointing": False},
@@ -72,7 +79,7 @@ def answer(**values: Any) -> None:
     print("@" + json.dumps(values), flush=True)
 
 
-def our_arm(work: Path, threads: int, kernels: str) -> None:
+def our_arm(work: Path, threads: int, settings: Settings) -> None:
     """This trainer's step, by the functions that its loop calls."""
     import msgspec
     import torch
@@ -88,23 +95,21 @@ def our_arm(work: Path, threads: int, kernels: str) -> None:
     from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)
-    config = TrainerConfig.model_validate(
-        {"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP, "kernels": kernels}
-    )
+    config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP} | settings)
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
     if config.kernels != "auto":
         use_kernels(model, config.kernels)
     optimizer = make_optimizer(model.parameters(), config)
     items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
-    settings = LossSettings(clip_eps=CLIP)
+    loss = LossSettings(clip_eps=CLIP)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
         batch = make_batch(items, seq_len=config.seq_len, policy_version=0)
         figures = batch_gradients(
             Policy(model),
-            micro_batches(batch.sequences, config.micro_batch_tokens, device),
-            settings,
+            micro_batches(batch.sequences, config.micro_batch_tokens, device, share=config.share_prefixes),
+            loss,
             chunk_mb=config.logits_chunk_mb,
         )
         grad_norm = clip_gradients(optimizer, config.max_grad_norm)
@@ -324,6 +329,40 @@ def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, fl
             yield arm, arm.step()
 
 
+def compare_sharing(name: str, work: Path, options: argparse.Namespace) -> None:
+    """Print how much faster a step is with shared prefixes than without, taking turns. Exits if losses disagree."""
+    this, common = str(Path(__file__).resolve()), ["--work", str(work), "--threads", str(options.threads)]
+    arms = []
+    for label, share in (("shared", True), ("each sequence whole", False)):
+        settings = json.dumps({"share_prefixes": share})
+        command = [sys.executable, this, "--arm", "ours", "--settings", settings, *common]
+        arms.append(Arm(label, command, work / f"{share}.log"))
+    try:
+        steps = list(interleaved(arms, options.steps))
+    finally:
+        for arm in arms:
+            arm.close()
+    results = {arm.name: [result for ran, result in steps if ran is arm] for arm in arms}
+    shared, whole = results.values()
+    for key in ("loss", "grad_norm"):
+        print(f"  {key} at the first step: shared {shared[0][key]:.6f}, each whole {whole[0][key]:.6f}")
+        if abs(shared[0][key] - whole[0][key]) > 1e-3 * max(1e-2, abs(whole[0][key])):
+            raise SystemExit(f"{name}: {key} differs, the arms do not do the same work")
+    for label, rows in results.items():
+        each = " ".join(f"{row['seconds']:.2f} ({row['cpu_seconds']:.2f})" for row in rows[1:])
+        print(f"  {label}: steps {each} s (CPU s)")
+    by_wall = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(shared[1:], whole[1:], strict=True))
+    by_cpu = min(row["cpu_seconds"] for row in whole[1:]) / min(row["cpu_seconds"] for row in shared[1:])
+    print(f"  {by_wall:.2f} x by the median of pairs' wall time, {by_cpu:.2f} x by least CPU time", flush=True)
+
+
+def run_arm(arm: str, work: str, threads: int) -> None:
+    """One that only prepares."""
+    this = str(Path(__file__).resolve())
+    command = [sys.executable, this, "--arm", arm, "--work", work, "--threads", str(threads)]
+    subprocess.run(command, check=True)
+
+
 def compare(
     name: str, settings: Settings, work: Path, options: argparse.Namespace, tokens: int
 ) -> tuple[float, float, float]:
@@ -413,7 +452,8 @@ def main() -> None:
         "--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}"
     )
     parser.add_argument("--kernels", default="torch", help="compare these of ours instead, such as torch,onednn")
-    parser.add_argument("--only", help="comparisons whose name contains this")
+    parser.add_argument("--only", help="comparisons whose name contains this; prefixes: with sharing against without")
+    parser.add_argument("--groups-file", type=Path, help="JSON lines of groups, whose prefixes are shared or not")
     parser.add_argument(
         "--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported"
     )
@@ -428,7 +468,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm == "ours":
-        return our_arm(options.work, options.threads, options.kernels)
+        return our_arm(options.work, options.threads, (options.settings or {}) | {"kernels": options.kernels})
     if options.arm == "prepare":
         return prepare_logprobs(options.work, options.threads)
     if options.arm == "trl":
@@ -443,35 +483,37 @@ def main() -> None:
         }
     with tempfile.TemporaryDirectory(prefix="trainer-step-") as folder:
         work = Path(folder)
+        vocabulary = prepare_model(options.model, work)
+        print(f"{cpu_name()}, {options.threads} threads", flush=True)
+        for name, shape in SHARED.items():
+            if "," not in options.kernels and (not options.only or options.only in name):
+                (work / "items.json").write_text(json.dumps(make_items(vocabulary, *shape)))
+                run_arm("prepare", folder, options.threads)
+                print(f"{name}:", flush=True)
+                compare_sharing(name, work, options)
+        if options.groups_file is not None:
+            lines = options.groups_file.read_text().splitlines()
+            (work / "items.json").write_text(f"[{','.join(lines)}]")
+            print(f"prefixes of the {len(lines)} groups of {options.groups_file}:", flush=True)
+            compare_sharing("groups", work, options)
+        settings = {name: value for name, value in settings.items() if not options.only or options.only in name}
+        if not settings:
+            return None
         items = make_items(
-            prepare_model(options.model, work),
+            vocabulary,
             options.groups,
             options.group_size,
             options.prompt_tokens,
             options.sequence_tokens,
         )
         (work / "items.json").write_text(json.dumps(items))
-        subprocess.run(
-            [
-                sys.executable,
-                str(Path(__file__).resolve()),
-                "--arm",
-                "prepare",
-                "--work",
-                folder,
-                "--threads",
-                str(options.threads),
-            ],
-            check=True,
-        )
+        run_arm("prepare", folder, options.threads)
         tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
         sequences = options.groups * options.group_size
-        print(f"{cpu_name()}, {options.threads} threads; {sequences} sequences, {tokens} tokens", flush=True)
+        print(f"{sequences} sequences, {tokens} tokens", flush=True)
         if "," in options.kernels:
             return compare_kernels(options.kernels.split(","), work, options)
         for name, setting in settings.items():
-            if options.only and options.only not in name:
-                continue
             print(f"{name}:", flush=True)
             ours, theirs, by_cpu = compare(name, setting, work, options, tokens)
             ratios = f"{ours / theirs:.2f} x by median wall time, {by_cpu:.2f} x by least CPU time"

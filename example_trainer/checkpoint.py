@@ -50,7 +50,8 @@ class Progress:
     the batching API.
 
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
-    matrices (kernels.py); a checkpoint without is older than the choice.
+    matrices (kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes, since
+    another way rounds differently; None in a checkpoint of before there was a choice.
     """
 
     step: int = 0
@@ -59,6 +60,7 @@ class Progress:
     run: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     leases: list[int] = field(default_factory=list, compare=False)
     kernels: str = field(default="torch", compare=False)
+    share_prefixes: bool | None = field(default=None, compare=False)
 
 
 class Checkpoints:
@@ -185,6 +187,23 @@ def expect_same_model(folder: Path, config: TrainerConfig) -> None:
                 f"{folder} is a checkpoint of another model: it has {found} for {name}, but --model-name "
                 f"{config.model_name} has {wanted}; give the same --model-name, or another --resume"
             )
+
+
+def expect_same_sharing(folder: Path, progress: Progress, config: TrainerConfig) -> None:
+    """Raise CheckpointError if the run of this checkpoint computed shared prefixes in the other way. One that does not
+    tell computed every sequence whole, and continues as configured.
+    """
+    if progress.share_prefixes is None:
+        progress.share_prefixes = config.share_prefixes
+    if progress.share_prefixes != config.share_prefixes:
+        then, now = (
+            "--share-prefixes" if share else "--no-share-prefixes"
+            for share in (progress.share_prefixes, config.share_prefixes)
+        )
+        raise CheckpointError(
+            f"{folder} was computed with {then}, and this run has {now}, which rounds differently: give {then}, or "
+            "start a new run with the checkpoint as --model-name"
+        )
 
 
 def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, rank: int = 0) -> Progress:

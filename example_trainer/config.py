@@ -145,7 +145,16 @@ class OptimizationSettings(Config):
         ),
     )
     micro_batch_tokens: int = Field(
-        2048, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone"
+        2048,
+        ge=1,
+        description="tokens packed into one forward pass, shared ones counted once; a longer sequence goes alone",
+    )
+    share_prefixes: bool = Field(
+        True,
+        description=(
+            "compute what sequences of a micro-batch begin with once, such as a group's prompt: the same gradients up "
+            "to rounding, in less time. no computes each sequence whole"
+        ),
     )
     logits_chunk_mb: int = Field(
         128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies"

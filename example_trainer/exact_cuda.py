@@ -105,6 +105,7 @@ def _attention(
     position_ids: Tensor,  # [rows or 1, T]
     attention_mask: Tensor | None = None,
     packed_lengths: tuple[int, ...] | None = None,  # of one packed row; else each row is one sequence
+    packed_parents: tuple[int, ...] | None = None,
     past_key_values: Any = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
@@ -128,6 +129,7 @@ def _attention(
         value.transpose(0, 1),
         packed_lengths or (length,) * rows,
         module.scaling,
+        packed_parents,
     )
     return module.o_proj(output.flatten(1)).unflatten(0, (rows, length)), None
 

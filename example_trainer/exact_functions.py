@@ -45,7 +45,9 @@ class PackedAttention(torch.autograd.Function):
     """Forward by `kernel`, backward by that of torch's own attention. query [heads, T, d], key and value [key heads,
     T, d].
 
-    `kernel(query, key, value, lengths, scale)` takes and gives [T, heads, d]; so is the output.
+    `kernel(query, key, value, lengths, scale)` takes and gives [T, heads, d]; so is the output. With `parents` the
+    lengths are of segments that continue others (prefixes.py): then keys and values are those of each segment's whole
+    sequence so far, and a further argument has their numbers.
     """
 
     @staticmethod
@@ -57,25 +59,51 @@ class PackedAttention(torch.autograd.Function):
         value: Tensor,
         lengths: tuple[int, ...],
         scale: float,
+        parents: tuple[int, ...] | None = None,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.scale = lengths, scale
-        return kernel(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), lengths, scale)
+        ctx.scale = scale
+        ctx.lengths, ctx.parents = lengths, parents or (-1,) * len(lengths)
+        rows = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        if parents is None:
+            return kernel(*rows, lengths, scale)
+        seen = _places(lengths, parents)
+        of_all = torch.cat(seen).to(query.device)
+        return kernel(rows[0], rows[1][of_all], rows[2][of_all], lengths, scale, tuple(map(len, seen)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:  # grad [T, heads, d]
-        pieces = zip(
-            *(saved.split(ctx.lengths, 1) for saved in ctx.saved_tensors), grad.split(ctx.lengths, 0), strict=True
-        )
-        grads = [_attention_gradients(q, k, v, of_output.transpose(0, 1), ctx.scale) for q, k, v, of_output in pieces]
-        of_query, of_key, of_value = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
-        return None, of_query, of_key, of_value, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
+        query, key, value = ctx.saved_tensors
+        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+        of_queries = []
+        pieces = zip(query.split(ctx.lengths, 1), grad.split(ctx.lengths), strict=True)
+        for (own, of_output), seen in zip(pieces, _places(ctx.lengths, ctx.parents), strict=True):
+            at = seen.to(key.device)
+            found = _attention_gradients(own, key[:, at], value[:, at], of_output.transpose(0, 1), ctx.scale)
+            of_queries.append(found[0])
+            of_key[:, at] += found[1]
+            of_value[:, at] += found[2]
+        return None, torch.cat(of_queries, 1), of_key, of_value, None, None, None
+
+
+def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:
+    """Of each segment, the places in the row that its last token sees."""
+    found: list[Tensor] = []
+    for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parents, strict=True):
+        found.append(own if parent < 0 else torch.cat([found[parent], own]))
+    return found
 
 
 def _attention_gradients(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, ...]:
     inputs = q, k, v = [tensor.detach()[None].requires_grad_() for tensor in (query, key, value)]
+    size, keys = query.shape[1], key.shape[1]
+    mask = None
+    if size < keys:  # the queries are the last of the sequence
+        mask = torch.ones(size, keys, dtype=torch.bool, device=query.device).tril(keys - size)
     with torch.enable_grad():
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
     return tuple(found[0] for found in torch.autograd.grad(output, inputs, grad[None]))
 
 

@@ -90,6 +90,7 @@ def exact_attention(
     *,
     scaling: float | None = None,
     packed_lengths: tuple[int, ...] | None = None,
+    packed_parents: tuple[int, ...] | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention output [batch, T, heads, d]: of a packed row (`packed_lengths`), or of sequences of one length."""
@@ -98,7 +99,10 @@ def exact_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     lengths = packed_lengths or (query.shape[2],)
     return torch.stack(
-        [PackedAttention.apply(packed_attention, *row, lengths, scale) for row in zip(query, key, value, strict=True)]
+        [
+            PackedAttention.apply(packed_attention, *row, lengths, scale, packed_parents)
+            for row in zip(query, key, value, strict=True)
+        ]
     ), None
 
 

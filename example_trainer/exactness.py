@@ -223,6 +223,7 @@ class Exactness:
             {
                 "sequences": [_tensors(sequence) for sequence in batch.sequences],
                 "micro_batch_tokens": self._config.micro_batch_tokens,
+                "share_prefixes": self._config.share_prefixes,
                 "logits_chunk_mb": self._config.logits_chunk_mb,
                 "served": asdict(served),
                 "device": model.device.type,

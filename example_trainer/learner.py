@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Sequence
-from example_trainer.checkpoint import Progress, restore
+from example_trainer.checkpoint import Progress, expect_same_sharing, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.kernels import kernels_of_run, use_kernels
@@ -87,9 +87,10 @@ class Learner:
         self._policy.routing = routing_of(self.trained.model, config.routing_replay)
         self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
-        self.progress = Progress()
+        self.progress = Progress(share_prefixes=config.share_prefixes)
         if checkpoint:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
+            expect_same_sharing(Path(checkpoint), self.progress, config)
         saved = self.progress.kernels if checkpoint else None
         kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved)
         use_kernels(self._policy, kernels)
@@ -112,7 +113,9 @@ class Learner:
         reshard(self._policy)
         self.comparison = comparison.of_all(self.ranks)
         _, _, column = self.comparison.columns()
-        return with_old_logprobs(sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size)
+        return with_old_logprobs(
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size, config.share_prefixes
+        )
 
     @collective
     def gradients(self, sequences: list[Sequence], loss_divisor: float) -> StepMetrics:
@@ -138,8 +141,10 @@ class Learner:
         """
         if not sequences:
             return []
-        _, _, column = comparison.columns()
-        return of_sequences(sequences, column.numpy(), self._config.micro_batch_tokens, self.ranks.size)
+        config, (_, _, column) = self._config, comparison.columns()
+        return of_sequences(
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size, config.share_prefixes
+        )
 
     @collective
     def clip(self) -> float:
@@ -234,7 +239,10 @@ class Learner:
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""
-        return micro_batches(sequences, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size)
+        config, ranks = self._config, self.ranks
+        return micro_batches(
+            sequences, config.micro_batch_tokens, self._device, ranks.rank, ranks.size, config.share_prefixes
+        )
 
     def _before_pass(self, is_last: bool) -> None:
         """Tell FSDP2 what happens to gathered weights and gradients after this micro-batch."""

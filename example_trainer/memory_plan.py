@@ -174,13 +174,16 @@ class Training:
         order of heads (3c times their width), keys and values (c each), and a number per head; the feed-forward part
         four values (c times its width): before and after the activation, the other factor, the product. A Qwen3 norms
         queries and keys, too. A token that takes k experts has k times what is saved of one, and the input and output
-        of each (c each, times the width).
+        of each (c each, times the width). Where prefixes are shared, keys and values are copied for the calls of
+        attention, at most twice the row's (attention_blocks.py).
         """
         c, size = self.width, self.size
         query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.inner
         token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
         token += 2 * c * size.experts_per_token * size.hidden
         token += FLOAT32 * (size.heads or query // 64)
+        if self.config.share_prefixes:
+            token += 2 * 2 * c * keys
         if any(name.endswith("q_norm.weight") for name in size.shapes):
             token += (FLOAT32 + c) * (query + keys)
         return token * self.config.micro_batch_tokens

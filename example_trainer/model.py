@@ -133,17 +133,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 @torch.no_grad()
 def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Raise ModelError unless logits of two packed sequences equal those of the model's own forward on each alone, up
-    to the rounding of `dtype`.
+    """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
+    model's own forward on each alone, up to the rounding of `dtype`.
     """
     model = policy.model
-    lengths = (5, 7)
+    lengths, parents, begins = (4, 1, 3, 4), (-1, 0, 0, -1), (0, 4, 4, 0)
     tokens = torch.arange(1, 1 + sum(lengths), device=device) % model.config.get_text_config().vocab_size
     none = torch.empty(0, device=device)
     packed = MicroBatch(
         input_ids=tokens[None],
-        position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+        position_ids=torch.cat(
+            [torch.arange(begin, begin + length, device=device) for begin, length in zip(begins, lengths, strict=True)]
+        )[None],
         lengths=lengths,
+        parents=parents,
         rows=torch.arange(len(tokens), device=device),
         targets=tokens,
         sampler_logprobs=none,

@@ -1,8 +1,9 @@
 """The attention function `packed_sdpa` for transformers models: causal attention within each sequence of a packed row.
 
 A model loaded with `attn_implementation="packed_sdpa"` and called with `packed_lengths=(n1, n2, ...)` treats its one
-row of n1 + n2 + ... tokens as that many separate sequences; the linear layers still see one long row. Without
-`packed_lengths` it is ordinary causal attention, so the same model also serves plain, padded and cached calls.
+row of n1 + n2 + ... tokens as that many separate sequences; the linear layers still see one long row. With
+`packed_parents=(-1, 0, 0, ...)`, too, they are segments, each of which continues the one that it names (prefixes.py).
+Without `packed_lengths` it is ordinary causal attention, so the same model also serves plain, padded and cached calls.
 Importing this module registers it.
 """
 
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from example_trainer.attention_blocks import attention_blocks
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -28,6 +32,7 @@ def packed_sdpa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed_lengths: tuple[int, ...] | None = None,
+    packed_parents: tuple[int, ...] | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention output [batch, T, heads, d]. Dropout is never applied: it would make the probability ratio noise.
@@ -40,17 +45,38 @@ def packed_sdpa(
     if attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     lengths = packed_lengths or (query.shape[2],)
-    pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_causal(q, k, v, scaling, sliding_window) for q, k, v in pieces], 2).transpose(1, 2), None
+    blocks = attention_blocks(
+        lengths, packed_parents or (-1,) * len(lengths), sliding_window, query.device, query.dtype
+    )
+    queries, keys, values = (tensor.split([block.size for block in blocks], 2) for tensor in (query, key, value))
+    outputs = []
+    for block, of_block, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
+        seen, read = (
+            torch.cat([*(pieces[at] for at in block.context), own], 2) if block.context else own
+            for pieces, own in ((keys, own_key), (values, own_value))
+        )
+        outputs.append(_attention(of_block, seen, read, block.mask, scaling))
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    length = query.shape[2]
-    if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    behind = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)[None]
-    mask = (behind >= 0) & (behind < window)  # [length, length]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Of one block; without a mask it is causal, the last query seeing all keys."""
+    size, keys = query.shape[2], key.shape[2]
+    bias: Any = mask
+    if mask is None and size < keys:
+        # FlashAttention, without a mask: attention_blocks leaves it away on GPUs alone
+        bias = causal_lower_right(size, keys)
+    elif query.is_cuda and mask is not None:  # torch's kernels with masks take as many keys as queries
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        is_causal=bias is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, q_length: int, kv_length: int, **other: Any) -> Tensor | None:

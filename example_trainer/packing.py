@@ -4,9 +4,11 @@
     trained        c d      f g       rows            1 2     3 4    positions that predict a trained token
                                       targets         c d     f g
 
-Tokens after the last trained one cannot influence the loss and are not fed either.
+Tokens after the last trained one cannot influence the loss and are not fed either. With `share`, what sequences of one
+micro-batch begin with is in the row once (prefixes.py): budgets then count distinct tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from example_trainer.batching import Sequence
+from example_trainer.prefixes import Row, cut, distinct_tokens, lay_out, tree_order
 from example_trainer.routing import UNKNOWN
 
 
@@ -24,9 +27,9 @@ class MicroBatch:
     """One packed row of T tokens with R trained ones. Tensors live on the trainer's device."""
 
     input_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T], restarting at 0 with each sequence
-    lengths: tuple[int, ...]  # tokens fed of each sequence; their sum is T
-    rows: Tensor  # [R], positions in the row whose next token is trained
+    position_ids: Tensor  # [1, T], of each token in its sequence
+    lengths: tuple[int, ...]  # tokens fed of each sequence, or segment; their sum is T
+    rows: Tensor  # [R], positions in the row whose next token is trained; of several sequences where they share it
     targets: Tensor  # [R], that token
     sampler_logprobs: Tensor  # [R], NaN where the environment gave none
     old_logprobs: Tensor  # [R], what ratios are against: the sampler's, or recomputed before the batch's first update
@@ -41,6 +44,8 @@ class MicroBatch:
     routing: Tensor | None = None  # [T, layers, top_k], the sampler's experts (routing.py); None where none are known
     recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
+    parents: tuple[int, ...] | None = None  # the segment that each one continues, or -1; None: all are whole sequences
+    counts: tuple[int, ...] = ()  # trained tokens of each sequence; their sum is R
 
 
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
@@ -75,12 +80,39 @@ def deal(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
         return [found]
     passes = -(-len(found) // ranks)
     bins = _spread(lengths, passes * ranks, budget) or _split(found, passes * ranks, lengths)
+    return _to_ranks(bins, [sum(lengths[i] for i in members) for members in bins], ranks)
+
+
+def deal_shared(sequences: list[Sequence], ranks: int, budget: int) -> list[list[list[int]]]:
+    """The same where equal prefixes are computed once: the budget is of distinct tokens, and of trained ones.
+
+    Sequences stay in tree order, so that those with a long prefix in common are in one micro-batch. With several ranks
+    the budget is the smallest for which as many micro-batches are enough.
+    """
+    fed = [sequence.tokens[: fed_length(sequence)] for sequence in sequences]
+    order, common = tree_order(fed)
+    lengths, trained = [len(fed[i]) for i in order], [sequences[i].trained_tokens for i in order]
+    parts = cut(lengths, common, trained, budget)
+    if ranks == 1:
+        return [[sorted(order[at] for at in part) for part in parts]]
+    count = -(-len(parts) // ranks) * ranks
+    least = bisect_left(range(1, budget), True, key=lambda limit: len(cut(lengths, common, trained, limit)) <= count)
+    parts = cut(lengths, common, trained, least + 1)
+    sizes = {tuple(sorted(order[at] for at in part)): distinct_tokens(lengths, common, part) for part in parts}
+    bins = _split([list(members) for members in sizes], count, [len(tokens) for tokens in fed])
+    return _to_ranks(
+        bins, [sizes.get(tuple(members), 0) or sum(len(fed[i]) for i in members) for members in bins], ranks
+    )
+
+
+def _to_ranks(bins: list[list[int]], sizes: list[int], ranks: int) -> list[list[list[int]]]:
+    """As many micro-batches for each rank, the largest first to the rank with the fewest tokens."""
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
-    for members in sorted(bins, key=lambda members: (-sum(lengths[i] for i in members), members)):
-        rank = min((r for r in range(ranks) if len(shares[r]) < passes), key=lambda r: (tokens[r], r))
+    for size, members in sorted(zip(sizes, bins, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        rank = min((r for r in range(ranks) if len(shares[r]) < len(bins) // ranks), key=lambda r: (tokens[r], r))
         shares[rank].append(members)
-        tokens[rank] += sum(lengths[i] for i in members)
+        tokens[rank] += size
     return shares
 
 
@@ -118,29 +150,39 @@ def fed_length(sequence: Sequence) -> int:
 
 
 def micro_batches(
-    sequences: list[Sequence], budget: int, device: torch.device, rank: int = 0, ranks: int = 1
+    sequences: list[Sequence], budget: int, device: torch.device, rank: int = 0, ranks: int = 1, share: bool = False
 ) -> list[MicroBatch]:
     """One rank's share of the sequences, each of which has a trained token, packed into rows of at most `budget`
-    tokens. Every rank has as many rows.
+    tokens. Every rank has as many rows. With `share`, each row has common prefixes once.
     """
-    lengths = [fed_length(sequence) for sequence in sequences]
-    shortest = min(range(len(lengths)), key=lengths.__getitem__)
+    shortest, share = min(sequences, key=fed_length), share and _can_share(sequences)
     return [
         (
-            _micro_batch([sequences[i] for i in members], device)
+            _micro_batch([sequences[i] for i in members], device, share)
             if members
-            else replace(_micro_batch([sequences[shortest]], device), counted=False)
+            else replace(_micro_batch([shortest], device, share), counted=False)
         )
-        for members in deal(lengths, ranks, budget)[rank]
+        for members in _dealt(sequences, ranks, budget, share)[rank]
     ]
 
 
+def _can_share(sequences: list[Sequence]) -> bool:
+    """Whether equal tokens are computed alike: sequences that bring their own experts may differ in them."""
+    return all(sequence.routed_experts is None for sequence in sequences)
+
+
+def _dealt(sequences: list[Sequence], ranks: int, budget: int, share: bool) -> list[list[list[int]]]:
+    if share and _can_share(sequences):
+        return deal_shared(sequences, ranks, budget)
+    return deal([fed_length(sequence) for sequence in sequences], ranks, budget)
+
+
 def with_old_logprobs(
-    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1
+    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1, share: bool = False
 ) -> list[Sequence]:
     """The sequences with their part of `column`."""
     found = []
-    for sequence, values in zip(sequences, of_sequences(sequences, column, budget, ranks), strict=True):
+    for sequence, values in zip(sequences, of_sequences(sequences, column, budget, ranks, share), strict=True):
         old = np.full(len(sequence.tokens), np.nan, np.float32)
         old[sequence.trained] = values
         found.append(replace(sequence, old_logprobs=old))
@@ -148,13 +190,12 @@ def with_old_logprobs(
 
 
 def of_sequences(
-    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1
+    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1, share: bool = False
 ) -> list[NDArray[np.float32]]:
     """The part of `column` of each sequence, [its trained tokens]. The column has a value for each trained token, in
     the order in which the ranks' micro-batches have them.
     """
-    lengths = [fed_length(sequence) for sequence in sequences]
-    order = [index for share in deal(lengths, ranks, budget) for members in share for index in members]
+    order = [index for of_rank in _dealt(sequences, ranks, budget, share) for members in of_rank for index in members]
     found, start = [column[:0]] * len(sequences), 0
     for index in order:
         found[index] = column[start : start + sequences[index].trained_tokens]
@@ -177,8 +218,9 @@ def _routing(sequences: list[Sequence], lengths: tuple[int, ...]) -> NDArray[np.
     )
 
 
-def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
-    lengths = tuple(fed_length(sequence) for sequence in sequences)
+def _micro_batch(sequences: list[Sequence], device: torch.device, share: bool) -> MicroBatch:
+    fed = [sequence.tokens[: fed_length(sequence)] for sequence in sequences]
+    row = lay_out(fed) if share else _end_to_end(fed)
     trained = [np.flatnonzero(sequence.trained) for sequence in sequences]  # positions within each sequence, from 1
 
     def tensor(parts: list[NDArray[np.generic]]) -> Tensor:
@@ -201,14 +243,14 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
         )
 
     known = [sequence.sampler_logprobs is not None for sequence in sequences]
-    routing = _routing(sequences, lengths)
+    routing = _routing(sequences, row.lengths)  # which then share nothing
     return MicroBatch(
-        input_ids=tensor([sequence.tokens[:length] for sequence, length in zip(sequences, lengths, strict=True)])[None],
-        position_ids=tensor([np.arange(length) for length in lengths])[None],
-        lengths=lengths,
-        rows=tensor(
-            [start + positions - 1 for start, positions in zip(np.cumsum((0, *lengths[:-1])), trained, strict=True)]
-        ),
+        input_ids=tensor([row.gather(fed)])[None],
+        position_ids=tensor([row.gather([np.arange(len(tokens)) for tokens in fed])])[None],
+        lengths=row.lengths,
+        parents=row.parents if share else None,
+        rows=tensor([places[positions - 1] for places, positions in zip(row.places, trained, strict=True)]),
+        counts=tuple(map(len, trained)),
         targets=of_trained([sequence.tokens for sequence in sequences]),
         sampler_logprobs=or_nan(sequence.sampler_logprobs for sequence in sequences),
         compared=None if all(known) else of_sampler(known, np.bool_),
@@ -231,3 +273,10 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
             else None
         ),
     )
+
+
+def _end_to_end(fed: list[NDArray[np.int64]]) -> Row:
+    """One row in which no sequence shares anything."""
+    lengths = tuple(map(len, fed))
+    places = [start + np.arange(length) for start, length in zip(np.cumsum((0, *lengths)), lengths, strict=False)]
+    return Row(places, lengths, (-1,) * len(fed))

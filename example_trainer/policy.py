@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -96,10 +97,12 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         packed_lengths=batch.lengths,
+        packed_parents=batch.parents,
         use_cache=False,
         return_dict=True,
     )
-    return cast(Tensor, output.last_hidden_state)[0, batch.rows]
+    # a position may predict the next token of several sequences; embedding sums their gradients in a fixed order
+    return F.embedding(batch.rows, cast(Tensor, output.last_hidden_state)[0])
 
 
 def _chunks(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
@@ -147,10 +150,16 @@ class Policy(nn.Module):
         return hidden, cut.grad
 
     def logits_both_ways(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logits of a row's sequences as they are trained, packed; and by the model's own forward, each alone."""
+        """Logits of a row's segments as they are trained, packed; and by the model's own forward, each sequence
+        alone.
+        """
         packed = self.model.get_output_embeddings()(trained_hidden(self.model, batch))
-        parts = batch.input_ids[0].split(list(batch.lengths))
-        return packed, torch.cat([self.model(input_ids=part[None]).logits[0] for part in parts])
+        own = batch.input_ids[0].split(list(batch.lengths))
+        sequences: list[Tensor] = []
+        for part, parent in zip(own, batch.parents or (-1,) * len(own), strict=True):
+            sequences.append(part if parent < 0 else torch.cat([sequences[parent], part]))
+        alone = [self.model(input_ids=sequence[None]).logits[0] for sequence in sequences]
+        return packed, torch.cat([logits[-len(part) :] for logits, part in zip(alone, own, strict=True)])
 
 
 @torch.no_grad()

@@ -36,9 +36,8 @@ def replay(file: Path) -> Comparison:
     model = load_model(str(file.parent / "model"), device)
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
     policy, comparison = Policy(model), Comparison()
-    for batch in micro_batches(
-        [sequence_from(fields) for fields in state["sequences"]], state["micro_batch_tokens"], device
-    ):
+    sequences = [sequence_from(fields) for fields in state["sequences"]]
+    for batch in micro_batches(sequences, state["micro_batch_tokens"], device, share=state["share_prefixes"]):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(policy, batch, state["logits_chunk_mb"]))
     return comparison
 

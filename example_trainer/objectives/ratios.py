@@ -11,12 +11,11 @@ from example_trainer.objectives import Ratio
 class Sequences:
     """Which tokens of a micro-batch belong together: sums over a sequence, told to each of its tokens."""
 
-    def __init__(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """`rows` are the tokens' places in a row of sequences of these lengths."""
-        ends = torch.tensor(lengths, device=rows.device).cumsum(0)
-        self._of = torch.bucketize(rows, ends, right=True)  # [tokens]
-        self._number = len(lengths)
-        self.tokens = self.sum(torch.ones_like(rows, dtype=torch.float32))  # of each token's sequence, [tokens]
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        """`counts` are the tokens of each sequence, one after another."""
+        self._of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)  # [tokens]
+        self._number = len(counts)
+        self.tokens = torch.tensor(counts, dtype=torch.float32, device=device)[self._of]  # of each token's sequence
 
     def sum(self, values: Tensor) -> Tensor:
         """Of each token, the sum over its sequence."""

@@ -37,7 +37,7 @@ class TokenTerms:
     def see(self, now: Tensor) -> None:
         """All current log-probabilities [R] of the micro-batch, without gradient."""
         settings, batch = self._settings, self._batch
-        sequences = Sequences(batch.rows, batch.lengths)
+        sequences = Sequences(batch.counts, batch.rows.device)
         if settings.ratio != "token":
             self._ratio = of_sequences(now - self._old, sequences, settings.ratio)
         if settings.importance != "none" and settings.importance_level == "sequence":

@@ -142,17 +142,18 @@ def together(calls: Iterable[Callable[[], Sequence]]) -> list[Sequence]:
         return list(pool.map(lambda call: call(), calls))
 
 
-def compare(model: Any, sequences: list[Sequence], budget: int) -> Comparison:
+def compare(model: Any, sequences: list[Sequence], budget: int, share: bool) -> Comparison:
     comparison = Comparison()
-    for batch in micro_batches(sequences, budget, model.device):
+    for batch in micro_batches(sequences, budget, model.device, share=share):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(Policy(model), batch, 8))
     return comparison
 
 
 def assert_exact(model: Any, sequences: list[Sequence], budget: int = 700) -> None:
-    comparison = compare(model, sequences, budget)
-    expected = sum(sequence.trained_tokens for sequence in sequences)
-    assert summary(comparison.row()) == f"Bitwise identical: True · 0 / {expected} tokens differ", comparison.table()
+    tokens = sum(sequence.trained_tokens for sequence in sequences)
+    for share in (False, True):  # half of the prompts have their first tokens in common
+        comparison = compare(model, sequences, budget, share)
+        assert summary(comparison.row()) == f"Bitwise identical: True · 0 / {tokens} tokens differ", comparison.table()
 
 
 def logprobs_of(sequence: Sequence) -> Any:
@@ -243,9 +244,8 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         for step in (1, 2, 3):
             sequences = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             comparison = Comparison()
-            figures = batch_gradients(
-                Policy(model), micro_batches(sequences, 400, model.device), LossSettings(), comparison=comparison
-            )
+            batches = micro_batches(sequences, 400, model.device, share=True)
+            figures = batch_gradients(Policy(model), batches, LossSettings(), comparison=comparison)
             assert figures["ratio_mean"] == 1.0, comparison.table()
             assert figures["logprob_diff_max"] == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
@@ -282,7 +282,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
             bridge.sync(version, partial(update, optimizer) if version else lambda: None)
             sequences = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             assert_exact(model, sequences)
-            batch_gradients(Policy(model), micro_batches(sequences, 400, model.device), LossSettings())
+            batch_gradients(Policy(model), micro_batches(sequences, 400, model.device, share=True), LossSettings())
         assert server.status()["policy_version"] == 1
 
 

@@ -34,17 +34,25 @@ def _cache_dtype() -> dict[str, str]:
     return {"kv_cache_dtype": "auto"} if VERSION >= Version("0.27") else {}
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    contexts: tuple[int, ...] | None = None,
+) -> Tensor:
     """Causal attention within each sequence of a row. query [T, heads, d], key and value [T, key heads, d]; result [T,
-    heads, d].
+    heads, d]. `contexts` are the keys of each sequence where it has more than its queries, which are the last.
     """
     ops = _vllm_ops()
     heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
     isa = "vec" if size % 32 == 0 else "vec16"
-    table, slots, blocks = pages(lengths)
-    ends = torch.tensor(lengths, dtype=torch.int32)
+    contexts = contexts or lengths
+    table, slots, blocks = pages(contexts)
+    ends = torch.tensor(contexts, dtype=torch.int32)
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    starts[1:] = ends.cumsum(0)
+    starts[1:] = torch.tensor(lengths).cumsum(0)
     starts, ends, table = tile_queries(starts, ends, table)
     cache = torch.zeros(blocks, key_heads, 2 * BLOCK, size, dtype=query.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)

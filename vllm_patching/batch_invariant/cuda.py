@@ -54,12 +54,23 @@ class CudaKernels:
         rotated = self.rotary.forward_cuda(positions, query.flatten(1).clone(), key.flatten(1).clone())
         return rotated[0].view_as(query), rotated[1].view_as(key)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-        """Causal within each sequence of a row. query [N, heads, d], key and value [N, key heads, d]: [N, heads, d]."""
-        table, slots, blocks = pages(lengths)
-        ends = torch.tensor(lengths, dtype=torch.int32, device=query.device)
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scale: float,
+        contexts: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Causal within each sequence of a row. query [N, heads, d], key and value [N, key heads, d]: [N, heads, d].
+        `contexts` are the keys of each sequence where it has more than its queries, which are the last.
+        """
+        contexts = contexts or lengths
+        table, slots, blocks = pages(contexts)
+        ends = torch.tensor(contexts, dtype=torch.int32, device=query.device)
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=query.device)
-        starts[1:] = ends.cumsum(0)
+        starts[1:] = torch.tensor(lengths, device=query.device).cumsum(0)
         slots = slots.to(query.device)
         caches = [
             tensor.new_zeros(blocks * BLOCK, *tensor.shape[1:]).index_copy_(0, slots, tensor) for tensor in (key, value)
@@ -72,7 +83,7 @@ class CudaKernels:
             cu_seqlens_q=starts,
             seqused_k=ends,
             max_seqlen_q=max(lengths),
-            max_seqlen_k=max(lengths),
+            max_seqlen_k=max(contexts),
             softmax_scale=scale,
             causal=True,
             window_size=[-1, -1],

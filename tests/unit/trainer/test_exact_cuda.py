@@ -68,16 +68,26 @@ class PlainKernels:
         turned = [torch.complex(*tensor.to(wide).chunk(2, -1)) * angles for tensor in tensors]
         return tuple(torch.cat((pair.real, pair.imag), -1).to(tensors[0].dtype) for pair in turned)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-        pieces = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scale: float,
+        contexts: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        pieces = zip(
+            query.split(lengths), key.split(contexts or lengths), value.split(contexts or lengths), strict=True
+        )
         return torch.cat([causal(q, k, v, scale) for q, k, v in pieces])
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of one sequence, [T, heads, d], written out."""
+    """Attention of one sequence, or of its last tokens, [T, heads, d], written out."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(key) - len(query))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
 
 
@@ -89,21 +99,22 @@ def exchanged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
     return model, plain
 
 
-def packed_row(longest: int = 60) -> MicroBatch:
+def packed_row(longest: int = 60, share: bool = False) -> MicroBatch:
     items = [item([1.0, 0.0], seed=5, longest=longest)]
     sequences = make_batch(as_records(items), seq_len=2048, policy_version=0).sequences
-    (row,) = micro_batches(sequences, 10_000, torch.device("cpu"))
+    (row,) = micro_batches(sequences, 10_000, torch.device("cpu"), share=share)
     return row
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(family: str) -> None:
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "shared prefixes"])
+def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(family: str, share: bool) -> None:
     model, _ = exchanged(family)
     reference = tiny_model(family, **SHAPE).double()
-    row = packed_row()
-    found = token_logprobs(Policy(model), row, 8)
+    row, computed = packed_row(), packed_row(share=share)
+    found = token_logprobs(Policy(model), computed, 8)
     accumulate_gradients(
-        Policy(model), row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
+        Policy(model), computed, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
     )
 
     logits = torch.cat([reference(input_ids=piece[None]).logits[0] for piece in row.input_ids[0].split(row.lengths)])[
@@ -175,14 +186,21 @@ def test_the_backward_pass_of_the_norm_is_that_of_float64() -> None:
     assert_same_gradients(found, [x, module.weight], PLAIN.rms_norm(doubles[0], doubles[1], 1e-5), doubles)
 
 
-def test_the_backward_pass_of_attention_is_that_of_float64() -> None:
+@pytest.mark.parametrize("parents", [None, (-1, 0, 1), (-1, 0, 0)])
+def test_the_backward_pass_of_attention_is_that_of_float64(parents: tuple[int, ...] | None) -> None:
     torch.manual_seed(0)
     lengths, scale = (5, 1, 9), 0.2
     inputs = [torch.randn(heads, sum(lengths), 32, requires_grad=True) for heads in (4, 2, 2)]
-    found = PackedAttention.apply(PLAIN.attention, *inputs, lengths, scale)
+    found = PackedAttention.apply(PLAIN.attention, *inputs, lengths, scale, parents)
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
     query, key, value = (tensor.transpose(0, 1) for tensor in doubles)
-    assert_same_gradients(found, inputs, PLAIN.attention(query, key, value, lengths, scale), doubles)
+    first, second, third = torch.arange(15).split(lengths)
+    seen = [first, second, third] if parents is None else [first, torch.arange(6), torch.arange(15)]
+    if parents == (-1, 0, 0):
+        seen[2] = torch.cat([first, third])
+    pieces = zip(query.split(lengths), seen, strict=True)
+    expected = torch.cat([causal(own, key[places], value[places], scale) for own, places in pieces])
+    assert_same_gradients(found, inputs, expected, doubles)
 
 
 def assert_same_gradients(found: Any, inputs: list[Tensor], expected: Any, doubles: list[Tensor]) -> None:
@@ -199,18 +217,19 @@ def assert_same_gradients(found: Any, inputs: list[Tensor], expected: Any, doubl
 def flash_attention(
     *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, block_table: Tensor, **other: Any
 ) -> Tensor:
-    """FlashAttention over pages as vLLM calls it: [blocks, page, key heads, d], the whole context of each sequence its
-    queries.
+    """FlashAttention over pages as vLLM calls it: [blocks, page, key heads, d]; each sequence's queries are its last
+    tokens.
     """
     assert other["num_splits"] == 1
     assert other["causal"]
     assert other["fa_version"] == 3
-    assert other["max_seqlen_q"] == other["max_seqlen_k"] == int(seqused_k.max())
+    assert other["max_seqlen_k"] == int(seqused_k.max())
+    assert other["max_seqlen_q"] == int(cu_seqlens_q.diff().max())
     outputs = []
     for sequence, length in enumerate(seqused_k.tolist()):
-        start = int(cu_seqlens_q[sequence])
+        start, end = cu_seqlens_q[sequence : sequence + 2].tolist()
         keys, values = (cache[block_table[sequence].long()].flatten(0, 1)[:length] for cache in (k, v))
-        outputs.append(causal(q[start : start + length], keys, values, other["softmax_scale"]))
+        outputs.append(causal(q[start:end], keys, values, other["softmax_scale"]))
     return torch.cat(outputs)
 
 
@@ -239,9 +258,16 @@ def test_the_kernels_get_what_vllm_gives_them() -> None:
     assert torch.equal(
         found.attention(query, key, value, lengths, 0.2), PLAIN.attention(query, key, value, lengths, 0.2)
     )
+    contexts = tuple(length + more for length, more in zip(lengths, (0, BLOCK, 5, 1), strict=True))
+    key, value = (torch.randn(sum(contexts), 2, 32) for _ in range(2))
+    assert torch.equal(
+        found.attention(query, key, value, lengths, 0.2, contexts),
+        PLAIN.attention(query, key, value, lengths, 0.2, contexts),
+    )
     x = torch.randn(5, 64)
     assert torch.equal(found.silu_and_mul(x), PLAIN.silu_and_mul(x))
     positions = torch.arange(sum(lengths)) % 400
+    key = torch.randn(sum(lengths), 2, 32)
     before = query.clone(), key.clone()
     rotated = found.rotate(positions, query, key)
     assert all(torch.equal(one, other) for one, other in zip(rotated, PLAIN.rotate(positions, *before), strict=True))

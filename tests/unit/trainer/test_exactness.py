@@ -109,12 +109,17 @@ def train(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "shared prefixes"])
+def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype, share: bool) -> None:
     model = tiny_model(family, **SHAPE)
     make_exact(model, dtype)
-    sequences = batch_of([item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40)]).sequences
+    # prompts that end inside a page of the cache and behind one
+    groups = [item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40), item([1.0, 0.0], seed=4, prompt=45, longest=40)]
+    for name in ("tokens", "masks", "inference_logprobs"):  # one answer begins with another
+        groups[0][name][1] = [*groups[0][name][0], *groups[0][name][1][-3:]]
+    sequences = batch_of(groups).sequences
     alone = micro_batches(sequences, 1, torch.device("cpu"))
-    (packed,) = micro_batches(sequences, 10_000, torch.device("cpu"))
+    (packed,) = micro_batches(sequences, 10_000, torch.device("cpu"), share=share)
     apart = sorted((one.targets.tolist(), token_logprobs(Policy(model), one, 1).tolist()) for one in alone)
     together = token_logprobs(Policy(model), packed, 8).tolist()
     found, start = [], 0
@@ -126,12 +131,15 @@ def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_the_model_in_float64(family: str) -> None:
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "shared prefixes"])
+def test_gradients_are_those_of_the_model_in_float64(family: str, share: bool) -> None:
     model, reference = tiny_model(family, **SHAPE), tiny_model(family, **SHAPE).double()
     make_exact(model, torch.float32)
-    (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).sequences, 10_000, torch.device("cpu"))
+    sequences = batch_of([item([1.0, 0.0], seed=5, longest=60)]).sequences
+    (packed,) = micro_batches(sequences, 10_000, torch.device("cpu"))
+    (computed,) = micro_batches(sequences, 10_000, torch.device("cpu"), share=share)
     accumulate_gradients(
-        Policy(model), packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
+        Policy(model), computed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
     )
     pieces = zip(packed.input_ids[0].split(packed.lengths), strict=False)
     logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows]

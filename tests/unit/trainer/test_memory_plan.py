@@ -230,10 +230,37 @@ def test_activations_are_what_autograd_saves(family: str, dtype: str, checkpoint
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         ids = torch.arange(tokens)[None] % 64
         model.base_model(input_ids=ids, packed_lengths=(tokens,), use_cache=False)
-    plan = planned(model, compute_dtype=dtype, micro_batch_tokens=tokens)
+    plan = planned(model, compute_dtype=dtype, micro_batch_tokens=tokens, share_prefixes=False)
     norm = tokens * 128 * (4 + plan.width)
     kept = plan.kept_of_layer if checkpointing else plan.of_layer
     assert layers * kept + norm == pytest.approx(sum(saved.values()), rel=0.05)
+
+
+def test_shared_prefixes_keep_no_more_than_is_planned() -> None:
+    lengths, parents = (100, *[20] * 8), (-1, *[0] * 8)
+    sizes = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 64}
+    model = model_of("llama", torch.float32, **sizes)
+    prepare_for_training(model, gradient_checkpointing=False)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+    alive = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    tokens = sum(lengths)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.base_model(
+            input_ids=torch.arange(tokens)[None] % 64, packed_lengths=lengths, packed_parents=parents, use_cache=False
+        )
+    plan = planned(model, compute_dtype="float32", micro_batch_tokens=tokens)
+    without = planned(model, compute_dtype="float32", micro_batch_tokens=tokens, share_prefixes=False)
+    norm = tokens * 128 * 8
+    layers = model.config.num_hidden_layers
+    assert layers * without.of_layer + norm < sum(saved.values()) <= layers * plan.of_layer + norm
 
 
 @pytest.fixture

@@ -223,13 +223,15 @@ def gradient_of(policy: PreTrainedModel) -> Tensor:
     return torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
 
 
-def ours(settings: LossSettings, recomputed: bool = False, budget: int = 30) -> tuple[Figures, Tensor]:
+def ours(
+    settings: LossSettings, recomputed: bool = False, budget: int = 30, share: bool = False
+) -> tuple[Figures, Tensor]:
     policy = copy.deepcopy(model())
     batch = batch_of(settings, recomputed)
     reference = Policy(model("reference")) if settings.kl_coef else None
     figures = batch_gradients(
         Policy(policy),
-        micro_batches(batch.sequences, budget, CPU),
+        micro_batches(batch.sequences, budget, CPU, share=share),
         settings,
         reference=reference,
         loss_divisor=batch.loss_divisor,
@@ -237,10 +239,11 @@ def ours(settings: LossSettings, recomputed: bool = False, budget: int = 30) -> 
     return {key: value for key, value in figures.items() if value is not None}, gradient_of(policy)
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["alone", "shared prefixes"])
 @pytest.mark.parametrize("name", [*CASES, *RECOMPUTED])
-def test_loss_and_gradient_are_those_of_the_formulas(name: str) -> None:
+def test_loss_and_gradient_are_those_of_the_formulas(name: str, share: bool) -> None:
     recomputed, settings = name in RECOMPUTED, LossSettings(**(CASES | RECOMPUTED)[name])
-    figures, gradient = ours(settings, recomputed)
+    figures, gradient = ours(settings, recomputed, share=share)
     twin = copy.deepcopy(model())
     expected = naive_loss(twin, settings, recomputed)
     expected.backward()

@@ -27,6 +27,15 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
         ],
         "8655b142af38600e",
     ),
+    "llama with shared prefixes": (
+        {"share_prefixes": True},
+        [
+            ("0x1.75d4de304d487p-2", "0x1.f80c2a0000000p+0"),
+            ("0x1.f35bc00000000p-3", "0x1.5e708a0000000p+0"),
+            ("0x1.2639d4d653595p-1", "0x1.a4ec000000000p+1"),
+        ],
+        "f51f5686193e5666",
+    ),
     "qwen3": (
         {"kl_coef": 0.05, "entropy_coef": 0.01},
         [
@@ -47,9 +56,10 @@ def kernels() -> tuple[str, str, str]:
     return torch.backends.cpu.get_cpu_capability(), torch.__version__, model.strip()
 
 
-@pytest.mark.parametrize("family", GOLDEN)
-def test_one_process_trains_as_it_always_did(family: str, tmp_path: Path) -> None:
-    settings, steps, digest = GOLDEN[family]
+@pytest.mark.parametrize("name", GOLDEN)
+def test_one_process_trains_as_it_always_did(name: str, tmp_path: Path) -> None:
+    settings, steps, digest = GOLDEN[name]
+    family = name.split()[0]
     model = model_folder(tmp_path / "model", family=family, tie_word_embeddings=True, initializer_range=0.1)
     api = FakeApi(
         lambda n: [item([1.0, 0.0, 0.0, 1.0], seed=10 * n), item([0.0, 2.0, 0.5], seed=10 * n + 1, longest=20)]
@@ -70,6 +80,7 @@ def test_one_process_trains_as_it_always_did(family: str, tmp_path: Path) -> Non
                 dual_clip=0,  # these random log-probabilities have ratios beyond any bound
                 micro_batch_tokens=40,
                 logits_chunk_mb=1,
+                share_prefixes=False,
                 checkpoint_interval=0,
                 save_path=tmp_path / "checkpoints",
                 log_dir=tmp_path / "logs",

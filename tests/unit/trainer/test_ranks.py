@@ -57,6 +57,8 @@ SAME_RESULT = {  # ways to spread a run that must not change it
     "replicas of shards": Job("llama", ranks=4, settings={"fsdp_size": 2}),
     "three ranks": Job("llama", ranks=3),
     "a sequence a pass": Job("llama", settings={"micro_batch_tokens": 1}),  # 15 of them: one pass is a copy
+    "prefixes once, one rank": Job("llama", 1, settings={"share_prefixes": True}),
+    "prefixes once": Job("llama", settings={"share_prefixes": True}),
     "a probe between gradient and update": Job("llama", more={"probe": True}),
 }
 BIG = {
@@ -95,6 +97,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"token's corrections {ranks}": Job("llama", ranks, 2, CORRECTED),
             f"recomputed {ranks}": Job("llama", ranks, 2, RECOMPUTED, {"batch": {"top_p": 0.8}}),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
+            f"lora, prefixes once {ranks}": Job("llama", ranks, 2, LORA | {"share_prefixes": True}),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
             f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | LORA_KL),
         }
@@ -106,7 +109,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         "big": Job("big", 2, 0, more={"unchecked": True}),
     }
     for name, job in jobs.items():
-        settings = {"micro_batch_tokens": BUDGET, "dual_clip": 0} | dict(job.settings or {})
+        # shared prefixes are in other sums where there are other ranks: most tests compare more closely than that
+        settings = {"micro_batch_tokens": BUDGET, "dual_clip": 0, "share_prefixes": False} | dict(job.settings or {})
         more = {"chunk_rows": 5} | dict(job.more or {})
         jobs[name] = Job(models[job.model], job.ranks, job.steps, settings, more)
     return run_jobs(jobs, folder)
@@ -183,7 +187,7 @@ def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     assert sums == 3 * count  # two layers and the root
     assert calls("one sum of gradients")[1] == 3 * FEW_STEPS
     # the root once and two layers twice a pass, or each once a step
-    assert gathers == 5 * count + probes + 7  # the check after loading runs the layers three times
+    assert gathers == 5 * count + probes + 11  # the check after loading runs the layers five times
     assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3
 
 
@@ -219,7 +223,11 @@ def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("one", "several"), [("llama 1", "llama 2"), ("few steps", "three ranks"), ("few steps", "a sequence a pass")]
+    ("one", "several"),
+    [
+        ("llama 1", "llama 2"),
+        *(("few steps", name) for name in ("three ranks", "a sequence a pass", "prefixes once")),
+    ],
 )
 def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(
     done: dict[str, Done], one: str, several: str
@@ -229,6 +237,13 @@ def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(
     assert len(expected) == 15
     for mine, other in zip(found, expected, strict=True):
         assert mine == pytest.approx(other, abs=1e-4)
+
+
+def test_an_adapter_learns_the_same_from_shared_prefixes_on_ranks(done: dict[str, Done]) -> None:
+    one, two = (done[f"lora, prefixes once {ranks}"] for ranks in (1, 2))
+    expect_agreement(one, two, path=ADAPTER, weights=LORA_WEIGHTS)
+    few = [done["lora 1"].column(name)[:2] for name in ("loss", "grad_norm")]
+    assert few == [pytest.approx(one.column(name), rel=1e-4) for name in ("loss", "grad_norm")]
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:

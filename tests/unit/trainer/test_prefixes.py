@@ -1,0 +1,322 @@
+"""Shared prefixes: what is in the row once, what attention computes of it, and gradients that are those of every
+sequence alone.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from example_trainer import attention_blocks, packed_attention
+from example_trainer.batching import Sequence, make_batch
+from example_trainer.packed_attention import PACKED_SDPA, packed_sdpa
+from example_trainer.packing import MicroBatch, deal_shared, fed_length, micro_batches, with_old_logprobs
+from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
+from example_trainer.prefixes import PASS, cut, distinct_tokens, lay_out, tree_order
+from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
+
+CPU = torch.device("cpu")
+FLOAT64 = 1e-12  # the same sums in another order
+NORMS = 1e-6  # a float64 model norms and takes logarithms in float32, whose roundings then differ
+few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(np.array)  # of two kinds: most begin alike
+trees = st.lists(few_tokens, min_size=1, max_size=8)
+THREE_LEVELS = [np.array(list(map(int, digits))) for digits in ("0001011", "0001010", "00010", "0011", "1", "00010100")]
+
+
+def prefixes_of(tokens: list[Any]) -> set[tuple[int, ...]]:
+    return {tuple(each[:end].tolist()) for each in tokens for end in range(1, len(each) + 1)}
+
+
+@given(trees)
+@example(THREE_LEVELS)
+def test_a_row_has_each_distinct_prefix_once_and_segments_lead_back_to_its_beginning(tokens: list[Any]) -> None:
+    row = lay_out(tokens)
+    ids = row.gather(tokens)
+    assert len(ids) == sum(row.lengths) == len(prefixes_of(tokens))
+    starts = np.cumsum((0, *row.lengths))
+    for place, expected in zip(row.places, tokens, strict=True):
+        assert ids[place].tolist() == expected.tolist()
+        segment = int(np.searchsorted(starts, place[-1], "right")) - 1
+        path = list(range(starts[segment], place[-1] + 1))
+        while (segment := row.parents[segment]) >= 0:
+            path = [*range(starts[segment], starts[segment + 1]), *path]
+        assert path == place.tolist()
+    assert all(parent < segment for segment, parent in enumerate(row.parents))
+
+
+@given(trees, st.integers(1, 30), st.data())
+def test_cuts_compute_as_little_twice_as_any_within_the_budget(
+    tokens: list[Any], budget: int, data: st.DataObject
+) -> None:
+    order, common = tree_order(tokens)
+    lengths = [len(tokens[index]) for index in order]
+    trained = [data.draw(st.integers(1, length)) for length in lengths]
+
+    def cost(parts: list[range]) -> int:
+        return sum(distinct_tokens(lengths, common, part) + PASS for part in parts)
+
+    def fits(part: range) -> bool:
+        used = max(distinct_tokens(lengths, common, part), sum(trained[at] for at in part))
+        return len(part) == 1 or used <= budget
+
+    found = cut(lengths, common, trained, budget)
+    assert [at for part in found for at in part] == list(range(len(tokens)))
+    assert all(map(fits, found))
+    for part in found:
+        assert distinct_tokens(lengths, common, part) == len(prefixes_of([tokens[order[at]] for at in part]))
+    ways = itertools.product((False, True), repeat=len(tokens) - 1)
+    every = [
+        [range(a, b) for a, b in itertools.pairwise((0, *(at for at, cuts in enumerate(way, 1) if cuts), len(tokens)))]
+        for way in ways
+    ]
+    assert cost(found) == min(cost(parts) for parts in every if all(map(fits, parts)))
+
+
+def sequence_of(tokens: Any, trained_from: int = 1) -> Sequence:
+    places = np.arange(len(tokens))
+    values = -0.1 * places.astype(np.float32)
+    return Sequence(tokens, places >= trained_from, values, values, None, 1.0)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9).map(np.array), min_size=1, max_size=9), st.data())
+def test_ranks_get_as_many_rows_and_every_trained_token_once(tokens: list[Any], data: st.DataObject) -> None:
+    ranks, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 30))
+    sequences = [sequence_of(each) for each in tokens]
+    shares = [micro_batches(sequences, budget, CPU, rank, ranks, share=True) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    counted = [batch for share in shares for batch in share if batch.counted]
+    for batch in counted:
+        assert len(batch.counts) == 1 or max(batch.input_ids.shape[1], len(batch.rows)) <= budget
+    assert sum(len(batch.counts) for batch in counted) == len(sequences)
+    column = torch.cat([-batch.targets - 10.0 * batch.position_ids[0, batch.rows] for batch in counted])
+    for found in with_old_logprobs(sequences, column.numpy(), budget, ranks, share=True):
+        assert found.old_logprobs is not None
+        expected = -found.tokens[1:] - 10.0 * np.arange(len(found.tokens) - 1)
+        assert found.old_logprobs[1:].tolist() == expected.tolist()
+
+
+def test_a_group_stays_together_where_it_fits() -> None:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(2, 90, 300) for _ in range(3)]
+    sequences = [sequence_of(np.concatenate([prompt, generator.integers(2, 90, 100)]), 300) for prompt in prompts * 8]
+    (dealt,) = deal_shared(sequences, 1, 2048)
+    assert sorted(sorted({index % 3 for index in members}) for members in dealt) == [[0], [1], [2]]
+    rows = micro_batches(sequences, 2048, CPU, share=True)
+    assert [row.input_ids.shape[1] for row in rows] == [300 + 8 * 99] * 3
+    assert [len(share) for share in deal_shared(sequences, 2, 2048)] == [2, 2]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def naive_attention(
+    inputs: tuple[Tensor, Tensor, Tensor], places: list[Any], window: int | None
+) -> dict[tuple[int, int], Tensor]:
+    """Of each sequence alone, the output of each token [heads, d], by sequence and position."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for index, place in enumerate(places):
+        q, k, v = (tensor[0][:, place] for tensor in inputs)
+        k, v = (tensor.repeat_interleave(len(q) // len(k), 0) for tensor in (k, v))
+        behind = torch.arange(len(place))[:, None] - torch.arange(len(place))
+        seen = (behind >= 0) & (behind < (window or len(place)))
+        scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        output = scores.softmax(-1) @ v
+        found |= {(index, position): output[:, position] for position in range(len(place))}
+    return found
+
+
+@pytest.mark.parametrize("prices", [(0.0, 0.01), (1e9, 1.0), (3.0, 1.0), (20.0, 0.1)])
+@settings(max_examples=25, deadline=None)
+@given(tokens=trees, window=st.none() | st.integers(1, 9))
+@example(tokens=THREE_LEVELS, window=None)
+@example(tokens=THREE_LEVELS, window=2)
+def test_attention_and_its_gradients_are_those_of_each_sequence_alone(
+    prices: tuple[float, float], tokens: list[Any], window: int | None
+) -> None:
+    row = lay_out(tokens)
+    size = sum(row.lengths)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, size, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    inputs = query, key, value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_blocks, "CALL", prices[0])
+        patch.setattr(attention_blocks, "COPIED", prices[1])
+        attention_blocks.attention_blocks.cache_clear()
+        output, _ = packed_sdpa(
+            torch.nn.Identity(),
+            query,
+            key,
+            value,
+            None,
+            sliding_window=window,
+            packed_lengths=row.lengths,
+            packed_parents=row.parents,
+        )
+        blocks = attention_blocks.attention_blocks(row.lengths, row.parents, window, CPU, torch.float64)
+        attention_blocks.attention_blocks.cache_clear()
+    assert [block.start for block in blocks] == [0, *(block.end for block in blocks)][:-1]
+    assert sum(blocks[at].size for block in blocks for at in block.context) <= size
+    weights = torch.randn(len(tokens), 9, 4, 4, dtype=torch.float64)  # [sequence, position, heads, d]
+    naive = naive_attention(inputs, row.places, window)
+    ours = {(at, position): output[0, row.places[at][position]] for at, position in naive}
+    for at, value in naive.items():
+        assert (ours[at] - value).abs().max() < FLOAT64
+    found, expected = (torch.stack([(weights[at] * each[at]).sum() for at in naive]).sum() for each in (ours, naive))
+    for one, other in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        assert (one - other).abs().max() < FLOAT64
+
+
+@pytest.mark.parametrize(("prompt", "answers"), [(1900, [2] * 64), (1000, [100] * 8), (17, [20] * 8), (64, [1] * 30)])
+def test_contexts_are_copied_at_most_as_often_as_the_row_is_long(prompt: int, answers: list[int]) -> None:
+    lengths, parents = (prompt, *answers), (-1, *[0] * len(answers))
+    blocks = attention_blocks.attention_blocks(lengths, parents, None, CPU, torch.float32)
+    assert sum(blocks[at].size for block in blocks for at in block.context) <= sum(lengths)
+    scores = sum(block.size * (block.size + sum(blocks[at].size for at in block.context)) for block in blocks)
+    needed = prompt**2 + sum(answer * (prompt + answer) for answer in answers)
+    assert scores < 1.5 * needed + 30_000
+
+
+def test_long_answers_to_a_long_prompt_are_computed_apart_and_short_ones_together() -> None:
+    long = attention_blocks.attention_blocks((500, 400, 400), (-1, 0, 0), None, CPU, torch.float32)
+    assert [(block.size, block.context) for block in long] == [(500, ()), (400, (0,)), (400, (0,))]
+    short = attention_blocks.attention_blocks((500, 3, 3, 2), (-1, 0, 0, 2), None, CPU, torch.float32)
+    assert [(block.size, block.context) for block in short] == [(500, ()), (8, (0,))]
+
+
+def test_a_gpu_needs_no_mask_for_an_answer_behind_its_prompt() -> None:
+    def masks(device: torch.device, answer: int) -> list[bool]:
+        lengths = (500, answer, answer)
+        blocks = attention_blocks.attention_blocks(lengths, (-1, 0, 0), None, device, torch.float32)
+        return [block.mask is not None for block in blocks]
+
+    gpu = torch.device("cuda")  # nothing is put there
+    assert [masks(gpu, answer) for answer in (400, 3)] == [[False, False, False]] * 2
+    assert [masks(CPU, answer) for answer in (400, 3)] == [[False, True, True], [False, True]]
+
+
+def test_without_a_mask_the_last_query_sees_every_key() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, size, 8) for heads, size in ((4, 3), (2, 7), (2, 7)))
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    expected = packed_attention._attention(query, key, value, mask, None)
+    torch.testing.assert_close(packed_attention._attention(query, key, value, None, None), expected)
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def conversations() -> list[Sequence]:
+    """Groups of a prompt: answers of which two begin alike and two are equal, one that ends at once, one answer only,
+    turns between which a tool speaks, and an advantage of each token.
+    """
+    generator = np.random.default_rng(3)
+    plain = item([1.0, 0.0, 0.5, 0.2, 0.7], seed=1, prompt=9, longest=12)
+    first = plain["tokens"][0][9:]
+    replace_answer(plain, 1, first)
+    replace_answer(plain, 2, [*first[:-1], 5, 6, 7])
+    replace_answer(plain, 3, [8])
+    alone = item([0.5], seed=2, prompt=7, longest=9)
+    turns = item([1.0, 0.0, 0.25], seed=4, prompt=6, longest=8)
+    shared = turns["tokens"][0]
+    for index in range(3):
+        more = generator.integers(1, VOCAB, 7).tolist()
+        turns["tokens"][index] = [*shared, *more]
+        # the tool's three tokens between two turns are not trained
+        turns["masks"][index] = [*turns["masks"][0][: len(shared)], -100, -100, -100, *more[3:]]
+        turns["inference_logprobs"][index] = [
+            1.0 if mask == -100 else -0.5 - 0.1 * index for mask in turns["masks"][index]
+        ]
+    turns["advantages"] = [generator.normal(size=len(tokens)).tolist() for tokens in turns["tokens"]]
+    return make_batch(as_records([plain, alone, turns]), seq_len=99, policy_version=0).sequences
+
+
+def replace_answer(group: dict[str, Any], index: int, answer: list[int]) -> None:
+    prompt = sum(mask == -100 for mask in group["masks"][index])
+    group["tokens"][index] = [*group["tokens"][0][:prompt], *answer]
+    group["masks"][index] = [-100] * prompt + answer
+    group["inference_logprobs"][index] = [1.0] * prompt + [-1.5] * len(answer)
+
+
+def gradients(model: PreTrainedModel, batches: list[MicroBatch]) -> Tensor:
+    model.set_attn_implementation(PACKED_SDPA)
+    model.train()
+    for batch in batches:
+
+        def loss(logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch) -> Tensor:
+            ratio = (logprobs - batch.old_logprobs[chunk]).exp()
+            return (0.1 * entropy - ratio * batch.advantages[chunk]).sum()
+
+        accumulate_gradients(Policy(model), batch, loss, 8)
+    return torch.cat([gradient_of(parameter).flatten() for parameter in model.parameters()])
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """Their distance, relative to the expected one's length."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("budget", [1000, 40])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_gradients_are_those_of_each_sequence_alone(family: str, changes: dict[str, Any], budget: int) -> None:
+    sequences = conversations()
+    alone = gradients(tiny_model(family, **changes).double(), micro_batches(sequences, 1, CPU))
+    shared = micro_batches(sequences, budget, CPU, share=True)
+    fed = sum(map(fed_length, sequences))
+    assert sum(batch.input_ids.shape[1] for batch in shared) < 0.7 * fed
+    assert max(len(batch.parents or ()) - (batch.parents or ()).count(-1) for batch in shared) > 2
+    assert off(gradients(tiny_model(family, **changes).double(), shared), alone) < NORMS
+
+
+def test_gradient_checkpointing_changes_no_shared_gradient() -> None:
+    shared = micro_batches(conversations(), 1000, CPU, share=True)
+    model = tiny_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(gradients(model, shared), gradients(tiny_model(), shared))
+
+
+@pytest.mark.parametrize("mistake", ["positions of the row", "answers see each other", "answers miss their prompt"])
+def test_a_mistake_would_be_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the tolerances above find what sharing could get wrong."""
+    sequences = conversations()
+    alone = gradients(tiny_model().double(), micro_batches(sequences, 1, CPU))
+    shared = micro_batches(sequences, 1000, CPU, share=True)
+    if mistake == "positions of the row":
+        shared = [replace(batch, position_ids=torch.arange(batch.input_ids.shape[1])[None]) for batch in shared]
+    elif mistake == "answers see each other":
+        right = attention_blocks._mask
+
+        def leaking(*arguments: Any) -> Tensor | None:
+            mask = right(*arguments)
+            return None if mask is None else torch.ones_like(mask).tril(mask.shape[1] - mask.shape[0])
+
+        monkeypatch.setattr(attention_blocks, "_mask", leaking)
+    else:
+        shared = [replace(batch, parents=None) for batch in shared]
+    attention_blocks.attention_blocks.cache_clear()
+    found = gradients(tiny_model().double(), shared)
+    attention_blocks.attention_blocks.cache_clear()
+    assert off(found, alone) > 1000 * NORMS
+
+
+def test_log_probabilities_of_equal_answers_are_equal_bits() -> None:
+    sequences = conversations()
+    (shared,) = micro_batches(sequences, 1000, CPU, share=True)
+    model = tiny_model()
+    model.set_attn_implementation(PACKED_SDPA)
+    of_sequences = token_logprobs(Policy(model), shared, 8).split(shared.counts)
+    assert torch.equal(of_sequences[0], of_sequences[1])
+    assert not torch.equal(of_sequences[0][-1:], of_sequences[2][-1:])
