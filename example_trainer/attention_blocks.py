@@ -32,6 +32,7 @@ class Block:
     end: int
     context: tuple[int, ...] = ()  # indices of blocks, the beginning of the sequence first
     mask: Tensor | None = None  # [queries, keys], 0 or -inf; None: causal, aligned at the ends
+    recomputed: bool = False  # in the backward pass, which then needs no copies of the context
 
     @property
     def size(self) -> int:
@@ -54,21 +55,17 @@ class _Part:
 def attention_blocks(
     lengths: tuple[int, ...], parents: tuple[int, ...], window: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Block, ...]:
-    """The blocks of a row of segments, in the order of the row. They copy at most as many keys of contexts as the row
-    has tokens, unless masks would become too large. `window` limits how far back a token sees. Masks have the queries'
-    dtype, so that torch keeps one for all layers.
+    """The blocks of a row of segments, in the order of the row. Copies of contexts that are kept until the backward
+    pass have at most as many keys as the row has tokens. `window` limits how far back a token sees. Masks have the
+    queries' dtype, so that torch keeps one for all layers.
     """
     starts, depths = [0], list[int]()  # of each segment: its place, and the tokens before it in its sequence
     for length, parent in zip(lengths, parents, strict=True):
         depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
         starts.append(starts[-1] + length)
-    copied, masked = COPIED, MASKED_ON_GPU if device.type == "cuda" else 1.0
-    while True:
-        stretches = _cheapest(lengths, parents, depths, copied, masked).blocks
-        keys = sum(_depth(parent, lengths, depths) for _, _, parent in stretches)
-        if keys <= starts[-1] or copied > starts[-1] ** 2:  # then LARGEST_MASK keeps blocks apart
-            break
-        copied *= 4  # dearer copies lead to fewer; without any, each tree is one block
+    on_gpu = device.type == "cuda"
+    stretches = _cheapest(lengths, parents, depths, MASKED_ON_GPU if on_gpu else 1.0).blocks
+    copied = sum(_depth(parent, lengths, depths) for _, _, parent in stretches)
     of_start = {start: index for index, (start, _, _) in enumerate(stretches)}
     found = []
     for start, end, parent in stretches:
@@ -77,10 +74,11 @@ def attention_blocks(
             context.append(of_start[starts[parent]])
             parent = parents[parent]
         inside = range(starts.index(start), starts.index(end))
-        block = Block(start, end, tuple(context[::-1]))
+        block = Block(start, end, tuple(context[::-1]), recomputed=bool(context) and copied > starts[-1])
         seen = _mask(inside, lengths, parents, depths, window, device)
         if seen is not None:
-            block = replace(block, mask=torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf))
+            mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            block = replace(block, mask=mask, recomputed=block.recomputed or (on_gpu and len(inside) > 1))
         found.append(block)
     return tuple(found)
 
@@ -90,11 +88,9 @@ def _depth(segment: int, lengths: Sequence[int], depths: Sequence[int]) -> int:
     return 0 if segment < 0 else depths[segment] + lengths[segment]
 
 
-def _cheapest(
-    lengths: Sequence[int], parents: Sequence[int], depths: Sequence[int], copied: float, masked: float
-) -> _Part:
-    """The cheapest blocks of the whole row, from its last segment to its first, where a copied key costs `copied` and
-    a score under a mask `masked`.
+def _cheapest(lengths: Sequence[int], parents: Sequence[int], depths: Sequence[int], masked: float) -> _Part:
+    """The cheapest blocks of the whole row, from its last segment to its first, where a score under a mask costs
+    `masked`.
     """
 
     def block(start: int, end: int, parent: int, several: bool) -> _Part:
@@ -102,7 +98,7 @@ def _cheapest(
         scores = size * (before + size) * (masked if several else 1.0 if before else CAUSAL)
         if several and scores > LARGEST_MASK:
             scores = float("inf")
-        return _Part(start, end, parent, CALL + scores + copied * before, [(start, end, parent)])
+        return _Part(start, end, parent, CALL + scores + COPIED * before, [(start, end, parent)])
 
     def several(parts: list[_Part]) -> list[_Part]:
         """Neighbours in one block where that is cheaper."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -50,17 +51,24 @@ def packed_sdpa(
     )
     queries, keys, values = (tensor.split([block.size for block in blocks], 2) for tensor in (query, key, value))
     outputs = []
-    for block, of_block, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
-        seen, read = (
-            torch.cat([*(pieces[at] for at in block.context), own], 2) if block.context else own
-            for pieces, own in ((keys, own_key), (values, own_value))
-        )
-        outputs.append(_attention(of_block, seen, read, block.mask, scaling))
+    for index, (block, of_block) in enumerate(zip(blocks, queries, strict=True)):
+        seen = (*block.context, index)
+        parts = [keys[at] for at in seen], [values[at] for at in seen]
+        if block.recomputed and torch.is_grad_enabled():
+            result: Any = checkpoint(
+                _attention, of_block, *parts, block.mask, scaling, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            result = _attention(of_block, *parts, block.mask, scaling)
+        outputs.append(result)
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Of one block; without a mask it is causal, the last query seeing all keys."""
+def _attention(
+    query: Tensor, keys_of: list[Tensor], values_of: list[Tensor], mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Of one block, whose keys and values come in parts; without a mask it is causal, the last query seeing all."""
+    key, value = (parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (keys_of, values_of))
     size, keys = query.shape[2], key.shape[2]
     bias: Any = mask
     if mask is None and size < keys:

@@ -236,8 +236,9 @@ def test_activations_are_what_autograd_saves(family: str, dtype: str, checkpoint
     assert layers * kept + norm == pytest.approx(sum(saved.values()), rel=0.05)
 
 
-def test_shared_prefixes_keep_no_more_than_is_planned() -> None:
-    lengths, parents = (100, *[20] * 8), (-1, *[0] * 8)
+@pytest.mark.parametrize(("prompt", "answers"), [(20, [100, 100]), (100, [20] * 8)])
+def test_shared_prefixes_keep_no_more_than_is_planned(prompt: int, answers: list[int]) -> None:
+    lengths, parents = (prompt, *answers), (-1, *[0] * len(answers))
     sizes = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 64}
     model = model_of("llama", torch.float32, **sizes)
     prepare_for_training(model, gradient_checkpointing=False)
@@ -260,7 +261,9 @@ def test_shared_prefixes_keep_no_more_than_is_planned() -> None:
     without = planned(model, compute_dtype="float32", micro_batch_tokens=tokens, share_prefixes=False)
     norm = tokens * 128 * 8
     layers = model.config.num_hidden_layers
-    assert layers * without.of_layer + norm < sum(saved.values()) <= layers * plan.of_layer + norm
+    assert sum(saved.values()) <= layers * plan.of_layer + norm
+    copies_are_kept = prompt < answers[0]
+    assert (sum(saved.values()) > layers * without.of_layer + norm) == copies_are_kept
 
 
 @pytest.fixture
