@@ -356,6 +356,21 @@ def compare_sharing(name: str, work: Path, options: argparse.Namespace) -> None:
     print(f"  {by_wall:.2f} x by the median of pairs' wall time, {by_cpu:.2f} x by least CPU time", flush=True)
 
 
+def share_prefixes(vocabulary: int, work: Path, options: argparse.Namespace) -> None:
+    """Compare each batch of SHARED that --only leaves, and that of --groups-file."""
+    for name, shape in SHARED.items():
+        if not options.only or options.only in name:
+            (work / "items.json").write_text(json.dumps(make_items(vocabulary, *shape)))
+            run_arm("prepare", str(work), options.threads)
+            print(f"{name}:", flush=True)
+            compare_sharing(name, work, options)
+    if options.groups_file is not None:
+        lines = options.groups_file.read_text().splitlines()
+        (work / "items.json").write_text(f"[{','.join(lines)}]")
+        print(f"prefixes of the {len(lines)} groups of {options.groups_file}:", flush=True)
+        compare_sharing("groups", work, options)
+
+
 def run_arm(arm: str, work: str, threads: int) -> None:
     """One that only prepares."""
     this = str(Path(__file__).resolve())
@@ -485,17 +500,8 @@ def main() -> None:
         work = Path(folder)
         vocabulary = prepare_model(options.model, work)
         print(f"{cpu_name()}, {options.threads} threads", flush=True)
-        for name, shape in SHARED.items():
-            if "," not in options.kernels and (not options.only or options.only in name):
-                (work / "items.json").write_text(json.dumps(make_items(vocabulary, *shape)))
-                run_arm("prepare", folder, options.threads)
-                print(f"{name}:", flush=True)
-                compare_sharing(name, work, options)
-        if options.groups_file is not None:
-            lines = options.groups_file.read_text().splitlines()
-            (work / "items.json").write_text(f"[{','.join(lines)}]")
-            print(f"prefixes of the {len(lines)} groups of {options.groups_file}:", flush=True)
-            compare_sharing("groups", work, options)
+        if "," not in options.kernels:
+            share_prefixes(vocabulary, work, options)
         settings = {name: value for name, value in settings.items() if not options.only or options.only in name}
         if not settings:
             return None
