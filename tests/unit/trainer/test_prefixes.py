@@ -113,6 +113,18 @@ def test_a_group_stays_together_where_it_fits() -> None:
     assert [len(share) for share in deal_shared(sequences, 2, 2048)] == [2, 2]
 
 
+def test_sequences_with_experts_of_their_own_share_nothing() -> None:
+    sequences = [sequence_of(np.array([1, 2, 3, last]), 3) for last in (4, 5)]
+    (shared,) = micro_batches(sequences, 100, CPU, share=True)
+    assert shared.input_ids.tolist() == [[1, 2, 3]]
+    sequences[1] = replace(sequences[1], routed_experts=np.ones((3, 2, 1), np.uint16))
+    (whole,) = micro_batches(sequences, 100, CPU, share=True)
+    assert whole.input_ids.tolist() == [[1, 2, 3, 1, 2, 3]]
+    assert whole.parents is None
+    assert whole.routing is not None
+    assert whole.routing[:, 0, 0].tolist() == [-1, -1, -1, 1, 1, 1]
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
