@@ -140,6 +140,24 @@ def test_saved_model_is_a_plain_folder(family: str, changes: dict[str, Any], tp:
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_are_shared_whole(family: str, tmp_path: Path) -> None:
+    plain, other = tiny_model(family), tiny_model(family, seed=1)
+    bound, tensors, _ = shared(plain, tmp_path / "plain", 1)
+    assert torch.equal(bound(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    other.save_pretrained(tmp_path / "other")
+    StartWeights(str(tmp_path / "other"), tensors.values()).write()
+    assert torch.equal(bound(input_ids=IDS).logits, other(input_ids=IDS).logits)
+    TrainedModel(bound).write(tmp_path / "written")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    assert torch.equal(written(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+def test_experts_in_pieces_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Qwen3MoeExperts, which single copy .* with --tensor-parallel-size 1"):
+        shared(tiny_model("qwen3_moe"), tmp_path, 2)
+
+
 def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
     config = TrainerConfig.model_validate({"model_name": "m", "lr": 1e-3})
 
