@@ -90,8 +90,20 @@ class ModelSize:
         return max(math.prod(shape) for shape in self.shapes.values())
 
     def out(self, module: str) -> int:
-        """Features that a linear layer of a decoder layer gives; 0 where there is no such layer."""
-        return next((shape[0] for name, shape in self.shapes.items() if name.endswith(f".{module}.weight")), 0)
+        """Features that a linear layer of a decoder layer gives, or its part of a fused one gives; 0 where there is no
+        such layer.
+        """
+        if found := self._matrix(module):
+            return found[0]
+        queries = self._matrix("o_proj")[1:]
+        if module in ("gate_proj", "up_proj"):
+            return sum(self._matrix("gate_up_proj")[:1]) // 2
+        if module in ("q_proj", "k_proj", "v_proj") and queries and (fused := self._matrix("qkv_proj")):
+            return queries[0] if module == "q_proj" else (fused[0] - queries[0]) // 2
+        return 0
+
+    def _matrix(self, module: str) -> tuple[int, ...]:
+        return next((shape for name, shape in self.shapes.items() if name.endswith(f".{module}.weight")), ())
 
     @cached_property
     def inner(self) -> int:

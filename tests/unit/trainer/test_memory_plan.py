@@ -340,3 +340,18 @@ def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary:
     allocated = peak_of(prof)
     needed = max(total(items) for phase, items in plan.phases.items() if phase != "handing over the weights")
     assert 0.85 * needed < allocated <= needed
+
+
+def test_parts_of_fused_layers_have_sizes_as_of_single_ones() -> None:
+    """Else the activations of Phi-3 would be counted without queries, keys and the feed-forward part."""
+    layer = "model.layers.0"
+    size = size_of(
+        {
+            f"{layer}.self_attn.qkv_proj.weight": (64 + 16 + 16, 48),
+            f"{layer}.self_attn.o_proj.weight": (48, 64),
+            f"{layer}.mlp.gate_up_proj.weight": (2 * 80, 48),
+        }
+    )
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    assert [size.out(part) for part in parts] == [64, 16, 16, 80, 80, 0]
+    assert size.inner == 80
