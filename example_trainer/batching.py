@@ -3,8 +3,8 @@ it.
 
 An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
 and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
-null. `inference_logprobs` may be null, too, where the old log-probabilities are recomputed. `rollouts` says which
-sequences belong to one rollout; without it each is one. Advantages are relative to the group's rollouts, whose scores
+null. `inference_logprobs` may be null, too, where the old log-probabilities are recomputed. `rollouts` numbers
+the rollout of each sequence; without it each is one. Advantages are relative to the group's rollouts, whose scores
 count once each, and a rollout's advantage is that of all its sequences.
 
 A group without a signal (equal scores, or given advantages that are all zero) is counted. Its sampled tokens stay

@@ -173,8 +173,8 @@ def accumulate_gradients(
 ) -> None:
     """Add the gradient of the summed `chunk_loss(logprobs, entropy, chunk)` to the parameters' `.grad`.
 
-    `chunk` says which of the R trained tokens the two [chunk] tensors belong to; the result is a scalar. `see` is given
-    the log-probabilities of all R before.
+    `chunk` are the places, among the R trained tokens, of the two [chunk] tensors; the result is a scalar. `see` is
+    given the log-probabilities of all R before.
     """
     hidden, gradient = policy(batch, chunk_mb, chunk_loss, see)
     hidden.backward(gradient)

@@ -132,7 +132,7 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
 
 
 def group_rollouts(rollouts: Sequence[Sequence[Mapping[str, Any]]]) -> ScoredDataGroup:
-    """One group of rollouts, each the list of its sequences. It says which belong together if any has several."""
+    """One group of rollouts, each the list of its sequences. `rollouts` numbers them if any has several."""
     group = group_items([item for rollout in rollouts for item in rollout])
     if any(len(rollout) > 1 for rollout in rollouts):
         group["rollouts"] = [number for number, rollout in enumerate(rollouts) for _ in rollout]

@@ -48,7 +48,7 @@ def rollout_group(
     rollouts: Sequence[Rollout], rewards: Sequence[float], named: Sequence[Mapping[str, float]] = ()
 ) -> ScoredDataGroup:
     """A group of rollouts with their rewards: ids, log-probabilities and policy versions as they were sampled, never
-    text tokenised again. It says which sequences belong together if any rollout has several. `named` are the rewards by
+    text tokenised again. It numbers the rollout of each sequence if any rollout has several. `named` are the rewards by
     name of each rollout, kept for people who read the group.
     """
     numbered = [(number, node) for number, rollout in enumerate(rollouts) for node in trained_once(rollout.sequences)]

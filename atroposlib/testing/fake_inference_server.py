@@ -8,7 +8,7 @@ environments.
 
 Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text
 of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`.
-By POST /fake an environment says which tokenizer it has and, under `process`, the reference answer of its current item
+By POST /fake an environment names its tokenizer and, under `process`, the reference answer of its current item
 (`atroposlib/wire/fake_server.py`). Tests steer the server while it runs: `policy_version`, `delay_s`, `healthy`,
 `heeds_n`, `fail_next`.
 """

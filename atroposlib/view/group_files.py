@@ -227,7 +227,7 @@ class GroupFiles:
                     yield _Matches(index, segment, positions)
 
     def _trained_in(self, step: int) -> dict[int, list[Place]] | None:
-        """The groups of a step, each with all its rows; None where no file says which these are."""
+        """The groups of a step, each with all its rows; None where no file names them."""
         if not self.knows_trained():
             return None
         found = [segment.rows for index in self.indexes("trained") for segment in index.segments]

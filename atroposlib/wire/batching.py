@@ -421,7 +421,7 @@ class ScoredData(Struct):
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
     `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
     `[sequence][position][top_k]`. `policy_versions` is the first and last policy version that a sequence was sampled
-    under, `version_spans` says which of its tokens came from which: [start, version] pairs, each for the sampled tokens
+    under, `version_spans` gives the version of each token: [start, version] pairs, each for the sampled tokens
     from position `start` to the next pair's. `finish_reasons` is why its last answer ended ("length": it was cut).
     `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
     sequence is a rollout of its own. `failed` counts the rollouts that have no score and no sequence here, by cause; in

@@ -253,7 +253,7 @@ def _source(positional: list[str], resume: Path | None, config: str | None) -> P
     """The run file; its word is taken off `positional`."""
     if resume is not None:
         if positional and positional[0] in {path.stem for path in recipe_files()}:
-            positional.pop(0)  # a script's: the run says which it is
+            positional.pop(0)  # a script's recipe: the run has its own
         kept = resume / "run.yaml"
         if not kept.is_file():
             raise ConfigError(f"--resume {resume} has no run.yaml: name a run, or its directory")

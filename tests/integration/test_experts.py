@@ -1,5 +1,5 @@
-"""A mixture of experts on real vLLM (CPU): two trainer ranks train it by broadcast, and vLLM reads files with experts
-apart.
+"""A mixture of experts on real vLLM (CPU): two trainer ranks train it by broadcast, files with experts apart are read,
+and single copy shares stacked experts; on one rank, or split over two.
 """
 
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3MoeConfig
 
 from tests.integration.conftest import Server, save_tiny_model, start_server, stop_server
-from tests.integration.test_bridge import PARITY, sync_and_probe
+from tests.integration.test_bridge import PARITY, finish, start_child, sync_and_probe
 from tests.integration.test_trainer_ranks import train
 
 SIZES: dict[str, Any] = dict(
@@ -43,24 +43,62 @@ def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     stop_server(server)
 
 
+@pytest.fixture(scope="module")
+def mixtral_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two ranks, each with a width of 32 of each expert, which the kernel takes as it is."""
+    config = MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    model = save_tiny_model(tmp_path_factory.mktemp("model"), config)
+    server = start_server(model, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
+    yield server
+    stop_server(server)
+
+
 def digests(server: Server) -> Any:
     return server.request("GET", "/v1/bridge/digest").json()["ranks"]
 
 
-@pytest.mark.timeout(600)
-def test_ranks_train_experts_and_vllm_reads_the_files_that_they_write(qwen3_moe: Server, tmp_path: Path) -> None:
-    start = digests(qwen3_moe)
-    status, said = train(qwen3_moe, tmp_path, ["example_trainer/grpo.py"])
+def check_training_and_files(server: Server, folder: Path) -> None:
+    start = digests(server)
+    status, said = train(server, folder, ["example_trainer/grpo.py"])
     assert status == 0, said[-3000:]
     assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2  # at the start, and after an update
-    assert qwen3_moe.status()["policy_version"] == 2
-    trained = digests(qwen3_moe)
+    assert server.status()["policy_version"] == 2
+    trained = digests(server)
     changed = {new["name"] for old, new in zip(start[0], trained[0], strict=True) if old != new}
     assert {
         f"model.layers.0.mlp.{name}" for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     } <= changed
 
-    for path, expected in ((qwen3_moe.model, start), (str(tmp_path / "save" / "final_model"), trained)):
-        assert qwen3_moe.request("POST", "/reload_weights", json={"path": path}).status_code == 200
-        assert digests(qwen3_moe) == expected
+    for path, expected in ((server.model, start), (str(folder / "save" / "final_model"), trained)):
+        assert server.request("POST", "/reload_weights", json={"path": path}).status_code == 200
+        assert digests(server) == expected
+
+
+@pytest.mark.timeout(600)
+def test_ranks_train_experts_and_vllm_reads_the_files_that_they_write(qwen3_moe: Server, tmp_path: Path) -> None:
+    check_training_and_files(qwen3_moe, tmp_path)
     assert sync_and_probe(qwen3_moe) <= PARITY
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_vllm_ranks_take_their_rows_of_each_expert(mixtral_tp2: Server, tmp_path: Path) -> None:
+    check_training_and_files(mixtral_tp2, tmp_path)
+    assert sync_and_probe(mixtral_tp2) <= PARITY
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_single_copy_trains_the_experts_that_vllm_computes_with(qwen3_moe: Server) -> None:
+    code, out, err = finish(start_child(qwen3_moe, "train", child="single_child"))
+    assert code == 0, err[-3000:]
+    assert out.count("PARITY") == 3
+    assert all(float(found.split()[0]) <= PARITY for found in out.split("PARITY ")[1:])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_experts_in_pieces_are_refused_by_a_single_copy(mixtral_tp2: Server) -> None:
+    code, _, err = finish(start_child(mixtral_tp2, "train", child="single_child"))
+    assert code != 0
+    assert "which single copy cannot train in pieces: start vLLM with --tensor-parallel-size 1" in err
