@@ -1,5 +1,5 @@
-"""A mixture of experts on real vLLM (CPU): two trainer ranks train it by broadcast, files with experts apart are read,
-and single copy shares stacked experts; on one rank, or split over two.
+"""A mixture of experts on real vLLM (CPU), on one rank or split over two: two trainer ranks train it by broadcast, vLLM
+reads files with experts apart, and a single copy shares stacked experts.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,8 @@ def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def mixtral_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two ranks, each with a width of 32 of each expert, which the kernel takes as it is."""
-    config = MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    more: dict[str, Any] = {"head_dim": 32}
+    config = MixtralConfig(**SIZES, **more, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
     model = save_tiny_model(tmp_path_factory.mktemp("model"), config)
     server = start_server(model, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
     yield server
