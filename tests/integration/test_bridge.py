@@ -285,7 +285,7 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(plain_server: Serv
     child.send_signal(signal.SIGCONT)  # the late trainer must fail with a clear error and touch nothing
     code, _, err = finish(child, 90)
     assert code != 0
-    assert "BridgeError" in err
+    assert "example_trainer.bridges." in err  # BridgeError, or a kind of it
     assert plain_server.status()["policy_version"] == 1
 
 

@@ -168,7 +168,7 @@ def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(plain_serve
     child.send_signal(signal.SIGCONT)
     code, _, err = finish(child, 90)
     assert code != 0
-    assert "BridgeError" in err
+    assert "example_trainer.bridges." in err  # BridgeError, or a kind of it
     after = plain_server.generate(prompt[:], max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
     assert before == after
 

@@ -259,6 +259,7 @@ def test_fields_that_the_ancestor_did_not_know_appear_only_when_posted(client: T
         "rollouts": [0, 1],
         "finish_reasons": ["stop", "length"],
         "failed": {},
+        "routed_experts": ["AA==", "AQ=="],
     }
     client.post("/scored_data", json=group(2, **given))
     client.post("/scored_data", json=group(2) | dict.fromkeys(given))

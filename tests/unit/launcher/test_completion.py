@@ -9,7 +9,7 @@ import pytest
 
 from example_trainer.launcher.cli import COMMANDS
 from example_trainer.launcher.run_file import recipe_files
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED
 from tests.unit.launcher.processes import PYTHON_PATH
 
 pytest.importorskip("shtab")
@@ -57,8 +57,8 @@ def test_recipes_and_run_files(tmp_path: Path) -> None:
 
 
 def test_what_a_flag_takes(tmp_path: Path) -> None:
-    assert offered("train", "gsm8k", "--bridge", "", cwd=tmp_path) == set(MODES)
-    assert offered("doctor", "--mode", "", cwd=tmp_path) == set(MODES)
+    assert offered("train", "gsm8k", "--bridge", "", cwd=tmp_path) == set(LAUNCHED)
+    assert offered("doctor", "--mode", "", cwd=tmp_path) == set(LAUNCHED)
     assert offered("train", "gsm8k", "--dtype", "", cwd=tmp_path) == {"float32", "bfloat16"}
     (tmp_path / "problems.jsonl").touch()
     assert offered("train", "gsm8k", "--dataset-path", "pro", cwd=tmp_path) == {"problems.jsonl"}

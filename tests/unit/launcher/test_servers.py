@@ -15,7 +15,7 @@ from example_trainer.launcher.run_file import Choice, merge, read_run, validated
 from example_trainer.launcher.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import Plan
-from example_trainer.modes import MODES
+from example_trainer.modes import LAUNCHED, MODES
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
@@ -190,7 +190,7 @@ def test_a_key_of_a_server_is_no_part_of_a_kept_run() -> None:
 # --- which bridges ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", LAUNCHED)
 def test_a_bridge_that_feeds_one_is_refused_by_its_name(kind: str) -> None:
     if MODES[kind].feeds_several:
         assert len(servers_of(plan(*TWO, "--bridge", kind))) == 2
