@@ -38,6 +38,7 @@ LARGE = "Qwen/Qwen2.5-1.5B-Instruct"
 LAST = re.compile(r"(?:Step [0-9]+/|Drill: ).*")
 ARRIVED = re.compile(r"Digest: every word |\b0 of \d+ tensors differ")
 DIFFERS = re.compile(r"of the tensors that vLLM computes with are not|\b[1-9]\d* of \d+ tensors differ")
+NO_UPDATE = "no update"  # in the line of a step whose weights did not change
 GB = 10**9
 
 
@@ -143,16 +144,19 @@ def result(check: Check, place: Place) -> Result:
     said = log.read_text(encoding="utf-8", errors="replace")
     trainer = place.runs / (check.run or "") / "trainer.log"
     verdict = digest_of(said + (trainer.read_text(encoding="utf-8", errors="replace") if trainer.is_file() else ""))
+    last = (LAST.findall(said) or [""])[-1]
     if status != 0:
         came = f"FAILED, {'not done in time' if status == 124 else f'status {status}'}"
     elif verdict == "differs" or (check.has_digest and verdict == ""):
         came = f"FAILED, {'weights differ' if verdict else 'no digest was compared'}"
+    elif NO_UPDATE in last:
+        came = f"FAILED, {NO_UPDATE}: the same weights were sent again"
     else:
         came = "passed"
     say(f"    {came} after {took}")
     if came != "passed":
         print(*(f"    {printable(line)}" for line in last_lines(log, LINES_SHOWN)), sep="\n")
-    return Result(check.name, came, took, f"{peak / GB:.1f} GB", verdict, (LAST.findall(said) or [""])[-1])
+    return Result(check.name, came, took, f"{peak / GB:.1f} GB", verdict, last)
 
 
 def run(check: Check, place: Place, log: Path) -> tuple[int, int]:

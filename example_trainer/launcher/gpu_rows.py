@@ -17,6 +17,8 @@ SHORT = (  # of a rehearsal: what takes time on a CPU and proves nothing here
     *("--trainer.batch-size", "2", "--trainer.gradient-accumulation-steps", "1", "--env.group_size", "2"),
     *("--env.max_new_tokens", "8", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"),
 )
+# each step updates the weights, also where all answers of a small model score alike
+ALWAYS = ("--trainer.entropy-coef", "0.01")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def checks(stamp: str, runs: Path, models: Models, rehearse: bool = False) -> li
         steps = ("--steps", "2", *SHORT) if rehearse else ("--steps", "3")
         dataset = () if recipe == "two_servers" else ("--dataset", "arithmetic")  # it has no other
         where = ("--run-name", f"{stamp}-{label}", "--runs", str(runs))
-        words = ("train", recipe, model, *dataset, *steps, *where, *flags)
+        words = ("train", recipe, model, *dataset, *steps, *where, *ALWAYS, *flags)
         return Check(gpus, name, words, most=gpus, run=f"{stamp}-{label}", **more)  # type: ignore[arg-type]
 
     def drill(gpus: int, name: str, which: str, on_cpu: bool = True) -> Check:

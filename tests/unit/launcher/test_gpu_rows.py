@@ -104,6 +104,12 @@ def run_fake(folder: Path, said: str, seconds: float = 0, status: int = 0, has_d
         ("nothing", 0, "FAILED, no digest was compared", ""),
         ("1 of 2 tensors differ", 0, "FAILED, weights differ", "differs"),
         ("0 of 2 tensors differ", 3, "FAILED, status 3", "equal"),
+        (
+            "0 of 2 tensors differ\nStep 2/2 | no update |",
+            0,
+            "FAILED, no update: the same weights were sent again",
+            "equal",
+        ),
     ],
 )
 def test_a_row_passes_with_status_0_and_equal_weights_alone(
