@@ -43,7 +43,7 @@ def rehearse(only: str, model: Path, runs: Path, plugins: Path | None = None) ->
         cwd=runs,
     )
     (table,) = runs.glob("gpu-check-*/table.md")
-    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if line.startswith("|")]
+    rows = [line[2:-2].split(" | ") for line in table.read_text().splitlines() if line.startswith("|")]
     assert table.read_text() in done.stdout, done.stderr[-2000:]
     return done.returncode, {name: cells for name, *cells in rows[2:]}
 
