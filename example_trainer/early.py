@@ -52,9 +52,10 @@ class Part:
 class EarlyGradients:
     """The groups of one batch that were computed before it was whole. `seconds` is the time that this took."""
 
-    def __init__(self, learner: Learner, least_tokens: int) -> None:
+    def __init__(self, learner: Learner, least_tokens: int, least_sequences: int) -> None:
         self._learner = learner
-        self._least_tokens = least_tokens  # of a part: fewer do not fill a micro-batch of every rank
+        self._least_tokens = least_tokens  # of a part: they fill a micro-batch of every rank
+        self._least_sequences = least_sequences  # or as many, of a batch that is small
         self._waiting: dict[int, list[Sampled]] = {}
         self._computed: dict[int, list[Sampled]] = {}
         self.parts: list[Part] = []
@@ -64,7 +65,7 @@ class EarlyGradients:
         """Compute on these groups, by their ids, and those that wait, if they are enough."""
         self._waiting |= groups
         sequences = [*chain(*self._waiting.values())]
-        if sum(map(fed_length, sequences)) < self._least_tokens:
+        if len(sequences) < self._least_sequences and sum(map(fed_length, sequences)) < self._least_tokens:
             return
         start = time.monotonic()
         self.parts.append(Part(sequences, self._learner.gradients(sequences, 1.0), self._learner.comparison))

@@ -287,7 +287,8 @@ class Run:
         """For the next batch, with --overlap."""
         if not self.config.overlaps:
             return None
-        return EarlyGradients(self.learner, self.config.micro_batch_tokens * self.learner.ranks.size)
+        ranks, rollouts = self.learner.ranks.size, self.config.batch_size * self.config.gradient_accumulation_steps
+        return EarlyGradients(self.learner, self.config.micro_batch_tokens * ranks, max(ranks, rollouts // 4))
 
     def learn(self, batch: Batch, step: int) -> Updates:
         """The step's updates, begun: the first gradient is in the parameters' `.grad`, if the batch has any. Raises
