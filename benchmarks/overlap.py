@@ -1,6 +1,7 @@
 """What overlapping sampler and trainer saves: the quickstart's task, vLLM on one CPU core and the trainer on another.
 
     python -m benchmarks.overlap --steps 8            three runs, about four minutes each on two idle cores
+    python -m benchmarks.overlap --groups-at-once 4   half the groups of a batch are sampled before the others
     python -m benchmarks.overlap --read DIR           the table of earlier runs
 
 The arms: alternating (--no-overlap), overlapped (--overlap), and one step off-policy
@@ -24,7 +25,7 @@ ARMS = {
 }
 
 
-def command(arm: str, steps: int, runs: Path) -> list[str]:
+def command(arm: str, steps: int, groups_at_once: int, runs: Path) -> list[str]:
     """One run of an arm."""
     apart = ["--layout.cores.vllm", "[0]", "--layout.cores.trainer", "[1]", "--layout.cores.environments", "[0]"]
     quiet = [
@@ -37,7 +38,7 @@ def command(arm: str, steps: int, runs: Path) -> list[str]:
         "--no-view",
     ]
     named = ["--run-name", folder(arm), "--runs", str(runs), "--steps", str(steps)]
-    return ["quickstart", *named, *apart, *quiet, *ARMS[arm]]
+    return ["quickstart", *named, *apart, *quiet, "--env.max_num_workers", str(groups_at_once), *ARMS[arm]]
 
 
 def folder(arm: str) -> str:
@@ -72,12 +73,18 @@ def main() -> None:
     """Run the arms, unless they are to be read, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--groups-at-once", type=int, default=8, help="groups in flight (default: all 8 of a batch)")
     parser.add_argument("--runs", type=Path, default=Path("runs/overlap"))
     parser.add_argument("--read", type=Path, help="directory of earlier runs")
     options = parser.parse_args()
     if options.read is None:
         for arm in ARMS:
-            run = [sys.executable, "-m", "example_trainer.launcher", *command(arm, options.steps, options.runs)]
+            run = [
+                sys.executable,
+                "-m",
+                "example_trainer.launcher",
+                *command(arm, options.steps, options.groups_at_once, options.runs),
+            ]
             subprocess.run(run, check=True, timeout=3600)
     print(table(options.read or options.runs))
 
