@@ -3,7 +3,7 @@ model, threads and precision, one run.
 
     python benchmarks/trainer_step.py [--model DIR] [--steps 5] [--threads 2]
     python benchmarks/trainer_step.py --kernels torch,onednn,bfloat16    this trainer alone, by its own kernels
-    python benchmarks/trainer_step.py --only prefixes [--groups-file runs/NAME/env/groups.jsonl]
+    python benchmarks/trainer_step.py --only prefixes [--groups-file runs/NAME/samples.jsonl]
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
 fused AdamW. Each arm is its own process. Both have their model in memory at the same time and take turns, so that a
@@ -365,9 +365,10 @@ def share_prefixes(vocabulary: int, work: Path, options: argparse.Namespace) -> 
             print(f"{name}:", flush=True)
             compare_sharing(name, work, options)
     if options.groups_file is not None:
-        lines = options.groups_file.read_text().splitlines()
-        (work / "items.json").write_text(f"[{','.join(lines)}]")
-        print(f"prefixes of the {len(lines)} groups of {options.groups_file}:", flush=True)
+        groups = [json.loads(line) for line in options.groups_file.read_text().splitlines()]
+        trained = [group for group in groups if len(set(group["scores"])) > 1]
+        (work / "items.json").write_text(json.dumps(trained))
+        print(f"prefixes of {len(trained)} groups of {len(groups)} in {options.groups_file}:", flush=True)
         compare_sharing("groups", work, options)
 
 
@@ -468,7 +469,11 @@ def main() -> None:
     )
     parser.add_argument("--kernels", default="torch", help="compare these of ours instead, such as torch,onednn")
     parser.add_argument("--only", help="comparisons whose name contains this; prefixes: with sharing against without")
-    parser.add_argument("--groups-file", type=Path, help="JSON lines of groups, whose prefixes are shared or not")
+    parser.add_argument(
+        "--groups-file",
+        type=Path,
+        help="samples.jsonl of a run: its groups with prefixes shared or not, without those whose scores are equal",
+    )
     parser.add_argument(
         "--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported"
     )
