@@ -142,7 +142,7 @@ class Run:
         watched.append(self.bridge)
         self.trained = self.learner.trained
         self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
-        self.learner.begin(str(checkpoint or ""))
+        self.learner.begin(str(checkpoint or ""), self.bridge.served_dtype)
         self.progress = self.learner.progress
         self.config = config = config.model_copy(update={"kernels": self.progress.kernels})
         if self.progress.step >= config.training_steps:

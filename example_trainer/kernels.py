@@ -3,8 +3,8 @@ them timed; a checkpoint keeps its run's, so that a resumed run computes the sam
 
     torch      PyTorch's own: MKL on x86
     onednn     oneDNN's in float32: as accurate, other roundings, faster on AMD processors (measured on Zen 4)
-    bfloat16   oneDNN's, of factors rounded to bfloat16; sums are float32, and so is everything else. Never chosen by
-               `auto`: its gradients are less accurate
+    bfloat16   oneDNN's, of factors rounded to bfloat16; sums are float32, and so is everything else. Its gradients are
+               less accurate, so `auto` takes it only where the sampler computes in bfloat16, too
 
 GPUs, the bit-exact mode and a single copy compute as they always do. The learner calls `kernels_of_run` and
 `use_kernels`.
@@ -38,7 +38,7 @@ ROWS = 256  # tokens of a timed product
 LARGEST = 2048  # inputs and outputs of a timed product; a larger one's time is extrapolated
 ROUNDS = (3, 20)  # at least, and at most
 LIMIT_S = 2.0  # after which no round follows that is not due
-GAIN = 1.03  # by which oneDNN must be faster: noise decides nothing
+GAIN = 1.03  # by which others must be faster than torch: noise decides nothing
 CACHE_BYTES = 1 << 20
 
 Shapes = Counter[tuple[int, int]]  # how many layers have (outputs, inputs)
@@ -76,6 +76,14 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "").float())
 
 
+def _product(kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
+    """left [m, k] times right [n, k] transposed, both float32, by `kernels`."""
+    if kernels == "torch":
+        return lambda left, right: left @ right.t()
+    dtype = DTYPES[kernels]
+    return lambda left, right: _onednn(left.to(dtype), right.to(dtype))
+
+
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
     """Have the linear layers of `model` multiply by `kernels` from now on; parameters and names do not change."""
     if kernels != "torch":
@@ -94,10 +102,16 @@ def _linears(model: nn.Module) -> list[Any]:
 
 
 def kernels_of_run(
-    config: TrainerConfig, model: nn.Module, device: torch.device, ranks: Ranks, saved: str | None
+    config: TrainerConfig,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+    saved: str | None,
+    served_dtype: str = "float32",
 ) -> Kernels:
-    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest. Every
-    rank calls it. Raises TrainerError for kernels that this machine does not have.
+    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest that are
+    no coarser than the sampler's `served_dtype`. Every rank calls it. Raises TrainerError for kernels that this machine
+    does not have.
     """
     here = torch.backends.mkldnn.is_available()
     if config.kernels != "auto":
@@ -118,9 +132,11 @@ def kernels_of_run(
     shapes, cache = _shapes(model), config.kernel_cache
     with suppress(RuntimeError):  # a user without a home directory
         cache = cache.expanduser()
-    worthwhile = here and _weights(shapes) >= SMALLEST
-    faster = worthwhile and ranks.leads and fastest(shapes, cache) == "onednn"
-    return "onednn" if bool(ranks.largest(torch.tensor(int(faster)))) else "torch"
+    candidates: tuple[Kernels, ...] = ("torch", "onednn", *(("bfloat16",) if served_dtype == "bfloat16" else ()))
+    chosen: Kernels = "torch"
+    if here and _weights(shapes) >= SMALLEST and ranks.leads:
+        chosen = fastest(shapes, cache, candidates)
+    return candidates[int(ranks.largest(torch.tensor(candidates.index(chosen))))]
 
 
 def _shapes(model: nn.Module) -> Shapes:
@@ -136,7 +152,7 @@ def _report_bfloat16(shapes: Shapes) -> None:
     if _weights(shapes) < SMALLEST:
         return
     log.info("Timing matrix products of %d shapes, by torch and in bfloat16 (about %g s)", len(shapes), LIMIT_S)
-    found = timed(shapes, "bfloat16")
+    found = timed(shapes, ("torch", "bfloat16"))
     gain = found["torch"] / found["bfloat16"]
     log.log(
         logging.INFO if gain > 1 else logging.WARNING,
@@ -146,22 +162,31 @@ def _report_bfloat16(shapes: Shapes) -> None:
     )
 
 
-def fastest(shapes: Shapes, cache: Path, seconds: Callable[[Shapes], dict[str, float]] | None = None) -> Kernels:
-    """The faster of torch and oneDNN on this machine, as the file `cache` has it or by `seconds`, which times them."""
+def fastest(
+    shapes: Shapes,
+    cache: Path,
+    candidates: tuple[Kernels, ...] = ("torch", "onednn"),
+    seconds: Callable[[Shapes, tuple[Kernels, ...]], dict[str, float]] | None = None,
+) -> Kernels:
+    """The fastest of `candidates`, torch among them, on this machine, as the file `cache` has it or by `seconds`, which
+    times them.
+    """
     machine = f"{_processor()}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
-    key = f"{machine}, {', '.join(f'{n} x {outs}x{ins}' for (outs, ins), n in sorted(shapes.items()))}"
+    layers = ", ".join(f"{n} x {outs}x{ins}" for (outs, ins), n in sorted(shapes.items()))
+    key = f"{'/'.join(candidates)} on {machine}, {layers}"
     known = _read(cache)
-    if key in known:
+    if known.get(key) in candidates:
         log.info("Matrix products by %s, as measured before on this machine (%s)", known[key], cache)
         return known[key]
-    log.info("Timing matrix products of %d shapes, by torch and oneDNN (about %g s)", len(shapes), LIMIT_S)
+    log.info("Timing matrix products of %d shapes, by %s (about %g s)", len(shapes), ", ".join(candidates), LIMIT_S)
     start = time.monotonic()
-    found = (seconds or timed)(shapes)
-    chosen: Kernels = "onednn" if found["torch"] > GAIN * found["onednn"] else "torch"
+    found = (seconds or timed)(shapes, candidates)
+    least = min(candidates, key=found.__getitem__)
+    chosen: Kernels = least if found["torch"] > GAIN * found[least] else "torch"
     log.info(
-        "Matrix products by %s: oneDNN is %.2f times as fast as torch (measured in %.1f s, kept in %s)",
+        "Matrix products by %s: %s as fast as torch (measured in %.1f s, kept in %s)",
         chosen,
-        found["torch"] / found["onednn"],
+        ", ".join(f"{name} is {found['torch'] / found[name]:.2f} times" for name in candidates if name != "torch"),
         time.monotonic() - start,
         cache,
     )
@@ -172,16 +197,12 @@ def fastest(shapes: Shapes, cache: Path, seconds: Callable[[Shapes], dict[str, f
     return chosen
 
 
-def timed(shapes: Shapes, other: str = "onednn") -> dict[str, float]:
-    """CPU seconds that the products of all layers take for ROWS tokens, by torch and by `other` kernels: outputs and
-    gradients of inputs, the least of several rounds in which they take turns. What else runs on a machine falsifies
-    CPU seconds less than those of a clock.
+def timed(shapes: Shapes, candidates: tuple[Kernels, ...] = ("torch", "onednn")) -> dict[str, float]:
+    """CPU seconds that the products of all layers take for ROWS tokens, by each of `candidates`: outputs and gradients
+    of inputs, the least of several rounds in which they take turns. What else runs on a machine falsifies CPU seconds
+    less than those of a clock.
     """
-    dtype = DTYPES[other]
-    products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "torch": lambda left, right: left @ right.t(),
-        other: lambda left, right: _onednn(left.to(dtype), right.to(dtype)),
-    }
+    products = {name: _product(name) for name in candidates}
     least: dict[tuple[str, tuple[int, int]], float] = {}
     start = time.monotonic()
     for nth in range(1 + ROUNDS[1]):
@@ -205,13 +226,12 @@ def _read(cache: Path) -> dict[str, Kernels]:
     try:
         with cache.open("rb") as file:
             content = file.read(CACHE_BYTES + 1)
-        found = msgspec.json.decode(content, type=dict[str, Kernels])
+        return msgspec.json.decode(content, type=dict[str, Kernels])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         log.warning("%s is not what a trainer has written, and is replaced: %s", cache, reason(error))
         return {}
-    return {key: kernels for key, kernels in found.items() if kernels in ("torch", "onednn")}
 
 
 def _processor() -> str:

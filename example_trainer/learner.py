@@ -78,9 +78,9 @@ class Learner:
             )
 
     @collective
-    def begin(self, checkpoint: str) -> None:
+    def begin(self, checkpoint: str, served_dtype: str = "float32") -> None:
         """Make what updates the weights, which are where they stay; with the moments and generators of `checkpoint`,
-        unless it is empty.
+        unless it is empty. vLLM computes in `served_dtype`.
         """
         config = self._config
         self._policy = self.trained.policy
@@ -92,7 +92,7 @@ class Learner:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
             expect_same_sharing(Path(checkpoint), self.progress, config)
         saved = self.progress.kernels if checkpoint else None
-        kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved)
+        kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved, served_dtype)
         use_kernels(self._policy, kernels)
         if self._reference is not None:
             use_kernels(self._reference, kernels)

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,17 +146,19 @@ def step(learner: Learner, nth: int) -> float | None:
 # --- which are taken --------------------------------------------------------------------------------------------------
 
 
-def never(shapes: Any) -> dict[str, float]:
+def never(shapes: Any, names: Any) -> dict[str, float]:
     raise AssertionError("measured again")
 
 
 def test_the_faster_is_taken_and_remembered(tmp_path: Path) -> None:
     cache = tmp_path / "cache/kernels.json"
-    assert fastest(SHAPES, cache, lambda shapes: {"torch": 1.0, "onednn": 0.9}) == "onednn"
-    assert fastest(SHAPES, cache, never) == "onednn"
+    assert fastest(SHAPES, cache, seconds=lambda shapes, names: {"torch": 1.0, "onednn": 0.9}) == "onednn"
+    assert fastest(SHAPES, cache, seconds=never) == "onednn"
     others = Counter({(64, 64): 1})
-    assert fastest(others, cache, lambda shapes: {"torch": 1.0, "onednn": 0.99}) == "torch"  # that is noise
-    assert [fastest(shapes, cache, never) for shapes in (SHAPES, others)] == ["onednn", "torch"]
+    assert (
+        fastest(others, cache, seconds=lambda shapes, names: {"torch": 1.0, "onednn": 0.99}) == "torch"
+    )  # that is noise
+    assert [fastest(shapes, cache, seconds=never) for shapes in (SHAPES, others)] == ["onednn", "torch"]
 
 
 @pytest.mark.parametrize(
@@ -166,23 +169,38 @@ def test_the_faster_is_taken_and_remembered(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_replaced(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "kernels.json"
     cache.write_bytes(content)
-    assert fastest(SHAPES, cache, lambda shapes: {"torch": 2.0, "onednn": 1.0}) == "onednn"
+    assert fastest(SHAPES, cache, seconds=lambda shapes, names: {"torch": 2.0, "onednn": 1.0}) == "onednn"
     assert f"{cache} is not what a trainer has written" in caplog.text
-    assert fastest(SHAPES, cache, never) == "onednn"
+    assert fastest(SHAPES, cache, seconds=never) == "onednn"
 
 
-def test_a_cache_cannot_ask_for_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_is_a_candidate_only_where_the_sampler_computes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "SMALLEST", 0)
+    seconds = {"torch": 3.0, "onednn": 2.0, "bfloat16": 1.0}
+    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {name: seconds[name] for name in names})
+    chosen = partial(kernels_of_run, config(tmp_path), tiny_model(), CPU, ALONE, None)
+    assert [chosen(dtype) for dtype in ("float32", "bfloat16", "float16")] == ["onednn", "bfloat16", "onednn"]
+    monkeypatch.setattr(kernels, "timed", never)
+    assert [chosen(dtype) for dtype in ("float32", "bfloat16")] == ["onednn", "bfloat16"]  # each has its own entry
+
+
+def test_a_cache_cannot_ask_for_what_is_no_candidate(tmp_path: Path) -> None:
     cache = tmp_path / "kernels.json"
-    fastest(SHAPES, cache, lambda shapes: {"torch": 2.0, "onednn": 1.0})
+    fastest(SHAPES, cache, seconds=lambda shapes, names: {"torch": 2.0, "onednn": 1.0})
     cache.write_text(cache.read_text().replace('"onednn"', '"bfloat16"'))
-    assert fastest(SHAPES, cache, lambda shapes: {"torch": 1.0, "onednn": 1.0}) == "torch"
+    assert fastest(SHAPES, cache, seconds=lambda shapes, names: {"torch": 1.0, "onednn": 1.0}) == "torch"
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "kernels.json").mkdir()
-    assert fastest(SHAPES, tmp_path / "kernels.json", lambda shapes: {"torch": 2.0, "onednn": 1.0}) == "onednn"
+    assert (
+        fastest(SHAPES, tmp_path / "kernels.json", seconds=lambda shapes, names: {"torch": 2.0, "onednn": 1.0})
+        == "onednn"
+    )
     assert "cannot be written" in caplog.text
 
 
@@ -204,7 +222,7 @@ def config(tmp_path: Path, **changes: Any) -> TrainerConfig:
 def fast_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is worth measuring, and oneDNN wins."""
     monkeypatch.setattr(kernels, "SMALLEST", 0)
-    monkeypatch.setattr(kernels, "timed", lambda shapes: {"torch": 2.0, "onednn": 1.0})
+    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {"torch": 2.0, "onednn": 1.0})
 
 
 def test_auto_measures_on_a_cpu_alone(tmp_path: Path, fast_onednn: None) -> None:
@@ -256,7 +274,7 @@ def test_what_bfloat16_gains_is_reported(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels, "SMALLEST", 0)
-    monkeypatch.setattr(kernels, "timed", lambda shapes, other: {"torch": 2.0, other: seconds})
+    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {"torch": 2.0, "bfloat16": seconds})
     asked = config(tmp_path, kernels="bfloat16")
     assert kernels_of_run(asked, tiny_model(), CPU, ALONE, None) == "bfloat16"
     assert caplog.records[-1].levelno == level
