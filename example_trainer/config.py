@@ -62,8 +62,8 @@ class ModelSettings(Config):
         "auto",
         description=(
             "what multiplies matrices on a CPU: PyTorch's own product (torch: MKL on x86), oneDNN, or oneDNN on factors"
-            " rounded to bfloat16 (bfloat16), with float32 sums and weights. auto times the first two once per machine"
-            " and model, or keeps those of the checkpoint"
+            " rounded to bfloat16 (bfloat16), with float32 sums and weights. auto times them once per machine"
+            " and model, bfloat16 only if vLLM computes in it, or keeps those of the checkpoint"
         ),
     )
     kernel_cache: Path = Field(
