@@ -109,9 +109,9 @@ def kernels_of_run(
     saved: str | None,
     served_dtype: str = "float32",
 ) -> Kernels:
-    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest. bfloat16
-    competes where `served_dtype`, in which vLLM computes, is bfloat16. Every rank calls it. Raises TrainerError for kernels that this machine
-    does not have.
+    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest.
+    bfloat16 competes where `served_dtype`, in which vLLM computes, is bfloat16. Every rank calls it. Raises
+    TrainerError for kernels that this machine does not have.
     """
     here = torch.backends.mkldnn.is_available()
     if config.kernels != "auto":
