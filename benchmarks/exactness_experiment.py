@@ -9,7 +9,7 @@ In all arms but `exact` it multiplies in bfloat16 and keeps the rest in float32 
 log-probabilities differ from vLLM's. Runs of one seed ask the same problems in the same order.
 
 A finished run leaves one file, ROWS/SETTING-ARM-SEED.json, and is not repeated; an interrupted run starts again. A file
-records the processor, the commit and the flags. Tables and figures never mix processors, steps or flags.
+records the processor, the commit and the flags. A table never mixes processors, settings or numbers of steps.
 """
 
 import json
