@@ -64,7 +64,7 @@ class Comparison:
         if ranks.size == 1:
             return self
         whole, nothing = Comparison(), (torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))
-        columns = self.columns() if self._parts else nothing
+        columns = self.columns() if self._parts and ranks.counts else nothing
         tokens, sampler, ours = (ranks.rows(column) for column in columns)
         whole.add(tokens, sampler, ours)
         return whole

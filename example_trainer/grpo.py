@@ -287,7 +287,7 @@ class Run:
         """For the next batch, with --overlap."""
         if not self.config.overlaps:
             return None
-        ranks, rollouts = self.learner.ranks.size, self.config.batch_size * self.config.gradient_accumulation_steps
+        ranks, rollouts = self.learner.ranks.shares, self.config.batch_size * self.config.gradient_accumulation_steps
         return EarlyGradients(self.learner, self.config.micro_batch_tokens * ranks, max(ranks, rollouts // 4))
 
     def learn(self, batch: Batch, step: int) -> Updates:

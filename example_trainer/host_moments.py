@@ -1,23 +1,29 @@
-"""AdamW with its moments in host memory (--offload moments); they move to the device tensor by tensor.
+"""AdamW that steps tensor by tensor: with its moments in host memory (--offload moments), from where they move to the
+device and back; or with parameters that are spread over ranks in several ways, which PyTorch does not step together.
 
     host (pinned)  exp_avg, exp_avg_sq ──▶ device ──fused step──▶ new values ──▶ host
                                            of one tensor at a time
 
-AdamW is elementwise: a tensor gets the same bits whether it is stepped alone or with all others. So --offload moments
-does not change what a run computes.
+AdamW is elementwise: a tensor gets the same bits whether it is stepped alone or with all others. So neither changes
+what a run computes.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from example_trainer.adamw import MOMENTS, step_tensor
-from example_trainer.shard import local
+from example_trainer.rank_parts import local
 
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with its name and its state, but for where that lies: checkpoints fit the one and the other."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, on_host: bool = True, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self._on_host = on_host
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -34,12 +40,12 @@ class AdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), device=device)
             for name in MOMENTS:
-                state[name] = _host_like(parameter)
+                state[name] = self._zeros_like(parameter)
         moments = [local(state[name]).to(device, non_blocking=True) for name in MOMENTS]
         step_tensor(local(parameter), local(gradient), moments, state["step"], group)
         for name, moment in zip(MOMENTS, moments, strict=True):
             host = local(state[name])
-            if host.data_ptr() != moment.data_ptr():  # on a CPU they are one
+            if host.data_ptr() != moment.data_ptr():  # else they are one
                 host.copy_(moment, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -51,10 +57,11 @@ class AdamW(torch.optim.AdamW):
             state = self.state[parameter]
             state["step"] = saved["step"].to(local(parameter).device, copy=True)
             for name in MOMENTS:
-                state[name] = _host_like(parameter)
+                state[name] = self._zeros_like(parameter)
                 local(state[name]).copy_(local(saved[name]))
 
-
-def _host_like(parameter: Tensor) -> Tensor:
-    """Zeros in host memory, page-locked where `parameter` is on a GPU, which then copies at full speed."""
-    return torch.zeros_like(parameter, device="cpu", pin_memory=local(parameter).is_cuda, requires_grad=False)
+    def _zeros_like(self, parameter: Tensor) -> Tensor:
+        """In host memory page-locked if `parameter` is on a GPU, which then copies at full speed."""
+        if not self._on_host:
+            return torch.zeros_like(parameter, requires_grad=False)
+        return torch.zeros_like(parameter, device="cpu", pin_memory=local(parameter).is_cuda, requires_grad=False)

@@ -31,6 +31,7 @@ from atroposlib.logs import get_logger
 from example_trainer.config import Kernels, TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.parallel import Ranks
+from example_trainer.rank_parts import local
 
 DTYPES = {"onednn": torch.float32, "bfloat16": torch.bfloat16}  # of the factors
 SMALLEST = 10_000_000  # weights of linear layers; a smaller model's time is not spent in products
@@ -92,9 +93,10 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _forward(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or module.weight.dtype != torch.float32:  # the layers compute in another dtype
-        return F.linear(x, module.weight, module.bias)
-    return cast(Tensor, _Linear.apply(dtype, x, module.weight, module.bias))
+    weight, bias = local(module.weight), None if module.bias is None else local(module.bias)
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:  # the layers compute in another dtype
+        return F.linear(x, weight, bias)
+    return cast(Tensor, _Linear.apply(dtype, x, weight, bias))
 
 
 def _linears(model: nn.Module) -> list[Any]:

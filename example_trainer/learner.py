@@ -28,10 +28,12 @@ from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
+from example_trainer.rank_parts import has_tp
 from example_trainer.rank_processes import Place
 from example_trainer.routing import routing_of
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
+from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights.gathered import RowExchange
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
@@ -114,7 +116,7 @@ class Learner:
         self.comparison = comparison.of_all(self.ranks)
         _, _, column = self.comparison.columns()
         return with_old_logprobs(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size, config.share_prefixes
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.share_prefixes
         )
 
     @collective
@@ -143,13 +145,18 @@ class Learner:
             return []
         config, (_, _, column) = self._config, comparison.columns()
         return of_sequences(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size, config.share_prefixes
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.share_prefixes
         )
 
     @collective
     def clip(self) -> float:
-        """Scale the gradients to at most --max-grad-norm; their L2 norm before, over all ranks."""
-        return clip_gradients(self.optimizer, self._config.max_grad_norm)
+        """Complete the gradients, and scale them to at most --max-grad-norm; their L2 norm before, over all ranks. Call
+        it once for each update.
+        """
+        mesh = self.ranks.mesh
+        if mesh is not None and has_tp(mesh):
+            sum_partial_gradients(self.trained.model, mesh)
+        return clip_gradients(self.optimizer, self._config.max_grad_norm, mesh)
 
     @collective
     def divide(self, divisor: float) -> None:
@@ -234,14 +241,15 @@ class Learner:
     def bring_rows(self, names: list[str], dtypes: list[str]) -> None:
         """Every rank's part of `gather`."""
         if self._rows is None:
-            self._rows = RowExchange(self.trained.policy, self._device)
+            assert self.ranks.mesh is not None
+            self._rows = RowExchange(self.trained.policy, self._device, self.ranks.mesh)
         self._rows.bring(names, dtypes, self._places)
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""
         config, ranks = self._config, self.ranks
         return micro_batches(
-            sequences, config.micro_batch_tokens, self._device, ranks.rank, ranks.size, config.share_prefixes
+            sequences, config.micro_batch_tokens, self._device, ranks.share, ranks.shares, config.share_prefixes
         )
 
     def _before_pass(self, is_last: bool) -> None:

@@ -89,6 +89,8 @@ def plan_of_run(config: TrainerConfig) -> list[str]:
     size = model_size(config.model_name)
     if size is None:
         return [f"Memory: unknown, because neither config.json nor the name of {config.model_name} gives its size"]
+    if why := size.tp_refusal(config.tp_size):
+        return [f"Memory: {why}"]
     gpus = [] if config.device == "cpu" else visible_gpus(os.environ)
     ranks = Place.of_this_process().size if "WORLD_SIZE" in os.environ else ranks_to_start(config) or 1
     host = available_memory() // ranks

@@ -6,7 +6,8 @@ module loads no torch.
     Training ──▶ phases: what one rank's device holds at once ──▶ the fullest one ──▶ fits, or the flags that help
              └─▶ what each rank keeps in host memory (--offload)
 
-A rank of FSDP2 keeps its rows of weights, gradients and moments in float32. On top come, phase by phase:
+A rank of FSDP2 keeps its rows of weights, gradients and moments in float32; with tensor parallelism it computes with a
+part of each layer, and these are rows of that. On top come, phase by phase:
 
     forward     root group (embedding, norm, head) in float32, gradient of the head, activations, a chunk of logits
     backward    the same, activations, and of the layers: this one gathered, the next one gathered, this one's gradient,
@@ -101,9 +102,20 @@ class Training:
         return "none" if self.config.offload == "auto" else self.config.offload
 
     @property
+    def tp(self) -> int:
+        """Ranks that split each layer."""
+        return self.config.tp_size
+
+    @property
     def shard(self) -> int:
-        """Ranks that share one set of weights."""
-        return min(self.config.fsdp_size or self.ranks, self.ranks)
+        """Ranks that share one set of weights, or the part of it that tensor parallelism leaves to each of them."""
+        most = max(1, self.ranks // self.tp)
+        return min(self.config.fsdp_size or most, most)
+
+    @cached_property
+    def own(self) -> ModelSize:
+        """The model as one rank of tensor parallelism computes with it; without any, the model."""
+        return self.size.split(self.tp)
 
     @property
     def width(self) -> int:
@@ -113,13 +125,13 @@ class Training:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 takes part."""
-        return self.ranks > 1 or self.width < FLOAT32 or self.offload != "none"
+        return self.ranks > self.tp or self.width < FLOAT32 or self.offload != "none"
 
     @cached_property
     def adapter(self) -> int:
         """Weights of the adapter that is trained, if one is."""
         bridge = self.config.bridge
-        return self.size.adapter(bridge.r, bridge.target_modules) if isinstance(bridge, Adapter) else 0
+        return self.own.adapter(bridge.r, bridge.target_modules) if isinstance(bridge, Adapter) else 0
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -130,8 +142,8 @@ class Training:
         if config.bridge.same_devices:
             weights = single_copy(config, self.size.count // self.split, self.served < FLOAT32)
             return {"device": weights, "host": []}
-        trained = self.adapter or self.size.count
-        frozen = self.size.count if self.adapter else 0
+        trained = self.adapter or self.own.count
+        frozen = self.own.count if self.adapter else 0
         whole = config.sync_gradients == "last" and shard > 1
         weights = [
             MemoryItem("frozen weights", -(-frozen * (self.width if self.is_sharded else FLOAT32) // shard)),
@@ -143,7 +155,7 @@ class Training:
         )
         moments = MemoryItem(f"moments of {config.optimizer}", -(-MOMENTS[config.optimizer] * trained // shard))
         reference = MemoryItem(
-            "reference model for --kl-coef", -(-FLOAT32 * self.size.count // shard) if config.kl_coef > 0 else 0
+            "reference model for --kl-coef", -(-FLOAT32 * self.own.count // shard) if config.kl_coef > 0 else 0
         )
         every = [*weights, gradients, moments, reference]
         away = {"none": [], "moments": [moments], "all": every}[self.offload]
@@ -177,7 +189,7 @@ class Training:
         of each (c each, times the width). Where prefixes are shared, keys and values are copied for the calls of
         attention, at most twice the row's (attention_blocks.py).
         """
-        c, size = self.width, self.size
+        c, size = self.width, self.own
         query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.inner
         token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
         token += 2 * c * size.experts_per_token * size.hidden
@@ -196,7 +208,7 @@ class Training:
     @property
     def largest_gradients(self) -> int:
         """Of the feed-forward part: three of its four values."""
-        return 3 * self.width * self.size.inner * self.config.micro_batch_tokens
+        return 3 * self.width * self.own.inner * self.config.micro_batch_tokens
 
     @property
     def logits(self) -> int:
@@ -204,13 +216,14 @@ class Training:
         chunk = min(
             self.config.logits_chunk_mb * MIB, FLOAT32 * self.size.embedding[0] * self.config.micro_batch_tokens
         )
-        return 2 * chunk + max(chunk, 0 if self.adapter else FLOAT32 * self.size.head)
+        parts = chunk // self.tp if self.tp > 1 else 0  # which are put together
+        return 2 * chunk + parts + max(chunk, 0 if self.adapter else FLOAT32 * self.own.head)
 
     @cached_property
     def phases(self) -> dict[str, list[MemoryItem]]:
         """What one rank's device holds at once."""
         stays = [*self.states["device"], *([MemoryItem("CUDA and NCCL, about", CUDA)] if self.on_gpu else [])]
-        size, layer, shard = self.size, self.size.layer, self.shard
+        size, layer, shard = self.own, self.own.layer, self.shard
         activations = MemoryItem("activations of one micro-batch", self.activations)
         logits = MemoryItem("logits, --logits-chunk-mb", self.logits)
         if not self.is_sharded or self.config.bridge.same_devices:
@@ -341,8 +354,8 @@ def _changes(training: Training) -> Iterator[tuple[str, Training]]:
     if training.on_gpu and not whole:
         for size in (2, 4, 8, 16, 32, 64):
             if size > training.shard:
-                wider = replace(training, ranks=max(size, training.ranks))
-                yield f"--fsdp-size {size} ({size} trainer GPUs)", wider.having(fsdp_size=size)
+                wider = replace(training, ranks=max(size * training.tp, training.ranks))
+                yield f"--fsdp-size {size} ({size * training.tp} trainer GPUs)", wider.having(fsdp_size=size)
         for offload in OFFLOADS[OFFLOADS.index(training.offload) + 1 :]:
             yield f"--offload {offload}", training.having(offload=offload)
     if config.sync_gradients == "last" and training.is_sharded:
@@ -387,7 +400,7 @@ def shortage(training: Training, room: Room, where: str) -> str:
     return (
         f"training {training.config.model_name} needs {needed}{rank}, and {free}"
         f" ({amount(room.lacks(training))} too little; weights, gradients and moments in all are"
-        f" {amount(total(states) * training.shard)})"
+        f" {amount(total(states) * training.shard * training.tp)})"
     )
 
 

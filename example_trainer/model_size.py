@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from example_trainer.tp_plans import size_refusal, sizes, split_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 KNOWN = (
@@ -110,6 +112,21 @@ class ModelSize:
         """Features inside the feed-forward part of a layer, for one token: those of all experts that it takes."""
         experts = next((shape for name, shape in self.shapes.items() if name.endswith(".experts.down_proj")), None)
         return max(self.out("gate_proj"), self.experts_per_token * experts[2] if experts else 0)
+
+    def split(self, tp: int) -> "ModelSize":
+        """What one of `tp` ranks of tensor parallelism computes with."""
+        if tp == 1:
+            return self
+        shapes = split_shapes(self.shapes, tp)
+        whole, own = (sum(map(math.prod, each.values())) for each in (self.shapes, shapes))
+        heads = None if self.heads is None else -(-self.heads // tp)
+        return replace(self, count=self.count * own // whole, shapes=shapes, heads=heads)
+
+    def tp_refusal(self, tp: int) -> str | None:
+        """Why `tp` ranks cannot split it, as far as its sizes are known; None if they can, or if that is not known."""
+        if self.heads is None or self.kv_heads is None:
+            return None
+        return size_refusal(sizes(self.heads, self.kv_heads, self.out("gate_proj")), tp, "this model")
 
     def adapter(self, rank: int, modules: Iterable[str]) -> int:
         """Weights of a LoRA adapter: two matrices, [rank, in] and [out, rank], beside each [out, in]."""

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -13,6 +15,7 @@ from example_trainer import host_moments
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
+from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp, is_first_holder, local
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) -> Optimizer:
@@ -51,14 +54,16 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
                 trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
             ),
         )
-    return (host_moments.AdamW if config.offload == "moments" else torch.optim.AdamW)(
-        trained,
-        lr=config.lr,
-        betas=config.adam_betas,
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.adam_betas,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if config.offload == "moments" or config.tp_size > 1:
+        return host_moments.AdamW(trained, on_host=config.offload == "moments", **settings)
+    return torch.optim.AdamW(trained, **settings)
 
 
 def learning_rate(config: TrainerConfig, step: int, updates: int) -> float:
@@ -81,14 +86,33 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
+def clip_gradients(optimizer: Optimizer, max_grad_norm: float, mesh: DeviceMesh | None = None) -> float:
     """Scale the gradients to at most `max_grad_norm`; their L2 norm before, over all ranks. They are spoilt where it is
     not finite.
     """
-    norm = torch.nn.utils.clip_grad_norm_(
-        [parameter for group in optimizer.param_groups for parameter in group["params"]], max_grad_norm
-    )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if mesh is not None and has_tp(mesh):
+        return _clip_over(mesh, parameters, max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+@torch.no_grad()
+def _clip_over(mesh: DeviceMesh, parameters: list[nn.Parameter], max_grad_norm: float) -> float:
+    """The same for parameters that are spread over the dimensions of `mesh` in different ways: each value counts once,
+    on the first rank that holds it.
+    """
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [local(cast(Tensor, parameter.grad)) for parameter in held]
+    first = [is_first_holder(parameter, mesh, REPLICATE) for parameter in held]
+    counted = [gradient for gradient, counts in zip(gradients, first, strict=True) if counts]
+    norms = torch.nn.utils.get_total_norm(counted)
+    square = norms.double() ** 2
+    for name in (SHARD, TP):
+        dist.all_reduce(square, group=mesh.get_group(name))
+    norm = square.sqrt().float()
+    torch._foreach_mul_(gradients, torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0))
+    return norm.item()
 
 
 def divide_gradients(optimizer: Optimizer, divisor: float) -> None:

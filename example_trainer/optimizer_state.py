@@ -1,6 +1,6 @@
-"""The optimizer's state by parameter: in shards, whole, and from either back into this rank's rows.
+"""The optimizer's state by parameter: in shards, whole, and from either back into this rank's part.
 
-What has a parameter's shape (AdamW's moments) is split into rows as the parameter is. The rest is one number for each
+What has a parameter's shape (AdamW's moments) is split as the parameter is. The rest is one number for each
 parameter (its count of steps), the same on every rank.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from example_trainer.bf16 import exact_value
-from example_trainer.shard import local, local_rows
+from example_trainer.rank_parts import is_first_holder, local, part
 from example_trainer.weights.shards import WEIGHTS, Rows, ShardFiles
 
 MOMENTS = "optim.state."
@@ -25,14 +25,18 @@ State = dict[int, dict[str, Any]]  # by the parameters' order
 def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank: int) -> dict[str, Rows]:
     """This rank's part of a sharded checkpoint, by its name there: weights, moments and generators."""
     found = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in _generators().items()}
-    if mesh is not None and mesh.ndim > 1 and mesh.get_local_rank(0) != 0:  # a replica of what the first ones write
-        return found
+
+    def own(parameter: Tensor, value: Tensor) -> Rows:
+        row, column = part(parameter).start
+        return Rows(row, local(value), column)
+
     for name, parameter in model.named_parameters():
-        found[WEIGHTS + name] = Rows(local_rows(parameter).start, local(exact_value(parameter).detach()))
+        if is_first_holder(parameter, mesh):
+            found[WEIGHTS + name] = own(parameter, exact_value(parameter).detach())
     for name, parameter in stepped(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if _is_split(value, parameter):
-                found[f"{MOMENTS}{name}.{key}"] = Rows(local_rows(parameter).start, local(value))
+            if _is_split(value, parameter) and is_first_holder(parameter, mesh):
+                found[f"{MOMENTS}{name}.{key}"] = own(parameter, value)
     return found
 
 
@@ -65,8 +69,7 @@ def from_whole(state: State, optimizer: Optimizer) -> State:
     def own(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
-        rows = local_rows(parameter)
-        return _like(parameter, value[rows.start : rows.stop].to(local(parameter).device, copy=True))
+        return _like(parameter, part(parameter).of(value).to(local(parameter).device, copy=True).contiguous())
 
     return {
         index: {key: own(value, parameters[index]) for key, value in values.items()} for index, values in state.items()
@@ -79,10 +82,10 @@ def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optim
     found: State = {}
     for index, (name, parameter) in enumerate(stepped(model, optimizer).items()):
         values = dict(of_rest.get(index, {}))
-        rows = local_rows(parameter)
+        held = part(parameter)
         for key in [each.removeprefix(f"{name}.") for each in files.shapes if each.rpartition(".")[0] == name]:
             files.expect(f"{name}.{key}", tuple(parameter.shape))
-            own = files.part(f"{name}.{key}", 0, rows.start, len(rows))
+            own = files.block(f"{name}.{key}", held.rows, held.columns)
             values[key] = _like(parameter, own.to(local(parameter).device))
         if values:
             found[index] = values

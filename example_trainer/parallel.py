@@ -36,6 +36,7 @@ from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory_plan import computes_in, offloads
+from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp
 from example_trainer.rank_processes import CHOSEN, INTERFACE, LOST, Place, check_ranks
 from vllm_patching.transport import address_towards, describe, host_store
 
@@ -75,7 +76,8 @@ class Call(msgspec.Struct):
 class Ranks:
     """This rank among `size`. `Ranks()` is the trainer of one process, which needs no process group.
 
-    `mesh` is what FSDP2 shards over, one- or two-dimensional ("replicate", "shard").
+    `mesh` is what the weights are spread over: ("shard",), ("replicate", "shard"), or one of them and "tp" behind it
+    (rank_parts.py). The ranks along "tp" compute the same micro-batches; they are one of `shares` of a batch.
     """
 
     def __init__(
@@ -90,6 +92,9 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.mesh = mesh
+        tp = mesh.size((mesh.mesh_dim_names or ()).index(TP)) if mesh is not None and has_tp(mesh) else 1
+        self.share, self.shares = rank // tp, size // tp
+        self.counts = rank % tp == 0  # whether what it measures is not another rank's, too
         self._timeout_s = timeout_s
         self._calls = 0
         self._together = False  # inside a collective method
@@ -183,8 +188,10 @@ class Ranks:
     # --- sums over ranks ----------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values`, on the CPU in float64; with one rank as they are."""
-        return values if self.size == 1 else self._reduced(values, dist.ReduceOp.SUM)
+        """The sum over shares of the batch of `values`, on the CPU in float64; with one rank as they are."""
+        if self.size == 1:
+            return values
+        return self._reduced(values if self.counts else torch.zeros_like(values), dist.ReduceOp.SUM)
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest over ranks of each of `values`."""
@@ -310,7 +317,6 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
             f" --nproc-per-node {config.trainer_ranks}"
         )
     check_ranks(config, size, sharded=size > 1 or shards_alone(config, device))
-    shard = config.fsdp_size or size
     if size == 1 and not shards_alone(config, device):
         return Ranks()
     timeout = timedelta(seconds=config.dist_timeout_s)
@@ -327,7 +333,7 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
                 timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-            mesh = _mesh(device, size, shard, timeout)
+            mesh = _mesh(device, size, config, timeout)
             ranks = Ranks(rank, size, store=store, mesh=mesh, timeout_s=config.dist_timeout_s)
         except TrainerError:
             raise
@@ -373,16 +379,22 @@ def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if computes_in(config, device.type == "cuda") == "bfloat16" else torch.float32
 
 
-def _mesh(device: torch.device, size: int, shard: int, timeout: timedelta) -> DeviceMesh:
-    """What FSDP2 shards over. All its groups have our deadline; those that DeviceMesh makes would have torch's own."""
+def _mesh(device: torch.device, size: int, config: TrainerConfig, timeout: timedelta) -> DeviceMesh:
+    """What the weights are spread over. All its groups have our deadline; those that DeviceMesh makes would have
+    torch's own. Ranks along "tp" are neighbours, as they talk most.
+    """
+    tp = config.tp_size
+    shard = config.fsdp_size or size // tp
     if shard == size:
-        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))  # the group of all, which has it
-    grid = torch.arange(size).view(size // shard, shard)
+        return init_device_mesh(device.type, (size,), mesh_dim_names=(SHARD,))  # the group of all, which has it
+    sizes = {REPLICATE: size // (shard * tp), SHARD: shard, TP: tp}
+    kept = [name for name, count in sizes.items() if count > 1 or name == SHARD]
+    grid = torch.arange(size).view([sizes[name] for name in kept])
     groups = [
-        dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0]
-        for members in (grid.T, grid)  # who holds the same rows; who shares one model
+        dist.new_subgroups_by_enumeration(grid.movedim(dim, -1).reshape(-1, count).tolist(), timeout=timeout)[0]
+        for dim, count in enumerate(grid.shape)
     ]
-    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(kept))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import NoReturn
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.gpus import visible_gpus
+from example_trainer.modes import Adapter
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 VARIABLE = "ATROPOS_TRAINER_RANK"  # rank, size, port of the store, its socket, pid of the parent
@@ -123,8 +124,8 @@ def ranks_to_start(config: TrainerConfig) -> int:
     ranks = config.trainer_ranks
     if ranks == "auto":
         alone = config.device not in ("auto", "cuda") or config.batch_invariant or not config.bridge.several_ranks
-        ranks = 1 if alone else len(_gpus(config)) or 1
-    if ranks == 1:
+        ranks = ranks_on_cpu(config) if alone else len(_gpus(config)) or ranks_on_cpu(config)
+    if ranks == 1 and config.tp_size == 1:
         return 0
     check_ranks(config, ranks)
     gpus = _gpus(config)
@@ -133,9 +134,20 @@ def ranks_to_start(config: TrainerConfig) -> int:
     return ranks
 
 
+def ranks_on_cpu(config: TrainerConfig) -> int:
+    """What `--trainer-ranks auto` is where no GPUs are counted: what the other sizes need."""
+    return config.tp_size * (config.fsdp_size or 1)
+
+
 def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
     """Raise TrainerError if `size` ranks cannot train as configured. One rank shards in bfloat16 and with offload."""
-    shard = config.fsdp_size or size
+    tp = config.tp_size
+    if size % tp:
+        raise TrainerError(
+            f"--tp-size {tp} does not divide the {size} trainer rank{'s' if size > 1 else ''}: give --trainer-ranks"
+            f" {tp}, or a multiple of it, or --tp-size 1"
+        )
+    shard = config.fsdp_size or size // tp
     if size > 1 and not config.bridge.several_ranks:
         raise TrainerError(
             f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory from one process, but this trainer"
@@ -157,9 +169,15 @@ def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
             f"--optimizer {config.optimizer} updates whole tensors, and {what}: use adamw, or --trainer-ranks 1"
             " --compute-dtype float32 --offload none"
         )
-    if size % shard:
-        fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
-        raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
+    if isinstance(config.bridge, Adapter) and tp > 1 and config.bridge.dropout > 0:
+        raise TrainerError(
+            f"--lora-dropout {config.bridge.dropout:g}: ranks that split a layer (--tp-size {tp}) would drop different"
+            " values of one input: give --lora-dropout 0, or --tp-size 1"
+        )
+    if size // tp % shard:
+        fitting = ", ".join(str(each) for each in range(1, size // tp + 1) if size // tp % each == 0)
+        many = f"{size} trainer ranks" + (f" / --tp-size {tp}" if tp > 1 else "")
+        raise TrainerError(f"--fsdp-size {shard} does not divide the {many}: give one of {fitting}")
 
 
 def too_few_gpus(ranks: int, gpus: int) -> TrainerError:

@@ -1,6 +1,8 @@
-"""A model whose weights, gradients and moments are sharded over the trainer's ranks by FSDP2.
+"""A model whose weights, gradients and moments are shared out over the trainer's ranks: by tensor parallelism over the
+mesh dimension "tp", if it has one, and by FSDP2 over the others.
 
-    meta model ──fully_shard──▶ DTensors without storage ──to_empty──▶ each rank reads its own rows of the safetensors
+    meta model ──split──▶ ──fully_shard──▶ DTensors without storage ──to_empty──▶ each rank reads its own part of the
+                                                                                   safetensors
 
 Each decoder layer is gathered for its own forward and backward pass. Embedding, final norm and head are one group, the
 root's: the head runs in chunks (policy.py), and tied weights must be gathered together. The layers compute in
@@ -21,12 +23,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from example_trainer.adapters import name_in_files
 from example_trainer.model import ModelError, check_packed_forward, rebuild_buffers
 from example_trainer.policy import Policy
+from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp, local, part
+from example_trainer.tensor_parallel import split
 from example_trainer.weights.files import WeightFiles
 
 
@@ -44,8 +47,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def shard(
     policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, reshard_after_forward: bool = True, offload: bool = False
 ) -> None:
-    """Make every parameter a DTensor, rows over `mesh`. Gradients are summed over ranks, not averaged."""
+    """Make every parameter a DTensor over `mesh`. Gradients are summed over ranks, not averaged.
+
+    Where tensor parallelism alone shares the weights, in float32 and on their device, FSDP2 has nothing to do: what
+    every rank has whole stays a plain tensor.
+    """
     device = torch.device(mesh.device_type)
+    if has_tp(mesh):
+        split(policy.model, mesh[TP])
+        mesh = mesh[REPLICATE, SHARD] if REPLICATE in (mesh.mesh_dim_names or ()) else mesh[SHARD]
+        if mesh.size() == 1 and dtype is torch.float32 and not offload:
+            return
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     of_root = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -84,11 +96,9 @@ def load_shards(policy: Policy, files: WeightFiles, device: torch.device, adapte
         policy.model.tie_weights()  # which the new storage has parted
     rebuild_buffers(policy.model, device)
     for name, parameter in policy.model.named_parameters():
-        rows = local_rows(parameter)
+        own = part(parameter)
         local(parameter).copy_(
-            adapter[name][rows.start : rows.stop]
-            if name in adapter
-            else files.part(name_in_files(name), 0, rows.start, len(rows))
+            own.of(adapter[name]) if name in adapter else files.block(name_in_files(name), own.rows, own.columns)
         )
 
 
@@ -100,19 +110,3 @@ def expect_packed(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
     check_packed_forward(policy, device, dtype)
     policy.train()
     reshard(policy)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, which it shares memory with."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def local_rows(parameter: Tensor) -> range:
-    """Which rows of it this rank holds: FSDP2's even chunks, the last ones shorter or empty."""
-    rows = parameter.shape[0]
-    if not isinstance(parameter, DTensor):
-        return range(rows)
-    mesh = parameter.device_mesh
-    size = -(-rows // mesh.size(mesh.ndim - 1))
-    start = min(rows, size * mesh.get_local_rank(mesh.ndim - 1))
-    return range(start, min(rows, start + size))

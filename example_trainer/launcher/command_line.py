@@ -105,6 +105,7 @@ class RunFlags(Config):
     trainer_ranks: str | None = Field(
         None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
     )
+    tp_size: int | None = Field(None, ge=1, le=64, description="trainer ranks that split each layer")
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     view: bool | None = Field(None, description="serve the run in a browser while it runs (default: yes)")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
@@ -295,6 +296,8 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
     trainer = {"resume": "auto"} if given.resume is not None else {}
     if given.trainer_ranks is not None:
         trainer["trainer_ranks"] = given.trainer_ranks
+    if given.tp_size is not None:
+        trainer["tp_size"] = str(given.tp_size)
     if trainer:
         changes["trainer"] = trainer
     if given.api_port is not None:

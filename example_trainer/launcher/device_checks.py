@@ -11,6 +11,7 @@ from example_trainer.launcher.model_files import Model
 from example_trainer.memory_plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
 from example_trainer.model_size import size_of
 from example_trainer.modes import Mode
+from example_trainer.tp_plans import size_refusal, sizes
 
 # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 QUEUE_BYTES = 400 * MIB
@@ -30,6 +31,15 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
             f"--tensor-parallel-size one of {', '.join(map(str, fitting))}",
         )
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
+
+
+def check_trainer_split(tp: int, model: Model) -> Finding:
+    """--tp-size of the trainer splits heads, key-value heads and feed-forward features evenly."""
+    held = sizes(model.heads, model.kv_heads, size_of(model.shapes).out("gate_proj"))
+    if why := size_refusal(held, tp, model.source):
+        what, _, remedy = why.partition(": ")
+        return Finding("fail", "trainer split", what, remedy)
+    return Finding("ok", "trainer split", f"{tp} trainer ranks split each layer")
 
 
 def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int, servers: int = 1) -> Finding:
@@ -114,6 +124,7 @@ def check_gpu_memory(
     tensor_parallel: int,
     running: bool,
     servers: int = 1,
+    tp: int = 1,
 ) -> Finding:
     """vLLM on the first GPUs, the trainer's ranks on the others or, single copy, on the same; by the memory plan for
     the GPU that has least free.
@@ -124,9 +135,10 @@ def check_gpu_memory(
     same = mode.same_devices or len(names) <= ranks
     starts = range(0, ranks, tensor_parallel)
     vllm = tuple(ServerPlace(tuple(names[start : start + tensor_parallel])) for start in starts)
-    placement = Placement(vllm, tuple(names[:ranks] if same else names[ranks:]))
+    others = names[ranks:][: max(tp, (len(names) - ranks) // tp * tp)]
+    placement = Placement(vllm, tuple(names[:ranks] if same else others))
     least = min(gpus, key=lambda gpu: gpu.free)
-    need = _need(mode, model, served_dtype, least.free, servers)
+    need = _need(mode, model, served_dtype, least.free, servers, tp)
     if not running and (why := need.serving_refusal(placement)):
         return Finding("fail", name, *why)
     training, room = need.training(placement)
@@ -146,9 +158,9 @@ def check_gpu_memory(
     return Finding("ok", name, shown)
 
 
-def _need(mode: type[Mode], model: Model, dtype: str, gpu: int, servers: int = 1) -> Need:
+def _need(mode: type[Mode], model: Model, dtype: str, gpu: int, servers: int = 1, tp: int = 1) -> Need:
     config = TrainerConfig.model_validate(
-        {"model_name": model.source, "bridge": {"kind": mode.model_fields["kind"].default}}
+        {"model_name": model.source, "tp_size": tp, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
     size = size_of(model.shapes, experts_per_token=model.experts_per_token)
     return Need(config, size, gpu, dtype, (ServerNeed(config.seq_len),) * servers)

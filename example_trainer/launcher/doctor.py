@@ -76,6 +76,7 @@ class DoctorConfig(VllmServers):
     )
     api_port: Port = Field(8000, description="port of the batching API")
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's tensor-parallel ranks, one per GPU")
+    tp_size: int = Field(1, ge=1, le=64, description="trainer ranks that split each layer, as the trainer's flag")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype that vLLM serves; auto is float32 without a GPU, bfloat16 with one"
     )
@@ -251,8 +252,10 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
             "ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters"
         )
         yield device_checks.check_heads(ranks, model)
+        if config.tp_size > 1:
+            yield device_checks.check_trainer_split(config.tp_size, model)
         if gpus and len(gpus) >= ranks * count:
-            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running, count)
+            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running, count, config.tp_size)
         elif not gpus:
             absent = max(1, sum(not server.running for server in here))
             all_run = running and all(server.running for server in here)

@@ -35,6 +35,7 @@ from example_trainer.memory_plan import (
 )
 from example_trainer.model_size import ModelSize
 from example_trainer.modes import MODES
+from example_trainer.rank_processes import ranks_on_cpu
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Need:
 
     def refusal(self, placement: Placement) -> str | None:
         """Why vLLM or the trainer does not fit the GPUs; None where both do."""
+        if why_not := self.size.tp_refusal(self.config.tp_size):
+            return why_not
         if not placement.on_gpus:
             return None
         if why := self.serving_refusal(placement):
@@ -207,7 +210,9 @@ class Need:
 def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     """Processes of the trainer."""
     alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
-    return config.trainer_ranks if isinstance(config.trainer_ranks, int) else 1 if alone else len(placement.trainer)
+    if isinstance(config.trainer_ranks, int):
+        return config.trainer_ranks
+    return ranks_on_cpu(config) if alone else len(placement.trainer)
 
 
 def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
@@ -221,7 +226,9 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
             )
         return Placement((ServerPlace(),) * len(run.servers))
     typed = need.config.trainer_ranks if need else run.trainer.get("trainer_ranks", "auto")
-    found = list(candidates(run, gpus, 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)))
+    most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)
+    tp = need.config.tp_size if need else int(run.trainer.get("tp_size", 1))
+    found = list(candidates(run, gpus, most, tp))
     if need is None:
         return found[0]
     sized = [_with_shares(placement, need) for placement in found]
@@ -229,9 +236,9 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
     return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
 
 
-def candidates(run: RunFile, gpus: list[str], most: int) -> Iterator[Placement]:
-    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`. Raises ConfigError where
-    there are too few.
+def candidates(run: RunFile, gpus: list[str], most: int, tp: int = 1) -> Iterator[Placement]:
+    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`, and a multiple of `tp`.
+    Raises ConfigError where there are too few.
     """
     asked, same = run.layout, MODES[run.kind].same_devices
     for sizes in _tensor_parallel_sizes(run, gpus):
@@ -250,6 +257,7 @@ def candidates(run: RunFile, gpus: list[str], most: int) -> Iterator[Placement]:
             trainer = vllm
         else:
             trainer = [gpu for gpu in gpus if gpu not in vllm][:most]
+            trainer = trainer[: max(tp, len(trainer) // tp * tp)]
         _check(run, gpus, servers, trainer, sizes)
         yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
 

@@ -71,6 +71,16 @@ class WeightFiles:
             found: Tensor = content[start:end] if dim == 0 else content[:, start:end]
             return found
 
+    def block(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        """Rows of a tensor, and of them all columns or these."""
+        if columns is None:
+            return self.part(name, 0, rows.start, len(rows))
+        with safe_open(self._file_of[self._tensors[name].name], "pt") as file:
+            found: Tensor = file.get_slice(self._tensors[name].name)[
+                rows.start : rows.stop, columns.start : columns.stop
+            ]
+            return found
+
     def _experts(self, held: InFiles, start: int, length: int) -> Tensor:
         with ExitStack() as files:
             opened = cache(lambda path: files.enter_context(safe_open(path, "pt")))

@@ -1,9 +1,9 @@
-"""Weights that are sharded over the trainer's ranks, gathered on rank 0 one bucket at a time: no rank holds the whole
-model.
+"""Weights that are shared out over the trainer's ranks, gathered on rank 0 one bucket at a time: no rank holds the
+whole model.
 
-    rank r's rows ──cast──▶ gather to rank 0 ──▶ whole tensors of one bucket ──▶ vLLM, or a file
+    rank r's part ──cast──▶ gather to rank 0 ──▶ whole tensors of one bucket ──▶ vLLM, or a file
 
-Rows are cast to the requested dtype before they are sent. Rank 0 asks bucket by bucket (Learner.gather) and the others
+Parts are cast to the requested dtype before they are sent. Rank 0 asks bucket by bucket (Learner.gather) and the others
 answer each request, so a transfer that fails half-way, or that sends the weights once to each of several vLLM servers,
 needs no agreement on its position.
 """
@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.wire.bridge import Bucket, Manifest
 from atroposlib.wire.published import in_files
 from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.policy import Policy
-from example_trainer.shard import local
+from example_trainer.rank_parts import holders, local
 from example_trainer.weights.files import safetensors_header
 from example_trainer.weights.source import WeightSource, places, shapes_of
 from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
@@ -40,39 +41,40 @@ GATHER_BYTES = 64 << 20  # of a bridge's buckets at once
 
 
 class RowExchange:
-    """One rank's part in bringing rows of `policy` to rank 0; they travel between the ranks' `device`s."""
+    """One rank's part in bringing what the ranks of `mesh` hold of `policy` to rank 0; it travels between the ranks'
+    `device`s.
+    """
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    def __init__(self, policy: Policy, device: torch.device, mesh: DeviceMesh) -> None:
         self._parameters = dict(policy.model.named_parameters())
         self._device = device
+        self._mesh = mesh
 
     def bring(self, names: Sequence[str], dtypes: Sequence[str], places: Mapping[str, Tensor]) -> None:
-        """Cast this rank's rows of `names` to `dtypes` and send them to rank 0, which puts those of all ranks into
-        `places`. Every rank calls this.
+        """Cast this rank's part of each of `names` to its dtype and send it to rank 0, which puts those of all ranks
+        into `places`. Every rank calls this.
         """
-        first = self._parameters[names[0]]
-        mesh = first.device_mesh  # type: ignore[attr-defined]  # a DTensor
-        shard = mesh.ndim - 1
-        if mesh.ndim > 1 and mesh.get_local_rank(0) != 0:  # a replica of what the first ones send
-            return
-        group, rank, size = mesh.get_group(shard), mesh.get_local_rank(shard), mesh.size(shard)
-        messages = []
+        rank = dist.get_rank()
+        messages, landed = [], []
         for name, dtype in zip(names, dtypes, strict=True):
-            rows = local(self._parameters[name].detach()).flatten()
-            if rank > 0:
-                sent = rows.to(self._device, getattr(torch, dtype))
-                messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=0))
-                continue
-            parts = [places[name][part] for part in parts_of(self._parameters[name].shape, size)]
-            parts[0].copy_(rows)
-            messages += [
-                dist.P2POp(dist.irecv, part, group=group, group_peer=other)
-                for other, part in enumerate(parts)
-                if other > 0
-            ]
+            parameter = self._parameters[name]
+            own = local(parameter.detach())
+            for holder, held in holders(parameter, self._mesh):
+                if holder == 0 == rank:
+                    held.of(places[name].view(parameter.shape)).copy_(own)
+                elif holder == rank:
+                    sent = own.to(self._device, getattr(torch, dtype)).contiguous()
+                    messages.append(dist.P2POp(dist.isend, sent, 0))
+                elif rank == 0:
+                    place = held.of(places[name].view(parameter.shape))
+                    arrives = place if place.is_contiguous() else torch.empty_like(place).contiguous()
+                    landed += [(place, arrives)] if arrives is not place else []
+                    messages.append(dist.P2POp(dist.irecv, arrives, holder))
         messages = [message for message in messages if message.tensor.numel()]
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
+        for place, arrived in landed:
+            place.copy_(arrived)
 
 
 class Memory:
@@ -87,13 +89,6 @@ class Memory:
             del self._bytes  # before the larger one comes
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._bytes[:nbytes]
-
-
-def parts_of(shape: Sequence[int], size: int) -> list[slice]:
-    """Which values of a flat tensor of that shape each of `size` ranks holds: FSDP2's even chunks of rows."""
-    rows, row = shape[0], math.prod(shape[1:])
-    chunk = -(-rows // size)
-    return [slice(min(rank * chunk, rows) * row, min((rank + 1) * chunk, rows) * row) for rank in range(size)]
 
 
 def _gathers(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
@@ -220,7 +215,7 @@ def adapter_of_ranks(gather: Gather, device: torch.device) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModel(TrainedModel):
-    """A model of which each rank holds rows, on rank 0, which asks the others by `gather` and `logprobs`."""
+    """A model of which each rank holds a part, on rank 0, which asks the others by `gather` and `logprobs`."""
 
     sharded: Policy
     gather: Gather

@@ -1,19 +1,20 @@
-"""A checkpoint's tensors as the rows of each trainer rank: all ranks write them while training continues, and any
+"""A checkpoint's tensors as the parts of each trainer rank: all ranks write them while training continues, and any
 number of ranks can read them.
 
-    rank r's rows ──copy to host memory──▶ training continues
+    rank r's parts ──copy to host memory──▶ training continues
                                 └──thread──▶ shards/rank_R.safetensors, hashed on the way, flushed
 
 Where host memory has no room for the copy, training waits until the rows are written.
 
-The files are those of torch.distributed.checkpoint's safetensors format (each says at which row its part of a tensor
-begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them ourselves: its
-writer makes a second copy of a rank's whole shard in memory, and synchronises with the other ranks while it writes, so
-it would wait for a rank that is gone. Reading loads no pickle.
+The files are those of torch.distributed.checkpoint's safetensors format (each says at which row and column its part of
+a tensor begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them
+ourselves: its writer makes a second copy of a rank's whole shard in memory, and synchronises with the other ranks while
+it writes, so it would wait for a rank that is gone. Reading loads no pickle.
 """
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,10 +44,16 @@ STOP_S = 2.0  # for a block to be written
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's part of a tensor, from row `start` on."""
+    """A rank's part of a tensor, from row `start` on, and from column `column` on."""
 
     start: int
     content: Tensor
+    column: int = 0
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where it begins in each dimension of the whole tensor."""
+        return [self.start, self.column, *(0 for _ in self.content.shape)][: self.content.ndim]
 
 
 class Written(msgspec.Struct):
@@ -80,9 +87,7 @@ class ShardWriter:
         self.stop()
         held = {name: rows for name, rows in parts.items() if rows.content.numel()}
         needed = sum(rows.content.nbytes for name, rows in held.items() if name not in self._copies)
-        offsets = {
-            name: {"saved_offsets": [rows.start, *(0 for _ in rows.content.shape[1:])]} for name, rows in held.items()
-        }
+        offsets = {name: {"saved_offsets": rows.offsets} for name, rows in held.items()}
         header = safetensors_header(
             {name: (tuple(rows.content.shape), rows.content.dtype) for name, rows in held.items()},
             {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"},
@@ -148,9 +153,13 @@ def _cut(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class _Part:
-    start: int
-    rows: int
+    begin: tuple[int, ...]  # in each dimension of the whole tensor
+    shape: tuple[int, ...]
     path: Path
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(begin + size for begin, size in zip(self.begin, self.shape, strict=True))
 
 
 class ShardFiles(WeightFiles):
@@ -168,39 +177,61 @@ class ShardFiles(WeightFiles):
             offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
             for key in file.keys():  # noqa: SIM118  (not a mapping)
                 if key.startswith(prefix):
-                    shape = file.get_slice(key).get_shape()
-                    start = offsets[key]["saved_offsets"][0] if shape else 0
-                    rows = shape[0] if shape else 1
-                    self._parts.setdefault(key.removeprefix(prefix), []).append(_Part(start, rows, path))
+                    shape = tuple(file.get_slice(key).get_shape())
+                    begin = tuple(offsets[key]["saved_offsets"])[: len(shape)]
+                    self._parts.setdefault(key.removeprefix(prefix), []).append(_Part(begin, shape, path))
         for name, parts in self._parts.items():
-            parts.sort(key=lambda part: part.start)
-            others = self._open(parts[0].path).get_slice(prefix + name).get_shape()[1:]
-            self.shapes[name] = (parts[-1].start + parts[-1].rows, *others)
+            parts.sort(key=lambda part: part.begin)
+            self.shapes[name] = tuple(map(max, zip(*(part.end for part in parts), strict=True)))
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        end = 0
-        for part in self._parts.get(name, []):
-            if part.start > end:
+        end, parts = 0, self._parts.get(name, [])
+        for part in parts:
+            if part.begin and part.begin[0] > end:
                 raise ModelError(
-                    f"{self._folder}/{SHARDS} has no rows {end} to {part.start} of {name}: a file is missing"
+                    f"{self._folder}/{SHARDS} has no rows {end} to {part.begin[0]} of {name}: a file is missing"
                 )
-            end = part.start + part.rows
+            end = max(end, *part.end[:1], 0)
         if self.shapes.get(name) != shape:
             found = list(self.shapes[name]) if name in self.shapes else "nothing with that name"
             raise ModelError(
                 f"{self._folder}/{SHARDS} has {found} for {name} {list(shape)}: it belongs to another model"
             )
+        if (held := sum(math.prod(part.shape) for part in parts)) != math.prod(shape):
+            raise ModelError(
+                f"{self._folder}/{SHARDS} has {held} of {math.prod(shape)} values of {name}: a file is missing"
+            )
 
     def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
-        if dim:
-            return self.part(name, 0, 0, self.shapes[name][0]).narrow(dim, start, length)
-        found = []
+        if not self.shapes[name]:
+            return self._open(self._parts[name][0].path).get_tensor(self._prefix + name)
+        asked = range(start, start + length)
+        return self.block(name, range(self.shapes[name][0]), asked) if dim else self.block(name, asked)
+
+    def block(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        lows, highs = [rows.start], [rows.stop]
+        if len(self.shapes[name]) > 1:
+            columns = columns or range(self.shapes[name][1])
+            lows, highs = [rows.start, columns.start], [rows.stop, columns.stop]
+        sizes = [high - low for low, high in zip(lows, highs, strict=True)]
+        whole: Tensor | None = None
         for part in self._parts[name]:
-            low, high = max(start, part.start), min(start + length, part.start + part.rows)
-            if low < high:
-                content = self._open(part.path).get_slice(self._prefix + name)
-                found.append(content[low - part.start : high - part.start])
-        return torch.cat(found) if found else torch.empty(0, *self.shapes[name][1:])
+            inside = [
+                (max(low, begin), min(high, end))
+                for low, high, begin, end in zip(lows, highs, part.begin, part.end, strict=False)
+            ]
+            if any(low >= high for low, high in inside):
+                continue
+            content = self._open(part.path).get_slice(self._prefix + name)
+            found = content[
+                tuple(slice(low - at, high - at) for (low, high), at in zip(inside, part.begin, strict=False))
+            ]
+            if list(found.shape[: len(sizes)]) == sizes:
+                return found
+            if whole is None:
+                whole = torch.empty(*sizes, *self.shapes[name][len(sizes) :], dtype=found.dtype)
+            whole[tuple(slice(low - at, high - at) for (low, high), at in zip(inside, lows, strict=True))] = found
+        return torch.empty(*sizes, *self.shapes[name][len(sizes) :]) if whole is None else whole
 
 
 def open_weights(source: str) -> WeightFiles:

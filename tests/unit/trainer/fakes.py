@@ -17,6 +17,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -58,6 +60,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "mixtral": (MixtralConfig, MixtralForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
     }[family]
     settings = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | EXPERTS.get(family, {}) | changes
     if family == "qwen2":

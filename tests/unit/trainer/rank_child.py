@@ -7,6 +7,7 @@
 In a job's directory `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -23,19 +24,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
+from example_trainer import learner as learner_module
 from example_trainer import policy
+from example_trainer import step as step_module
 from example_trainer.batching import PLAIN, Sequence, make_batch
 from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.learner import Learner
 from example_trainer.parallel import Ranks, join
+from example_trainer.rank_parts import local
 from example_trainer.rank_processes import VARIABLE
-from example_trainer.shard import local
+from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights import load
 from tests.unit.trainer.fakes import as_records, item
 
 GROUPS = 4
+MESHES: list[DeviceMesh] = []
 JOB_S = 60.0  # more than any job takes
 
 
@@ -79,10 +85,12 @@ def main(job: dict[str, Any]) -> None:
         setattr(policy, "_chunks", chunks)  # noqa: B010
     if job.get("unchecked"):  # the forward passes of the check gather what the loading must not
         setattr(load, "expect_packed", lambda *loaded: None)  # noqa: B010
+    mutate(job.get("mutation"))
     calls = {name: counted(name) for name in ("all_gather_single", "reduce_scatter_single")}
     torch.manual_seed(config.seed)
     device = torch.device("cpu")
     ranks = join(config, device)
+    MESHES.extend([ranks.mesh] if ranks.mesh is not None else [])
     seconds = group_seconds(ranks)
     learner = Learner(config, device, ranks)
     try:
@@ -95,6 +103,20 @@ def main(job: dict[str, Any]) -> None:
         (Path(job["out"]) / f"rank_{ranks.rank}.json").write_text(json.dumps(about))
     finally:
         ranks.leave()
+
+
+def mutate(mutation: str | None) -> None:
+    """Break how gradients that are parts of a sum over "tp" are summed: `never`, or once `each` micro-batch."""
+    if mutation is not None:
+        setattr(learner_module, "sum_partial_gradients", lambda *given: None)  # noqa: B010
+    if mutation == "each":
+        plain = policy.accumulate_gradients
+
+        def accumulate(own: policy.Policy, *given: Any, **named: Any) -> None:
+            plain(own, *given, **named)
+            sum_partial_gradients(own.model, MESHES[-1])
+
+        setattr(step_module, "accumulate_gradients", accumulate)  # noqa: B010
 
 
 def lead(learner: Learner, job: dict[str, Any]) -> None:
@@ -148,8 +170,14 @@ def held(learner: Learner) -> dict[str, Any]:
         "moments": {
             name: list(local(state[each]["exp_avg"]).shape) for name, each in parameters.items() if each in state
         },
+        "digests": {name: digest(local(each)) for name, each in parameters.items()},
         "dtypes": {name: str(each.dtype).removeprefix("torch.") for name, each in parameters.items()},
     }
+
+
+def digest(values: torch.Tensor) -> str:
+    """Of their bits."""
+    return hashlib.sha256(values.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def group_seconds(ranks: Ranks) -> list[float]:

@@ -19,10 +19,12 @@ from example_trainer.config import TrainerConfig
 from example_trainer.memory_plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
 from example_trainer.model import prepare_for_training, rebuild_buffers
 from example_trainer.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
+from example_trainer.optimizer import make_optimizer
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import MicroBatch
 from example_trainer.policy import Policy, accumulate_gradients
-from example_trainer.shard import fsdp_modules, local, shard
+from example_trainer.rank_parts import local
+from example_trainer.shard import fsdp_modules, shard
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -267,10 +269,11 @@ def test_shared_prefixes_keep_no_more_than_is_planned(prompt: int, answers: list
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh(flags: dict[str, Any]) -> Iterator[DeviceMesh]:
     """Four ranks, of which this process is the first; the others exist in name only, as nothing is communicated."""
+    tp = flags.get("tp_size", 1)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    yield init_device_mesh("cpu", (2, 2) if tp > 1 else (4,), mesh_dim_names=("shard", "tp")[:tp])
     dist.destroy_process_group()
 
 
@@ -311,6 +314,8 @@ def peak_of(prof: Any) -> int:
         (8192, {"compute_dtype": "bfloat16", "gradient_checkpointing": True}),
         (512, {"compute_dtype": "bfloat16", "sync_gradients": "last"}),
         (512, {"compute_dtype": "float32", "reshard_after_forward": False}),
+        (8192, {"compute_dtype": "float32", "tp_size": 2}),
+        (8192, {"compute_dtype": "bfloat16", "tp_size": 2, "gradient_checkpointing": True}),
     ],
 )
 def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary: int, flags: dict[str, Any]) -> None:
@@ -325,7 +330,7 @@ def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary:
     gc.collect()  # what an earlier test has left is not freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         policy = sharded(model, mesh, plan)
-        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        optimizer = make_optimizer(policy.parameters(), plan.config)
         for _ in range(2):
             for is_last in (False, True):
                 for module in fsdp_modules(policy):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Manifest, compare, lay_out
 from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.gathered import GatheredWeights, parts_of
+from example_trainer.weights.gathered import GatheredWeights
 from example_trainer.weights.shared import SharedWeights, shared_tensors
 from example_trainer.weights.source import WeightSource, shapes_of
 from tests.unit.trainer.arenas import ranks_of
@@ -31,27 +31,20 @@ def shared(tp: int) -> Make:
     return make
 
 
-def gathered(size: int) -> Make:
-    """Of ranks that hold rows as FSDP2 deals them."""
+def gathered(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
+    """Of ranks that bring whole tensors."""
 
-    def make(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
-        def gather(places: Mapping[str, Tensor]) -> None:
-            for name, place in places.items():
-                parts, rows = parts_of(source.shapes()[name], size), values(model)[name].chunk(size)
-                assert [place[part].numel() for part in parts] == [*map(torch.numel, rows), *[0] * (size - len(rows))]
-                for part, held in zip(parts, rows, strict=False):
-                    place[part].copy_(held.flatten())
+    def gather(places: Mapping[str, Tensor]) -> None:
+        for name, place in places.items():
+            place.copy_(values(model)[name].flatten())
 
-        source = GatheredWeights(shapes_of(model), gather, torch.device("cpu"))
-        return source
-
-    return make
+    return GatheredWeights(shapes_of(model), gather, torch.device("cpu"))
 
 
 SOURCES = pytest.mark.parametrize(
     "make",
-    [flat, shared(1), shared(2), shared(4), gathered(1), gathered(2), gathered(3)],
-    ids=["flat", "tp1", "tp2", "tp4", "1 rank", "2 ranks", "3 ranks"],
+    [flat, shared(1), shared(2), shared(4), gathered],
+    ids=["flat", "tp1", "tp2", "tp4", "ranks"],
 )
 
 

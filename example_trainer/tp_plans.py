@@ -1,0 +1,88 @@
+"""How tensor parallelism splits a model, as data: by family, which linear layers of a decoder layer are split by their
+outputs (columns), which by their inputs (rows), and what else a rank computes of its own heads alone.
+
+    whole hidden states ──▶ columns: own heads, own feed-forward features ──▶ rows ──sum over ranks──▶ whole again
+
+(Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.) Importing this module loads no torch.
+tensor_parallel.py carries the plans out, the memory plan counts by them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TpPlan:
+    """Modules of one decoder layer, by their names in it."""
+
+    enter: tuple[str, ...] = ("self_attn", "mlp")  # they read whole hidden states, and split what follows
+    columns: tuple[str, ...] = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
+    rows: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
+    norms: tuple[str, ...] = ()  # whole on every rank, and applied to its own heads: their gradients are parts of a sum
+
+
+PLANS: dict[str, TpPlan] = {  # by Hugging Face's model_type
+    "llama": TpPlan(),
+    "mistral": TpPlan(),
+    "qwen2": TpPlan(),
+    "qwen3": TpPlan(norms=("self_attn.q_norm", "self_attn.k_norm")),
+}
+NAMES = "Llama, Mistral, Qwen2 and Qwen3"
+
+
+def family_refusal(model_type: str, model: str) -> str | None:
+    """Why a family cannot be split; None if it can."""
+    if model_type in PLANS:
+        return None
+    return (
+        f"--tp-size splits models of the families {NAMES}, and {model} is a {model_type}: give --tp-size 1, and share"
+        " its weights by --fsdp-size"
+    )
+
+
+def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
+    """Why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can."""
+    for what, size in sizes.items():
+        if size % tp:
+            ways = ", ".join(str(each) for each in range(1, size + 1) if all(n % each == 0 for n in sizes.values()))
+            return f"--tp-size {tp} does not divide the {size} {what} of {model}: give one of {ways}"
+    return None
+
+
+def sizes(heads: int, kv_heads: int, inner: int) -> dict[str, int]:
+    """What tensor parallelism must divide, for `size_refusal`."""
+    return {"attention heads": heads, "key-value heads": kv_heads, "feed-forward features": inner}
+
+
+def split_dim(name: str, shape: tuple[int, ...], tp: int) -> int | None:
+    """Along which dimension `tp` ranks split the parameter `name` of a plain decoder; None if each has it whole.
+
+    An embedding or a head is split by its vocabulary where `tp` divides that.
+    """
+    module, _, leaf = name.rpartition(".")
+    plan = TpPlan()
+    if module.endswith(plan.columns):
+        return 0
+    if module.endswith(plan.rows) and leaf == "weight":
+        return 1
+    if module.endswith(("embed_tokens", "lm_head")) and shape[0] % tp == 0:
+        return 0
+    return None
+
+
+def split_shapes(shapes: Shapes, tp: int) -> dict[str, tuple[int, ...]]:
+    """The shapes that one of `tp` ranks holds."""
+
+    def own(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        dim = split_dim(name, shape, tp)
+        return tuple(-(-size // tp) if index == dim else size for index, size in enumerate(shape))
+
+    return {name: own(name, shape) for name, shape in shapes.items()}
