@@ -1,11 +1,13 @@
 """GRPO steps of one trainer process against the same steps of several ranks that share the weights (FSDP2).
 
     python benchmarks/trainer_scale.py [--model DIR] [--steps 3] [--ranks 2]
+    python benchmarks/trainer_scale.py --model random --tp-size 2 --only "split" [--ranks 4]      tensor parallelism
 
 Every rank computes with one thread, so the CPU time of all ranks together shows what sharing costs: gathering weights,
 summing gradients, and micro-batches that differ from those of one process. The arms take the same made-up batch one
-after the other, and the first loss and gradient norm of those in float32 must be those of one process. After the steps
-rank 0 walks all weights as a bridge does, in float32 and cast to bfloat16.
+after the other, and the first loss and gradient norm of those in float32 must be those of one process. A `random` model
+is a Llama of 27.3 million weights whose sizes two and four ranks divide. After the steps rank 0 walks all weights as a
+bridge does, in float32 and cast to bfloat16.
 """
 
 import argparse
@@ -30,6 +32,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "weights kept until the backward pass": {"reshard_after_forward": False},
     "bfloat16 layers": {"compute_dtype": "bfloat16"},
 }
+SPLIT = "layers split over ranks"  # with --tp-size
+RANDOM = "random"  # as --model
 BUCKET_BYTES = 16 << 20
 AGREEMENT = 1e-4  # relative, of loss and gradient norm in float32: a log-probability differs by up to 4e-5 nats
 # between two orders of summing, and the ratio, which no bound limits here, by as much
@@ -118,7 +122,7 @@ def run_arm(name: str, options: argparse.Namespace, items: list[dict[str, Any]])
         "dual_clip": 0.0,  # the made-up log-probabilities make ratios of thousands, and each bound has an edge
         "micro_batch_tokens": options.micro_batch_tokens,
         "seq_len": 4096,
-        **ARMS[name],
+        **ARMS.get(name, {"tp_size": options.tp_size}),
     }
     with tempfile.TemporaryDirectory(prefix="trainer-scale-") as folder:
         work = Path(folder)
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=2, help="trainer processes of the arms with several (default: %(default)s)"
     )
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that split each layer, in an arm of its own")
     parser.add_argument("--groups", type=int, default=2, help="prompts of the batch (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each (default: %(default)s)")
     parser.add_argument(
@@ -150,6 +155,34 @@ def main() -> None:
     if options.rank:
         return run_rank(options.rank)
 
+    if options.model == RANDOM:
+        with tempfile.TemporaryDirectory(prefix="trainer-scale-model-") as folder:
+            options.model = random_model(folder)
+            return compare(options)
+    compare(options)
+
+
+def random_model(folder: str) -> str:
+    """A Llama with random weights in this directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run the arms one after the other."""
     vocabulary = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
     items = make_items(vocabulary, options.groups, options.group_size, (50, 80), (100, 250))
     for group in items:
@@ -158,7 +191,7 @@ def main() -> None:
     tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
     print(f"{cpu_name()}; {options.ranks} ranks of one thread; {tokens} tokens per step, {options.model}", flush=True)
     alone: list[dict[str, Any]] = []
-    for name in ARMS:
+    for name in [*ARMS, *([SPLIT] if options.tp_size > 1 else [])]:
         if name != ALONE and options.only not in name:
             continue
         found = run_arm(name, options, items)
@@ -179,7 +212,7 @@ def report(name: str, found: list[dict[str, Any]], alone: list[dict[str, Any]]) 
         f" walk {walks}, loss and norm within {difference:.1e}",
         flush=True,
     )
-    if difference > AGREEMENT and "compute_dtype" not in ARMS[name]:
+    if difference > AGREEMENT and "compute_dtype" not in ARMS.get(name, {}):
         sys.exit(f"error: {name} computed loss {first['loss']}, norm {first['grad_norm']}; one process {expected}")
 
 

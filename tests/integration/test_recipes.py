@@ -87,6 +87,26 @@ def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(bridge: str, 
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("bridge", ["broadcast", "reload", "lora"])
+def test_ranks_that_split_layers_hand_their_weights_over(bridge: str, llama_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / f"split-{uuid.uuid4().hex[:8]}"
+    ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
+    where = ["--runs", str(tmp_path), "--run-name", run.name, "--bridge", bridge, "--tp-size", "2"]
+    words = [str(llama_folder), "--steps", "2", "--trainer.lr", "1e-3", "--trainer.checkpoint-interval", "1"]
+    same = ["--env.ensure_scores_are_not_same", "false", "--trainer.entropy-coef", "0.01"]  # every step has a gradient
+    done = launch("train", "arithmetic", *words, *SHORT, *same, *ports, *where, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["policy_version"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    said = (run / "trainer.log").read_text()
+    assert "Got 2 trainer ranks" in said
+    assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2
+    assert list(run.glob("checkpoints/final_*/*.safetensors"))
+    shutil.rmtree(run)
+
+
+@pytest.mark.nightly
 def test_an_environment_of_ones_own_is_trained_by_its_file(llama_folder: Path, tmp_path: Path) -> None:
     mine = tmp_path / "my_server.py"
     mine.write_text((REPOSITORY / "environments/template_server.py").read_text())

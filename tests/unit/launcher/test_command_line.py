@@ -218,3 +218,5 @@ def test_every_launcher_takes_the_trainers_ranks(no_processes: None) -> None:
     assert ask_for("quickstart", "--trainer-ranks", "2").run.trainer["trainer_ranks"] == "2"
     assert plan("gsm8k", "--trainer-ranks", "2").trainer.trainer_ranks == 2
     assert plan("gsm8k", "--trainer.trainer-ranks", "2").trainer.trainer_ranks == 2
+    assert plan("gsm8k", "--tp-size", "3").trainer.tp_size == 3
+    assert plan("gsm8k", "--trainer.tp-size", "3").trainer.tp_size == 3

@@ -24,6 +24,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError
 from example_trainer.parallel import Ranks, compute_dtype, join
+from example_trainer.rank_processes import ranks_to_start
 from example_trainer.weights.load import sharded_model
 from tests.unit.trainer.fakes import SHAPE, VOCAB, model_folder, tiny_model
 
@@ -145,6 +146,50 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(TrainerError, match="--fsdp-size 4 does not divide the 6 trainer ranks: give one of 1, 2, 3, 6"):
         join(config(fsdp_size=4), CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"tp_size": 4},
+            "--tp-size 4 does not divide the 2 trainer ranks: give --trainer-ranks 4, or a multiple",
+        ),
+        (
+            {"tp_size": 2, "fsdp_size": 2},
+            "--fsdp-size 2 does not divide the 2 trainer ranks / --tp-size 2: give one",
+        ),
+        (
+            {"tp_size": 2, "weight_bridge_mode": "lora_only", "lora_dropout": 0.1},
+            "--lora-dropout 0.1: ranks that split a layer .*: give --lora-dropout 0, or --tp-size 1",
+        ),
+        ({"tp_size": 2, "optimizer": "adafactor"}, "--optimizer adafactor updates whole tensors"),
+        (
+            {"tp_size": 2, "batch_invariant": True},
+            "--batch-invariant trains on one device, but this trainer has 2 ranks",
+        ),
+        (
+            {"tp_size": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True},
+            "trains in vLLM's own memory from one process, but this trainer has 2 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_split_over_ranks_is_refused(two_ranks: None, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(TrainerError, match=says):
+        join(config(**settings), CPU)
+
+
+def test_one_rank_alone_does_not_split() -> None:
+    with pytest.raises(TrainerError, match="--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"):
+        join(config(tp_size=2), CPU)
+
+
+def test_a_trainer_on_a_cpu_starts_as_many_ranks_as_its_sizes_need() -> None:
+    assert ranks_to_start(config()) == 0
+    assert ranks_to_start(config(tp_size=2)) == 2
+    assert ranks_to_start(config(tp_size=2, fsdp_size=2)) == 4
+    with pytest.raises(TrainerError, match="--tp-size 2 does not divide the 3 trainer ranks"):
+        ranks_to_start(config(tp_size=2, trainer_ranks=3))
 
 
 def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.unit.trainer.fakes import model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}  # whether head and embedding are tied
 STEPS, FEW = 6, 3
