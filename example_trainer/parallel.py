@@ -12,6 +12,7 @@ With one rank all of this is a plain method call.
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import threading
@@ -299,10 +300,14 @@ ALONE = Ranks()
 def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concatenate[Any, P], R]":
     """A method that rank 0 calls and every rank runs. Its arguments are of types that msgspec decodes, and arrays."""
 
+    signature = inspect.signature(method)
+
     @functools.wraps(method)
     def on_every_rank(owner: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         assert not kwargs, "pass the arguments by position"
-        return owner.ranks.together(method, owner, *args)  # type: ignore[no-any-return]
+        given = signature.bind(owner, *args)
+        given.apply_defaults()  # which the others have to get, too
+        return owner.ranks.together(method, *given.args)  # type: ignore[no-any-return]
 
     return on_every_rank  # type: ignore[return-value]
 
