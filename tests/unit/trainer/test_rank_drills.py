@@ -171,9 +171,19 @@ def test_two_ranks_train_listen_on_loopback_alone_and_end_on_ctrl_c(drills: Dril
     assert "Parity: vLLM's and the trainer's log-probabilities" in trainer.log
 
 
-@pytest.mark.parametrize("where", ["bring_rows", pytest.param("gradients", marks=pytest.mark.nightly)])
-def test_a_rank_that_is_killed_in_a_forward_pass_or_a_sync_ends_all(drills: Drills, where: str) -> None:
-    with drilled(drills, f"1 {where} KILL") as trainer:
+@pytest.mark.parametrize(
+    ("where", "flags"),
+    [
+        ("bring_rows", []),
+        pytest.param("gradients", [], marks=pytest.mark.nightly),
+        pytest.param("bring_rows", ["--tp-size", "2"], marks=pytest.mark.nightly),
+        pytest.param("gradients", ["--tp-size", "2"], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_forward_pass_or_a_sync_ends_all(
+    drills: Drills, where: str, flags: list[str]
+) -> None:
+    with drilled(drills, f"1 {where} KILL", *flags) as trainer:
         since = trainer.wait_for("DRILL")
         trainer.ends(1)
     assert time.monotonic() - since < 15
