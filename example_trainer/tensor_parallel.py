@@ -112,12 +112,12 @@ def _leave(module: nn.Module, args: object, output: Tensor, *, group: dist.Proce
     return cast(Tensor, _Leave.apply(output, group))
 
 
-def _split_columns(module: nn.Module, mesh: DeviceMesh) -> None:
+def _split_columns(module: Any, mesh: DeviceMesh) -> None:
     for linear in (module.base_layer, *module.lora_B.values()) if isinstance(module, AdaptedLinear) else (module,):
         _compute_with_part(linear, mesh, 0)
 
 
-def _split_rows(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
+def _split_rows(module: Any, mesh: DeviceMesh, name: str) -> None:
     for linear in (module.base_layer, *module.lora_A.values()) if isinstance(module, AdaptedLinear) else (module,):
         if linear.bias is not None:
             raise ModelError(f"--tp-size splits no layer with a bias on its sum, as {name} has: give --tp-size 1")
@@ -145,7 +145,8 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 
 def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Embedding and head by rows of the vocabulary, if the ranks divide it; else every rank has both whole."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     if embedding.weight.shape[0] % mesh.size():
         return
     tied, group = head.weight is embedding.weight, mesh.get_group()

@@ -55,7 +55,8 @@ class RowExchange:
         into `places`. Every rank calls this.
         """
         rank = dist.get_rank()
-        messages, landed = [], []
+        messages: list[dist.P2POp] = []
+        landed: list[tuple[Tensor, Tensor]] = []
         for name, dtype in zip(names, dtypes, strict=True):
             parameter = self._parameters[name]
             own = local(parameter.detach())
