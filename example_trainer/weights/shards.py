@@ -204,7 +204,8 @@ class ShardFiles(WeightFiles):
 
     def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
         if not self.shapes[name]:
-            return self._open(self._parts[name][0].path).get_tensor(self._prefix + name)
+            scalar: Tensor = self._open(self._parts[name][0].path).get_tensor(self._prefix + name)
+            return scalar
         asked = range(start, start + length)
         return self.block(name, range(self.shapes[name][0]), asked) if dim else self.block(name, asked)
 
@@ -223,7 +224,7 @@ class ShardFiles(WeightFiles):
             if any(low >= high for low, high in inside):
                 continue
             content = self._open(part.path).get_slice(self._prefix + name)
-            found = content[
+            found: Tensor = content[
                 tuple(slice(low - at, high - at) for (low, high), at in zip(inside, part.begin, strict=False))
             ]
             if list(found.shape[: len(sizes)]) == sizes:

@@ -124,7 +124,7 @@ def test_norms_of_queries_and_keys_must_be_summed_once(done: dict[str, Done], na
     pass, which sums what it has summed before.
     """
     found = differences(done["qwen3 one"], done[name])
-    assert found["loss"] < 1e-3
+    assert found["loss"] < 1e-2
     assert found["norm"] > 10 * NORM
     assert found["weights"] > 10 * WEIGHTS
 
