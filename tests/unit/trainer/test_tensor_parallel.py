@@ -166,7 +166,7 @@ def test_groups_of_ranks_have_the_configured_deadline(done: dict[str, Done]) -> 
 @pytest.mark.nightly
 def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Path) -> None:
     """Four ranks: two by two; two replicas of two that split; and every way in which FSDP2 may sum."""
-    four = {
+    four: dict[str, dict[str, Any]] = {
         "2 x 2": {},
         "replicas": {"fsdp_size": 1},
         "one sum of gradients": {"sync_gradients": "last"},
@@ -220,7 +220,8 @@ def test_what_cannot_be_split_is_refused_with_the_remedy(changes: dict[str, Any]
 
 def test_the_plans_name_modules_that_the_families_have(tmp_path: Path) -> None:
     for family, plan in PLANS.items():
-        layer = meta_model(model_folder(tmp_path / family, family=family)).base_model.layers[0]
+        model: Any = meta_model(model_folder(tmp_path / family, family=family))
+        layer = model.base_model.layers[0]
         for name in (*plan.enter, *plan.columns, *plan.rows, *plan.norms):
             layer.get_submodule(name)
 
