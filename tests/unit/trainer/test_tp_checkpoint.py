@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that split layers: any other ranks, splitting or not, go on from them, and the reverse."""
+"""Checkpoints of ranks that split layers: any other ranks, splitting or not, resume from them, and the reverse."""
 
 import json
 from pathlib import Path
