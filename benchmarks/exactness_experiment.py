@@ -41,6 +41,7 @@ KEPT = (  # columns of metrics.jsonl
 )
 Arm = Literal["plain", "truncated", "masked", "exact"]
 Setting = Literal["base", "off-policy", "fp8"]
+Compared = tuple[str, Setting, int]  # processor, setting, number of steps
 RECOMPUTED = ["--trainer.kernels", "bfloat16", "--trainer.old_logprobs", "recomputed"]
 ARMS: dict[Arm, list[str]] = {
     "plain": RECOMPUTED,
@@ -62,7 +63,7 @@ class Experiment(Config):
     settings: list[Setting] = Field(["base"], min_length=1, description="what all arms of a table have in common")
     arms: list[Arm] = Field(list(get_args(Arm)), min_length=1, description="arms to run")
     seeds: list[int] = Field([1, 2, 3], min_length=1, description="seeds to run")
-    steps: int = Field(12, ge=1, description="training steps of each run")
+    steps: int = Field(10, ge=1, description="training steps of each run")
     runs: Path = Field(Path("runs/exactness"), description="directory of the runs; what an interrupted one left goes")
     rows: Path = Field(
         ROOT / "docs/benchmarks/exactness_experiment", description="directory of the finished runs' rows"
@@ -85,7 +86,7 @@ class FinishedRun(msgspec.Struct, frozen=True):
     evaluations: Rows
 
     @property
-    def table(self) -> tuple[str, str, int]:
+    def table(self) -> Compared:
         """Runs with equal ones are compared with each other."""
         return self.processor, self.setting, len(self.steps)
 
@@ -101,7 +102,7 @@ class FinishedRun(msgspec.Struct, frozen=True):
 def flags_of(config: Experiment, setting: Setting, arm: Arm, seed: int) -> list[str]:
     """The command line of `atropos` for one run, but for its name and place."""
     common = ["--steps", str(config.steps), "--seed", str(seed), "--dtype", "bfloat16", "--no-view"]
-    evaluated = ["--env.steps_per_eval", str(max(1, config.steps // 4)), "--trainer.checkpoint_interval", "0"]
+    evaluated = ["--env.steps_per_eval", str(max(1, config.steps // 2)), "--trainer.checkpoint_interval", "0"]
     return ["train", "arithmetic", *common, *evaluated, *SETTINGS[setting], *ARMS[arm]]
 
 
@@ -160,7 +161,7 @@ def processor() -> str:
     """Name, family, model and stepping: virtual machines give several processors one name."""
     cpuinfo = Path("/proc/cpuinfo")
     first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
-    told = dict(tuple(map(str.strip, line.split(":", 1))) for line in first.splitlines() if ":" in line)
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     if "model name" not in told:
         return platform.machine()
     return f"{told['model name']}, {told['cpu family']}/{told['model']}/{told['stepping']}"
@@ -175,9 +176,9 @@ def commit() -> str:
 # --- tables and figure ----------------------------------------------------------------------------------------------
 
 
-def read_finished(config: Experiment) -> dict[tuple[str, str, int], dict[Arm, list[FinishedRun]]]:
+def read_finished(config: Experiment) -> dict[Compared, dict[Arm, list[FinishedRun]]]:
     """All finished runs, by what makes them comparable, then by arm, seeds in order."""
-    found: dict[tuple[str, str, int], dict[Arm, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Compared, dict[Arm, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     paths = sorted(config.rows.glob("*.json"))
     if not paths:
         raise TrainerError(f"{config.rows} has no run: drop --report")
@@ -248,7 +249,7 @@ def draw(config: Experiment) -> None:
                 _band(mismatch, [_curve(run.steps, "step", "logprob_diff_mean") for run in runs], style)
         reward.set(title=f"{setting}, {steps} steps", xlabel="step", ylabel="mean reward", ylim=(0, 1))
         accuracy.set(title=machine, xlabel="policy version", ylabel="held-out accuracy", ylim=(0, 1))
-        mismatch.set(title="mismatch", xlabel="step", ylabel="mean |log-probability difference|, nats")
+        mismatch.set(title="mismatch", xlabel="step", ylabel="mean |log-probability difference|, nats", ylim=(0, None))
         reward.legend(title="arm (seeds)")
     figure.savefig(config.figure)
     pyplot.close(figure)
