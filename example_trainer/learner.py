@@ -6,8 +6,9 @@ Every rank holds a Learner, over its own shards of the weights. Methods marked `
 0 calls them (parallel.py). With one rank in float32 the model is not sharded and FSDP2 is not used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atroposlib.errors import AtroposError
+from atroposlib.wire.bridge import BroadcastOffer, Manifest
 from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Sequence
+from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.checkpoint import Progress, expect_same_sharing, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
@@ -34,11 +38,12 @@ from example_trainer.routing import routing_of
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.tensor_parallel import sum_partial_gradients
-from example_trainer.weights.gathered import RowExchange
+from example_trainer.weights.gathered import RankSends, RowExchange
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import CheckpointError, TrainedModel, writing
+from vllm_patching.transport import describe
 
 HOST_RESERVE = 1 << 30  # bytes of host memory for each rank that a copy for a checkpoint leaves free
 
@@ -75,9 +80,11 @@ class Learner:
         if self.ranks.mesh is None:
             self.trained = load_trained(self._config, source, self._device, self._storage)
         else:
+            sends = RankSends(self.join_senders, self.send_rows, self.leave_senders)
             self.trained = load_sharded(
-                self._config, source, self._device, self.ranks.mesh, self.gather, self.prompt_logprobs
+                self._config, source, self._device, self.ranks.mesh, self.gather, sends, self.prompt_logprobs
             )
+            self._sender = RowSender(dict(self.trained.model.named_parameters()), self._device)
 
     @collective
     def begin(self, checkpoint: str, served_dtype: str = "float32") -> None:
@@ -244,6 +251,36 @@ class Learner:
             assert self.ranks.mesh is not None
             self._rows = RowExchange(self.trained.policy, self._device, self.ranks.mesh)
         self._rows.bring(names, dtypes, self._places)
+
+    @collective
+    def join_senders(self, offer: BroadcastOffer, manifest: Manifest) -> list[str]:
+        """Have every rank join the workers of a server, to which it sends what it holds. The ranks' failures."""
+        return self._failures(partial(self._sender.join, offer, manifest))
+
+    @collective
+    def send_rows(self, session: str) -> list[str]:
+        """Have every rank send what it holds to the workers of a session, and wait until they have it. The ranks'
+        failures.
+        """
+        return self._failures(partial(self._sender.send, session))
+
+    @collective
+    def leave_senders(self, session: str) -> None:
+        """Have every rank let go of the workers of a session."""
+        self._sender.leave(session)
+
+    def _failures(self, act: Callable[[], None]) -> list[str]:
+        """What of `act` failed on which rank, on every rank. Peers are servers' here, so their loss ends no rank."""
+        failure = ""
+        try:
+            act()
+        except AtroposError:
+            raise
+        except (RuntimeError, CannotSend) as error:
+            failure = f"trainer rank {self.ranks.rank}: {describe(error)}"
+        line = msgspec.json.encode(failure) + b"\n"
+        lines = self.ranks.rows(torch.frombuffer(bytearray(line), dtype=torch.uint8))
+        return [each for each in msgspec.json.Decoder(str).decode_lines(lines.numpy().tobytes()) if each]
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""

@@ -117,6 +117,14 @@ class Broadcast(_Session, Grouped):
     switched = True
 
     kind: Literal["broadcast"] = "broadcast"
+    sends: Literal["auto", "direct", "gathered"] = Field(
+        "auto",
+        validation_alias="bridge_sends",
+        description=(
+            "how several trainer ranks send the weights: each sends the rows that it holds (direct), or rank 0 gathers"
+            " and sends all (gathered); auto is direct where trainer and servers can"
+        ),
+    )
     use_shared_memory: bool = Field(
         True,
         exclude=True,

@@ -1,5 +1,5 @@
 """Process groups over which weight bytes travel; used by the trainer (rank 0) and by each updater thread (rank 1 + TP
-rank).
+rank). Where several trainer ranks send, each is rank 0 of a group of its own.
 
 The groups are built directly on a TCPStore: torch.distributed's default group, which vLLM uses for tensor
 parallelism, is never touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from atroposlib.errors import AtroposError, reaching
 
 Group: TypeAlias = Any  # ProcessGroupGloo | ProcessGroupNCCL; PyTorch ships no complete stubs for them
+Work: TypeAlias = Any  # a collective that such a group has begun
 
 CHUNK_BYTES = 16 << 20  # of one broadcast over Gloo; measured best over loopback
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -35,9 +36,15 @@ class TransportError(AtroposError):
     """A peer died, went silent past its deadline, or could not be reached."""
 
 
+class PeerLost(RuntimeError):
+    """A group has failed; the message is the short line that says which and how."""
+
+
 def describe(error: BaseException) -> str:
     """What went wrong with a peer, as one short line, from the long messages of Gloo, NCCL and the store."""
     text = str(error)
+    if isinstance(error, PeerLost):
+        return text
     first = text.splitlines()[0] if text else ""
     if silent := SILENT.search(first):
         return f"peer silent for {int(next(filter(None, silent.groups()))) / 1000:.0f} s, its deadline"
@@ -46,6 +53,17 @@ def describe(error: BaseException) -> str:
     if re.search(r"Connection (was likely )?(reset|closed)|Broken pipe", first):
         return "connection closed by the peer"
     return f"{type(error).__name__}: {first[:200]}"
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Around what a group does: its failure becomes PeerLost("WHAT: why")."""
+    try:
+        yield
+    except AtroposError:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"{what}: {describe(error)}") from error
 
 
 @dataclass
@@ -65,6 +83,15 @@ class Groups:
         """
         for chunk in [buffer] if self.backend == "nccl" else buffer.split(CHUNK_BYTES):
             self.data.broadcast([chunk], from_rank_0()).wait()
+
+    def begin(self, buffer: torch.Tensor) -> list[Work]:
+        """As `broadcast`, of which the returned works are still under way; they fail as it does. None for NCCL, where
+        the groups of one device take turns, in the same order on all workers, so that none waits for another.
+        """
+        if self.backend == "nccl":
+            self.broadcast(buffer)
+            return []
+        return [self.data.broadcast([chunk], from_rank_0()) for chunk in buffer.split(CHUNK_BYTES)]
 
     def close(self) -> None:
         """Let go of the peers, whatever state they are in: a kernel that still waits for one would run forever."""
@@ -148,6 +175,17 @@ def make_data_group(
     if backend == "gloo":
         return control
     return nccl_group(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, timeout_s)
+
+
+def join_groups(
+    store: dist.Store, name: str, rank: int, world_size: int, timeout_s: float, backend: str, address: str
+) -> Groups:
+    """The groups `name` with all members in them. Peers connect to this rank at `address`."""
+    ranks = (store, name, rank, world_size, timeout_s)
+    control = make_control_group(*ranks, address)
+    groups = Groups(control, make_data_group(control, *ranks, backend), backend)
+    groups.barrier()
+    return groups
 
 
 def nccl_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Group:

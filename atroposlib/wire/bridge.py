@@ -16,6 +16,10 @@ Broadcast
        │ POST /v1/bridge/commit    ───────────▶│ pause(keep) → apply on all ranks      │
        │        ◀───── stall, apply ───────────│ → set version → resume                │
 
+Protocol 2: an offer with `senders`. Each of several trainer ranks has a group of its own with the workers, and sends
+the part of every tensor that it holds (senders.py); the rest is as above. A server says by `protocol` in its status
+what it takes.
+
 Single copy: the trainer's parameters are the workers' own memory, on the same machine and the same device
 
     trainer                                vLLM server (API process)            worker r
@@ -54,6 +58,7 @@ from atroposlib.wire.typed import MAX_POLICY_VERSION, Lease, Name, WrongValue, b
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
+PROTOCOL = 2  # 1: one sender; 2: several, in an offer that names them
 GOODBYE = "goodbye"  # value of go_key when the trainer ends its session
 
 
@@ -122,16 +127,34 @@ class Offer(Struct, frozen=True, kw_only=True, tag_field="kind"):
         return str(self.__struct_config__.tag)
 
 
-class BroadcastOffer(Offer, frozen=True, kw_only=True, tag="broadcast"):
+class Senders(Struct, frozen=True, omit_defaults=True):
+    """The trainer ranks that send, each what it holds: a mesh of `shard_size` x `tp_size`, in row-major order.
+
+    Tensor parallelism cuts each tensor of `tp_dims` along that dimension, then FSDP2 cuts each part along its first.
+    What tensor parallelism does not cut is sent by its first ranks.
+    """
+
+    shard_size: Annotated[int, Meta(ge=1, le=4096)]
+    tp_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tp_dims: dict[str, Annotated[int, Meta(ge=0, le=8)]] = {}  # by Hugging Face name
+    layouts: tuple[str, ...] = ()  # what each sends and in which order: layout_digest, which the server compares
+
+    @property
+    def count(self) -> int:
+        return self.shard_size * self.tp_size
+
+
+class BroadcastOffer(Offer, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
     """Weights come by broadcast: where the trainer's store listens and what both sides must agree on."""
 
     address: Name
     port: Annotated[int, Meta(ge=1, le=65535)]
-    world_size: Annotated[int, Meta(ge=2, le=4096)]  # 1 trainer rank + TP workers
+    world_size: Annotated[int, Meta(ge=2, le=4096)]  # 1 trainer rank + TP workers, in each group
     backend: Annotated[str, Meta(pattern=r"\A(gloo|nccl)\Z")]  # of the data group
     manifest_digest: Name
     bucket_bytes: Annotated[int, Meta(ge=1, le=2**32)]
     timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # deadline of each collective and of each store wait
+    senders: Senders | None = None  # protocol 2; None: rank 0 alone sends whole tensors
 
 
 class SingleCopyOffer(Offer, frozen=True, kw_only=True, tag="single_copy"):
@@ -196,6 +219,7 @@ class ServerStatus(Struct):
 
     model: str
     policy_version: int
+    protocol: int = 1  # of broadcasts; a server that does not say knows only 1
     served_model: str = ""  # the adapter's name, or `model`
     enabled: bool = False  # whether whole weights can be handed over
     dtype: str = ""

@@ -1,6 +1,7 @@
 """Mode broadcast: weights go to one updater thread per vLLM worker, of one server or of several.
 
     parameters ─(views)─▶ flat buffer in wire order ──Gloo/NCCL broadcast──▶ staging on every worker ──commit──▶ served
+    several ranks' rows ──gathered on rank 0, or each rank its own (direct.py)──▶ the same
 
 The trainer's parameters are views into one flat fp32 buffer laid out like the wire image, so when vLLM holds fp32
 nothing is packed: the buffer itself is sent. For a bf16 server each bucket is cast on the way. The protocol is
@@ -23,6 +24,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.digest import differing
+from example_trainer.bridges.direct import chosen
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, ServerLink, listen
 from example_trainer.bridges.session import matching_manifest
@@ -61,6 +63,8 @@ class BroadcastBridge(WeightBridge):
         self._backend = self._chosen_backend(trained.model.device)
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
         self._source = trained.source(self._manifest)
+        protocols = {vllm.url: vllm.status().protocol for vllm in self._servers}
+        self._direct = chosen(self._mode.sends, trained, self._backend, rendezvous.address, protocols)
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:
@@ -195,6 +199,7 @@ class BroadcastBridge(WeightBridge):
             backend=self._backend,
             bucket_bytes=self._mode.bucket_bytes(self._backend),
             lease_s=self._mode.lease_s,
+            direct=self._direct,
         )
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:

@@ -18,6 +18,7 @@ from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
+from example_trainer.bridges.direct import Direct, with_layouts
 from example_trainer.bridges.session import Session, offered_by_us, told
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
@@ -64,7 +65,7 @@ def _resolve(host: str, what: str) -> str:
 class ServerLink:
     """Joins the workers of `vllm` at `rendezvous`; raises BridgeError if they do not come in time.
 
-    `backend` is the data group's: gloo | nccl.
+    `backend` is the data group's: gloo | nccl. With `direct`, the trainer's ranks join and send for themselves.
     """
 
     def __init__(
@@ -76,8 +77,11 @@ class ServerLink:
         backend: str,
         bucket_bytes: int,
         lease_s: float,
+        direct: Direct | None = None,
     ) -> None:
         self.vllm = vllm
+        self._direct = direct
+        self._groups: transport.Groups | None = None
         self.bytes_sent = manifest.nbytes * manifest.tp_size  # of one transfer; every worker receives whole tensors
         self._manifest = manifest
         self._buckets = manifest.buckets(bucket_bytes)
@@ -94,12 +98,17 @@ class ServerLink:
             manifest_digest=manifest.digest(),
             bucket_bytes=bucket_bytes,
             timeout_s=self._timeout_s,
+            senders=None if direct is None else with_layouts(direct.senders, manifest, bucket_bytes),
         )
         vllm.open_session(offer)
         self.session = Session(vllm, offer)
         with ExitStack() as undo:
             undo.callback(self.session.close)
-            self._groups = self._form_groups(offer)
+            if direct is None:
+                self._groups = self._form_groups(offer)
+            else:
+                undo.callback(direct.ranks.leave, offer.session)
+                self._join_directly(direct, offer)
             undo.pop_all()
 
     def transfer(self, version: int, read: Callable[[Sequence[Bucket]], Generator[torch.Tensor, None, None]]) -> None:
@@ -118,9 +127,12 @@ class ServerLink:
         go = go_key(self.session.id, self._sequence)
         with self._reaching_workers(f"policy version {version} did not reach every worker of {self.vllm.url}"):
             self._store.set(go, str(version))
-            with closing(read(self._buckets)) as stream:
-                for packed in stream:
-                    self._groups.broadcast(packed)
+            if self._groups is None:
+                self._send_directly()
+            else:
+                with closing(read(self._buckets)) as stream:
+                    for packed in stream:
+                        self._groups.broadcast(packed)
             self._store.wait(acks, timedelta(seconds=self._timeout_s))
             for key in (go, *acks):  # a long run must not fill the store
                 self._store.delete_key(key)
@@ -139,8 +151,29 @@ class ServerLink:
         self._release()
 
     def _release(self) -> None:
-        self._groups.close()
+        if self._groups is not None:
+            self._groups.close()
+        if self._direct is not None:
+            with told(f"Not every trainer rank has left session {self.session.id}"):
+                self._direct.ranks.leave(self.session.id)
         del self._groups, self._store  # for their C++ threads, as above
+
+    def _join_directly(self, direct: Direct, offer: BroadcastOffer) -> None:
+        where, count = f"{offer.address}:{offer.port}", direct.senders.count
+        log.info(
+            "[Bridge] Creating %d Gloo process groups of %d at %s, one for each trainer rank that sends",
+            count,
+            offer.world_size,
+            where,
+        )
+        workers = f"{self._manifest.tp_size} weight updater(s) of {self.vllm.url}"
+        with self._reaching_workers(f"the {workers} did not join {count} trainer ranks at {where}"):
+            _expect_none(direct.ranks.join(offer, self._manifest))
+        log.info("[Bridge] ✓ %d %s groups created", count, {"gloo": "Gloo", "nccl": "NCCL"}[offer.backend])
+
+    def _send_directly(self) -> None:
+        assert self._direct is not None
+        _expect_none(self._direct.ranks.send(self.session.id))
 
     def _form_groups(self, offer: BroadcastOffer) -> transport.Groups:
         updaters, where = f"{self._manifest.tp_size} weight updater(s)", f"{offer.address}:{offer.port}"
@@ -178,3 +211,8 @@ class ServerLink:
         return "Workers: " + "; ".join(
             f"TP{worker.rank} {worker.state}" + (f" ({worker.error})" if worker.error else "") for worker in workers
         )
+
+
+def _expect_none(failures: list[str]) -> None:
+    if failures:
+        raise transport.PeerLost("; ".join(failures))

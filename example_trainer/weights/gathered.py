@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from atroposlib.wire.bridge import Bucket, Manifest
+from atroposlib.wire.bridge import BroadcastOffer, Bucket, Manifest
 from atroposlib.wire.published import in_files
 from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.policy import Policy
@@ -38,6 +38,17 @@ Gather = Callable[[Mapping[str, Tensor]], None]
 Shape = tuple[int, ...]
 FILE_BUCKET_BYTES = 256 << 20
 GATHER_BYTES = 64 << 20  # of a bridge's buckets at once
+
+
+@dataclass(frozen=True)
+class RankSends:
+    """What rank 0 has all ranks do that send their rows themselves (bridges/direct.py): the first two return a line for
+    each rank that failed.
+    """
+
+    join: Callable[[BroadcastOffer, Manifest], list[str]]
+    send: Callable[[str], list[str]]  # of a session
+    leave: Callable[[str], None]
 
 
 class RowExchange:
@@ -216,10 +227,11 @@ def adapter_of_ranks(gather: Gather, device: torch.device) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModel(TrainedModel):
-    """A model of which each rank holds a part, on rank 0, which asks the others by `gather` and `logprobs`."""
+    """A model of which each rank holds a part, on rank 0, which asks the others by `gather`, `sends` and `logprobs`."""
 
     sharded: Policy
     gather: Gather
+    sends: RankSends
     device: torch.device
     logprobs: Callable[[list[int]], Tensor]
 

@@ -15,7 +15,7 @@ from example_trainer.model import expect_even_layers, load_model, load_tokenizer
 from example_trainer.parallel import compute_dtype
 from example_trainer.policy import Policy
 from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
-from example_trainer.weights.gathered import Gather, ShardedModel, adapter_of_ranks, whole_model
+from example_trainer.weights.gathered import Gather, RankSends, ShardedModel, adapter_of_ranks, whole_model
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
@@ -55,6 +55,7 @@ def load_sharded(
     device: torch.device,
     mesh: DeviceMesh,
     gather: Gather,
+    sends: RankSends,
     logprobs: Callable[[list[int]], Tensor],
 ) -> ShardedModel:
     """The model of `source` with this rank's rows alone. Every rank calls it. Raises ModelError or AdapterError."""
@@ -65,7 +66,14 @@ def load_sharded(
     else:
         policy, form = sharded_model(config, source, device, mesh), whole_model(gather, device)
     return ShardedModel(
-        policy.model, load_tokenizer(source), form, sharded=policy, gather=gather, device=device, logprobs=logprobs
+        policy.model,
+        load_tokenizer(source),
+        form,
+        sharded=policy,
+        gather=gather,
+        sends=sends,
+        device=device,
+        logprobs=logprobs,
     )
 
 

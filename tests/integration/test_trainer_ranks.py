@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.live_weights import finding
 from tests.integration.conftest import API_KEY, REPOSITORY, Server
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT, sync_and_probe
 from tests.unit.trainer.fakes import FakeApi, item, serve
 
 DEADLINE_S = 300.0
+DRILLED = ["-m", "tests.unit.trainer.drilled_trainer"]
 
 
-def train(server: Server, folder: Path, program: list[str], drill: str = "") -> tuple[int, str]:
+def train(server: Server, folder: Path, program: list[str], drill: str = "", *flags: str) -> tuple[int, str]:
     """Two steps by two ranks; exit status and output."""
     api = FakeApi(lambda number: [item([1.0, 0.0, 0.0, 1.0], seed=number)])
     with serve(api) as url:
@@ -30,7 +33,7 @@ def train(server: Server, folder: Path, program: list[str], drill: str = "") -> 
                     *("--atropos-url", url, "--training-steps", "2", "--checkpoint-interval", "0", "--threads", "1"),
                     *("--batch-size", "4", "--gradient-accumulation-steps", "1", "--eval-deadline", "0"),
                     *("--save-path", str(folder / "save"), "--log-dir", str(folder / "logs"), "--device", "cpu"),
-                    *("--bridge-bucket-mb", "1", "--dist-timeout-s", "60", "--lr", "1e-3"),
+                    *("--bridge-bucket-mb", "1", "--dist-timeout-s", "60", "--lr", "1e-3", *flags),
                 ]
             ),
             cwd=REPOSITORY,
@@ -52,15 +55,52 @@ def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     status, said = train(server, tmp_path, [*torchrun, "example_trainer/grpo.py"])
     assert status == 0, said[-3000:]
+    assert "2 trainer ranks send what they hold (direct)" in said
     assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2  # at the start, and after an update
     assert server.status()["policy_version"] == 2
     assert (tmp_path / "save" / "final_model" / "model.safetensors").is_file()
 
-    status, said = train(server, tmp_path, ["-m", "tests.unit.trainer.drilled_trainer"], "1 bring_rows KILL")
+    status, said = train(server, tmp_path, DRILLED, "1 bring_rows KILL")
     assert status == 1, said[-3000:]
     assert "grpo: error: trainer rank 1 of 2 was ended by SIGKILL" in said
+    expect_serving(server)
+    assert server.status()["lease_left_s"] is None  # rank 0 has closed the session
+    assert sync_and_probe(server) <= PARITY
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["vllm_server", pytest.param("vllm_server_tp2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("drill", "ended"),
+    [
+        ("1 sending KILL", "trainer rank 1 of 2 was ended by SIGKILL"),
+        ("1 sending STOP", "trainer rank 1 of 2 is stopped (SIGSTOP)"),
+        pytest.param("0 sending KILL", "trainer rank 0 of 2 was ended by SIGKILL", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_is_lost_while_it_sends_its_rows_leaves_the_last_version_served_whole(
+    which: str, drill: str, ended: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The transfer of version 1, of many buckets. The next trainer joins at once."""
+    server: Server = request.getfixturevalue(which)
+    status, said = train(server, tmp_path, DRILLED, drill, "--bridge-timeout-s", "10")
+    assert status == 1, said[-3000:]
+    assert f"grpo: error: {ended}" in said
+    assert "2 trainer ranks send what they hold (direct)" in said
+    log = server.log.read_text()
+    assert "Receiving policy version 1 " in log.rpartition("Joined session")[2]
+    assert "Staged policy version 1 " not in log.rpartition("Joined session")[2]
+    assert f"failed (trainer rank {drill[0]} of 2: " in log.rpartition("Joined session")[2]
+    expect_serving(server)
+    assert server.status()["policy_version"] == 0
+    client = VllmClient(server.host, server.port, API_KEY, 120.0)
+    found = finding(client, server.model)  # the start weights, which version 0 is
+    assert found["level"] == "ok", found
+    assert sync_and_probe(server) <= PARITY
+
+
+def expect_serving(server: Server) -> None:
+    """It answers in time."""
     start = time.monotonic()
     assert server.generate(PROMPT, max_tokens=4)["token_ids"]
     assert time.monotonic() - start < 30
-    assert server.status()["lease_left_s"] is None  # rank 0 has closed the session
-    assert sync_and_probe(server) <= PARITY

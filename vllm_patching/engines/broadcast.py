@@ -1,10 +1,13 @@
-"""Weights by broadcast: the trainer sends whole tensors over Gloo or NCCL to the updater thread of every worker.
+"""Weights by broadcast: the trainer sends tensors over Gloo or NCCL to the updater thread of every worker.
 
 trainer                          worker r: BroadcastReceiver on WeightUpdater_TP{r}
    │ store[id/go/k] = version  ───▶│
    │ bucket 0, bucket 1, ...   ───▶│ into the staging buffer, while generation continues
    │◀─── store[id/ack/k/r] ────────┤
    │ POST /v1/bridge/commit    ───▶ BroadcastEngine.apply: all ranks between the same two forward passes
+
+Rank 0 of the trainer sends whole tensors, or several ranks send the parts that they hold, at the same time
+(atroposlib/wire/senders.py).
 """
 
 import time
@@ -13,10 +16,13 @@ from contextlib import ExitStack
 import torch
 
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, ack_key, go_key
+from atroposlib.wire.senders import expect_layouts, group_name, sender_ack_key
 from vllm_patching import transport
 from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
+from vllm_patching.several_senders import SeveralSenders
 
 POLL_S = 0.01  # seconds between two looks for a transfer
+MAX_SENDERS = 1024  # a worker has a group with each
 
 
 class BroadcastEngine(StagingEngine):
@@ -31,6 +37,13 @@ class BroadcastEngine(StagingEngine):
                 f"world_size {offer.world_size}: this server has {workers} worker(s), so it must be {1 + workers}", 422
             )
         await super().fits(offer)
+        if offer.senders is not None:
+            if offer.senders.count > MAX_SENDERS:
+                raise Refused(f"{offer.senders.count} senders: a server takes at most {MAX_SENDERS}", 422)
+            try:
+                expect_layouts(await self.serving.manifest(), offer.bucket_bytes, offer.senders)
+            except ValueError as error:
+                raise Refused(str(error), 422) from error
 
 
 class BroadcastReceiver(Receiver):
@@ -42,17 +55,19 @@ class BroadcastReceiver(Receiver):
 
     def __init__(self, offer: BroadcastOffer, rank: int) -> None:
         super().__init__(offer, rank)
+        self._groups: list[transport.Groups] = []  # with each sender
         self._held = ExitStack()
 
     def join(self) -> None:
-        offer, rank = self.offer, self.rank
+        offer, senders = self.offer, self.offer.senders
         log.info(
-            "Joining session %s of trainer %s at %s:%d as rank %d of %d, at most %.0f s",
+            "Joining session %s of trainer %s (%d sender(s)) at %s:%d as rank %d of %d, at most %.0f s each",
             offer.session,
             offer.trainer,
+            1 if senders is None else senders.count,
             offer.address,
             offer.port,
-            rank + 1,
+            self.rank + 1,
             offer.world_size,
             offer.timeout_s,
         )
@@ -60,13 +75,14 @@ class BroadcastReceiver(Receiver):
         self.bucket_bytes = offer.bucket_bytes
         self._sequence = 0
         self._store = transport.join_store(offer.address, offer.port, offer.timeout_s)
-        ranks = (self._store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
-        control = transport.make_control_group(*ranks, transport.address_towards(offer.address))
-        self._groups = transport.Groups(
-            control, transport.make_data_group(control, *ranks, offer.backend), offer.backend
-        )
-        self._held.callback(self._groups.close)
-        self._groups.barrier()
+        self._held.callback(self._groups.clear)  # so that senders notice at once that a session is over
+        if senders is None:
+            self._join(offer.session)
+        else:
+            for sender in range(senders.count):
+                with transport.naming(f"trainer rank {sender} of {senders.count} did not join"):
+                    self._join(group_name(offer.session, sender))
+            self._several = SeveralSenders(senders, self._groups)
         log.info(
             "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",
             offer.session,
@@ -85,11 +101,31 @@ class BroadcastReceiver(Receiver):
         return None if self.over else int(announced)
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        self._groups.broadcast(buffer)
+        if self.offer.senders is None:
+            self._groups[0].broadcast(buffer)
+        else:
+            self._several.fill(bucket, buffer)
 
     def staged(self, seconds: float) -> None:
-        self._store.set(ack_key(self.offer.session, self._sequence, self.rank), f"{seconds:.6f}")
+        session, senders = self.offer.session, self.offer.senders
+        for sender in range(0 if senders is None else senders.count):
+            self._store.set(sender_ack_key(session, self._sequence, self.rank, sender), "")
+        self._store.set(ack_key(session, self._sequence, self.rank), f"{seconds:.6f}")
         self._sequence += 1
 
     def leave(self) -> None:
         self._held.close()
+
+    def _join(self, name: str) -> None:
+        offer = self.offer
+        groups = transport.join_groups(
+            self._store,
+            name,
+            self.rank + 1,
+            offer.world_size,
+            offer.timeout_s,
+            offer.backend,
+            transport.address_towards(offer.address),
+        )
+        self._held.callback(groups.close)
+        self._groups.append(groups)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from atroposlib.wire.bridge import (
+    PROTOCOL,
     AdapterOffer,
     BroadcastOffer,
     LiveShard,
@@ -68,6 +69,7 @@ class Sessions:
     async def status(self) -> ServerStatus:
         serving, session = self.serving, self._session
         return ServerStatus(
+            protocol=PROTOCOL,
             enabled=serving.bridge_on,
             model=serving.model,
             served_model=serving.served_model,

@@ -14,9 +14,11 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Manifest, ack_key, go_key, lay_out
+from atroposlib.wire.bridge import GOODBYE, PROTOCOL, BroadcastOffer, Manifest, ack_key, go_key, lay_out
+from atroposlib.wire.senders import expect_layouts, group_name, sender_ack_key
 from vllm_patching import transport
 from vllm_patching.memory.digest import digest
+from vllm_patching.several_senders import SeveralSenders
 
 
 class FakeVllmServer:
@@ -35,6 +37,8 @@ class FakeVllmServer:
         self.fail: str | None = None
         self.sessions = 0
         self.batch_invariant = False
+        self.protocol = PROTOCOL
+        self.senders = 0  # of the session that is open
         self._staged: dict[int, torch.Tensor] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.port = self._http.server_port
@@ -56,6 +60,7 @@ class FakeVllmServer:
                 "enabled": True,
                 "model": "m",
                 "tp_size": self.manifest.tp_size,
+                "protocol": self.protocol,
                 "policy_version": self.version,
                 "batch_invariant": self.batch_invariant,
                 "workers": workers,
@@ -96,6 +101,10 @@ class FakeVllmServer:
     def _open(self, offer: BroadcastOffer) -> tuple[int, dict[str, Any]]:
         assert offer.manifest_digest == self.manifest.digest()
         assert offer.world_size == 1 + self.manifest.tp_size
+        if offer.senders is not None:
+            assert self.protocol == PROTOCOL
+            expect_layouts(self.manifest, offer.bucket_bytes, offer.senders)
+        self.senders = offer.senders.count if offer.senders else 1
         self.session = offer.session
         self.sessions += 1
         for rank in range(self.manifest.tp_size):
@@ -108,9 +117,11 @@ class FakeVllmServer:
 
     def _receive(self, offer: BroadcastOffer, rank: int) -> None:
         store = transport.join_store(offer.address, offer.port, offer.timeout_s)
-        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
-        groups = transport.Groups(control, control, "gloo")
-        groups.barrier()
+        count = offer.senders.count if offer.senders else 1
+        names = [group_name(offer.session, each) for each in range(count)] if offer.senders else [offer.session]
+        members = (rank + 1, offer.world_size, offer.timeout_s, "gloo", "127.0.0.1")
+        groups = [transport.join_groups(store, name, *members) for name in names]
+        several = SeveralSenders(offer.senders, groups) if offer.senders else None
         sequence = 0
         while self.session == offer.session:
             if not store.check([go_key(offer.session, sequence)]):
@@ -122,8 +133,11 @@ class FakeVllmServer:
                 return
             image = torch.empty(self.manifest.nbytes, dtype=torch.uint8)
             for bucket in self.manifest.buckets(offer.bucket_bytes):
-                groups.broadcast(image[bucket.start : bucket.end])
+                buffer = image[bucket.start : bucket.end]
+                several.fill(bucket, buffer) if several else groups[0].broadcast(buffer)
             self._staged[rank] = image
+            for each in range(count if several else 0):
+                store.set(sender_ack_key(offer.session, sequence, rank, each), "")
             store.set(ack_key(offer.session, sequence, rank), "1")
             sequence += 1
 

@@ -1,8 +1,8 @@
 """The trainer, in which one rank meets with an accident: DRILL="RANK WHERE ACT", e.g. "1 gradients KILL".
 
-WHERE is a method of Learner, at its second call; `join`, before the ranks have met; or `code`, of which the rank then
-has another version. ACT is a signal, FREEZE, or an error to raise. The command line is grpo.py's, and like that it
-starts its ranks by its own command.
+WHERE is a method of Learner, at its second call; `sending`, in the middle of the second transfer of its rows to vLLM;
+`join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, or an
+error to raise. The command line is grpo.py's, and like that it starts its ranks by its own command.
 """
 
 import os
@@ -17,6 +17,7 @@ if __name__ == "__main__":
     check_before_torch()
 
 from example_trainer import grpo, learner, parallel
+from example_trainer.bridges.direct import RowSender
 from example_trainer.errors import TrainerError
 from example_trainer.rank_processes import Place
 
@@ -43,11 +44,27 @@ def drilled(act: str, method: Callable[..., Any], at_call: int) -> Callable[...,
     return called
 
 
+def drill_sending(act: str) -> None:
+    """At the second bucket of the second transfer, or the first if there is one alone."""
+    send, transfers = RowSender.send, 0
+
+    def sending(sender: Any, session: str) -> None:
+        nonlocal transfers
+        transfers += 1
+        if transfers == 2:
+            sender._bytes = drilled(act, sender._bytes, min(2, len(sender._joined[session].buckets)))
+        send(sender, session)
+
+    setattr(RowSender, "send", sending)  # noqa: B010
+
+
 def main() -> int:
     rank, where, act = os.environ["DRILL"].split()
     if Place.of_this_process().rank == int(rank):
         if where == "join":
             setattr(parallel, "_meet", drilled(act, parallel._meet, 1))  # noqa: B010  mypy forbids the assignment
+        elif where == "sending":
+            drill_sending(act)
         elif where == "code":
             setattr(parallel, "_digest", lambda: "another")  # noqa: B010
         else:

@@ -30,6 +30,7 @@ def resolved(*flags: str, env: dict[str, str] | None = None, text: str = "", tmp
         ([], Restart()),
         (["--weight-bridge-mode", "none", "--vllm-restart-interval", "7"], Restart(restart_interval=7)),
         ([*BROADCAST, "--bridge-bucket-mb", "8", "--bridge-lease-s=9"], Broadcast(bucket_mb=8, lease_s=9)),
+        ([*BROADCAST, "--bridge-sends", "gathered"], Broadcast(sends="gathered")),
         (["--use_shared_memory", "--weight_bridge_mode=shared_vllm"], Broadcast()),
         (["--weight-bridge-mode", "shared_vllm", "--single-copy", "--no-use-shared-memory"], SingleCopy()),
         (["--weight-bridge-mode", "reload", "--bridge-lease-s", "9"], Reload(lease_s=9)),

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atroposlib.wire.bridge import PROTOCOL
 from example_trainer.server_process import mapped_shared_memory
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
@@ -169,6 +170,17 @@ def test_two_ranks_train_listen_on_loopback_alone_and_end_on_ctrl_c(drills: Dril
         trainer.ends(130, within_s=15)
     assert trainer.errors == ["grpo: interrupted"]
     assert "Parity: vLLM's and the trainer's log-probabilities" in trainer.log
+    assert "2 trainer ranks send what they hold (direct)" in trainer.log
+    assert drills.server.senders == 2
+
+
+def test_a_server_that_knows_one_sender_alone_gets_gathered_weights(drills: Drills) -> None:
+    drills.server.protocol = 1
+    with Trainer(drills, GRPO, *PLAIN) as trainer:
+        trainer.ends(0)
+    drills.server.protocol = PROTOCOL
+    assert "Trainer rank 0 sends all weights (gathered): the vLLM server at" in trainer.log
+    assert (drills.server.senders, drills.server.version) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +211,24 @@ def test_a_rank_that_is_stopped_in_a_forward_pass_ends_all_after_the_deadline(dr
     assert 7 < time.monotonic() - since < 8 + 10
     (error,) = trainer.errors
     assert error.startswith("grpo: error: trainer rank 1 of 2 is stopped (SIGSTOP), and did not answer for 8 s")
+
+
+@pytest.mark.parametrize("act", ["KILL", "STOP"])
+def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the_version_is_served(
+    drills: Drills, act: str
+) -> None:
+    drill = f"1 sending {act}"
+    with drilled(drills, drill, "--dist-timeout-s", "8", "--bridge-timeout-s", "4") as trainer:
+        since = trainer.wait_for("DRILL")
+        trainer.ends(1)
+    took = time.monotonic() - since
+    assert took < 15 if act == "KILL" else 7 < took < 8 + 10
+    (error,) = trainer.errors
+    assert error.startswith(
+        "grpo: error: trainer rank 1 of 2 "
+        + ("was ended by SIGKILL" if act == "KILL" else "is stopped (SIGSTOP), and did not answer for 8 s")
+    )
+    assert (drills.server.senders, drills.server.version) == (2, 0)
 
 
 def test_an_error_of_one_rank_is_everyones_and_printed_once(drills: Drills) -> None:
