@@ -4,10 +4,10 @@
     rank 1   follows                                           update(7) ├─▶ did it work on every rank?
     rank 2   follows                                           update(7) ┘
 
-Only rank 0 talks to the batching API, to vLLM and to people. A method marked `collective` runs on every rank: rank 0
-sends its name and arguments (msgpack, no pickle), all ranks execute it, and an error of one ends all. Between two calls
-the others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that it lives.
-With one rank all of this is a plain method call.
+Only rank 0 talks to the batching API, to vLLM and to people; when it asks, the others send their weights to vLLM's
+workers. A method marked `collective` runs on every rank: rank 0 sends its name and arguments (msgpack, no pickle), all
+ranks execute it, and an error of one ends all. Between two calls the others wait at the store, however long rank 0
+waits for a batch; there each rank shows once a second that it lives. With one rank all of this is a plain method call.
 """
 
 import functools

@@ -24,6 +24,7 @@ class SeveralSenders:
         self._senders = senders
         self._groups = groups
         self._scratch: dict[int, torch.Tensor] = {}  # of each sender, as large as it was needed
+        self._messages: dict[int, list[list[Message]]] = {}  # of a bucket by its start, for each sender
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Fill `buffer`, flat uint8 [end - start], except for gaps between parameters. Raises PeerLost, naming the
@@ -31,8 +32,8 @@ class SeveralSenders:
         """
         under_way: list[tuple[int, transport.Work]] = []
         packed: list[tuple[Message, torch.Tensor]] = []
-        for sender, groups in enumerate(self._groups):
-            for message in messages(bucket, self._senders, sender):
+        for sender, (groups, carried) in enumerate(zip(self._groups, self._of(bucket), strict=True)):
+            for message in carried:
                 place = message.place(bucket)
                 target = buffer[place] if place is not None else self._memory(sender, message.nbytes, buffer)
                 if place is None:
@@ -51,6 +52,13 @@ class SeveralSenders:
                     _ = work.is_completed() and work.wait()
         for message, target in packed:
             unpack(message, target, bucket, buffer)
+
+    def _of(self, bucket: Bucket) -> list[list[Message]]:
+        if bucket.start not in self._messages:  # the same in every transfer
+            self._messages[bucket.start] = [
+                messages(bucket, self._senders, sender) for sender in range(self._senders.count)
+            ]
+        return self._messages[bucket.start]
 
     def _memory(self, sender: int, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         if sender not in self._scratch or len(self._scratch[sender]) < nbytes:

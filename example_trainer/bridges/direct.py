@@ -74,7 +74,7 @@ def chosen(
             if sends == "direct":
                 raise BridgeError(f"--bridge-sends direct: {error}; use auto or gathered") from error
             why_not = str(error)
-    log.info("[Bridge] Trainer rank 0 sends all weights (gathered): %s", why_not)
+    log.info("[Bridge] Trainer rank 0 sends all weights (not direct): %s", why_not)
     return None
 
 
@@ -177,7 +177,7 @@ class RowSender:
         for message in carried:
             piece, *others = message.pieces
             held = local(self._parameters[piece.tensor.name].detach())
-            as_it_is = held.dtype == getattr(torch, piece.tensor.dtype) and held.device == self._device
+            as_it_is = held.dtype == getattr(torch, piece.tensor.dtype) and held.device.type == self._device.type
             if not others and as_it_is and held.is_contiguous():
                 found.append(held.view(-1).view(torch.uint8))
             else:

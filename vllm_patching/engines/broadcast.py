@@ -10,6 +10,7 @@ Rank 0 of the trainer sends whole tensors, or several ranks send the parts that 
 (atroposlib/wire/senders.py).
 """
 
+import asyncio
 import time
 from contextlib import ExitStack
 
@@ -41,7 +42,8 @@ class BroadcastEngine(StagingEngine):
             if offer.senders.count > MAX_SENDERS:
                 raise Refused(f"{offer.senders.count} senders: a server takes at most {MAX_SENDERS}", 422)
             try:
-                expect_layouts(await self.serving.manifest(), offer.bucket_bytes, offer.senders)
+                manifest = await self.serving.manifest()
+                await asyncio.to_thread(expect_layouts, manifest, offer.bucket_bytes, offer.senders)
             except ValueError as error:
                 raise Refused(str(error), 422) from error
 

@@ -127,7 +127,7 @@ def test_several_ranks_send_for_themselves_where_all_servers_can(caplog: pytest.
         assert direct.senders == Senders(2)
         assert "2 trainer ranks send what they hold (direct)" in caplog.text
         assert chosen("gathered", sharded(parameters), "gloo", "127.0.0.1", NEW) is None
-        assert "Trainer rank 0 sends all weights (gathered): --bridge-sends gathered" in caplog.text
+        assert "Trainer rank 0 sends all weights (not direct): --bridge-sends gathered" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_rank_0_sends_where_ranks_or_servers_cannot(
     with as_rank(0, sizes, tiny_model()) as parameters:
         trained = sharded(parameters)
         assert chosen("auto", trained, backend, "127.0.0.1", protocols) is None
-        assert f"Trainer rank 0 sends all weights (gathered): {says}" in caplog.text
+        assert f"Trainer rank 0 sends all weights (not direct): {says}" in caplog.text
         with pytest.raises(BridgeError, match=f"--bridge-sends direct: {says}.*; use auto or gathered"):
             chosen("direct", trained, backend, "127.0.0.1", protocols)
 
