@@ -17,8 +17,8 @@ Broadcast
        │        ◀───── stall, apply ───────────│ → set version → resume                │
 
 Protocol 2: an offer with `senders`. Each of several trainer ranks has a group of its own with the workers, and sends
-the part of every tensor that it holds (senders.py); the rest is as above. A server says by `protocol` in its status
-what it takes.
+the part of every tensor that it holds (senders.py); the rest is as above. `protocol` in a server's status tells what
+it takes.
 
 Single copy: the trainer's parameters are the workers' own memory, on the same machine and the same device
 

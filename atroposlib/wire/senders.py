@@ -49,7 +49,8 @@ class Message(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return max(place.stop for _, place in self.packed())
+        *_, (last, place) = self.packed()
+        return int(place.start) + last.nbytes
 
     def packed(self) -> Iterator[tuple[Piece, slice]]:
         """Each piece with its bytes of the message."""

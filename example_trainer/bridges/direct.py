@@ -3,7 +3,7 @@
     rank 0   learner.join_senders, send_rows ──▶ every rank: RowSender ──its rows──▶ every worker of the server
 
 Which rank sends what is computed in atroposlib/wire/senders.py. Of ranks that hold the same rows (replicas), the first
-ones send. A rank that fails reports it and goes on, so that one server's failure is not the trainer's.
+ones send. A rank that fails reports it and continues, so that one server's failure is not the trainer's.
 """
 
 import ipaddress

@@ -32,7 +32,7 @@ def transfers(draw: st.DrawFn) -> tuple[Manifest, Senders, int, int]:
     """What is served, who sends, in buckets of which size; and from how many bytes on a block travels alone."""
     shapes = draw(st.lists(st.one_of(SHAPES), min_size=1, max_size=6))
     dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
-    tp_dims = {}
+    tp_dims: dict[str, int] = {}
     if (tp := draw(st.integers(1, 3))) > 1:
         for i, shape in enumerate(shapes):
             dim = draw(st.none() | st.integers(0, len(shape) - 1))

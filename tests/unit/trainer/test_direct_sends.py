@@ -60,7 +60,8 @@ def as_rank(rank: int, sizes: Mapping[str, int], model: PreTrainedModel) -> Iter
         if "tp" in sizes:
             parallelize_module(model.base_model, mesh["tp"], PLAN, src_data_rank=None)
         data: Any = mesh[tuple(name for name in sizes if name != "tp")]
-        for layer in model.base_model.layers:
+        layers: Any = model.base_model.layers
+        for layer in layers:
             fully_shard(layer, mesh=data)
         fully_shard(model, mesh=data)
         yield dict(model.named_parameters())
