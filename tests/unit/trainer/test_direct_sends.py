@@ -3,7 +3,9 @@ every rank is looked at in turn, in a process group that carries nothing.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,16 +20,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from atroposlib.wire.bridge import BroadcastOffer, Senders
-from atroposlib.wire.senders import messages
+from atroposlib.wire.bridge import BroadcastOffer, Bucket, Senders
+from atroposlib.wire.senders import group_name, messages, sender_ack_key
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import CannotSend, RowSender, chosen, senders_of, with_layouts
+from example_trainer.shard import local
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.source import pack
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.fakes import tiny_model
 from tests.unit.trainer.test_weight_sources import served_as, values
-from vllm_patching.several_senders import unpack
+from vllm_patching import transport
+from vllm_patching.several_senders import SeveralSenders, unpack
 
 CPU = torch.device("cpu")
 PLAN = {
@@ -215,3 +219,61 @@ def test_a_rank_that_holds_something_else_does_not_join() -> None:
         assert senders == Senders(2)
         with pytest.raises(CannotSend, match=r"this rank holds \[16\], and should send \(range\(11, 22\),\)"):
             held.join(offer, manifest)
+
+
+def test_a_bucket_is_not_overwritten_while_it_is_sent_and_each_transfer_has_the_weights_of_its_time() -> None:
+    """Two ranks and a worker over real groups; buckets larger than sockets hold, and a worker that is slow."""
+    whole = tiny_model(vocab_size=1 << 17, hidden_size=64, tie_word_embeddings=False)
+    manifest, bucket_bytes = served_as(whole, "bfloat16"), 16 << 20
+    ranks: list[RowSender] = []
+    for rank in range(2):
+        model = tiny_model(vocab_size=1 << 17, hidden_size=64, tie_word_embeddings=False)
+        with as_rank(rank, {"shard": 2}, model) as parameters:
+            ranks.append(RowSender(parameters, CPU))
+            senders = with_layouts(senders_of(parameters), manifest, bucket_bytes)
+    store, port = transport.host_store("127.0.0.1", 0, 30)
+    offer = BroadcastOffer(
+        session="s",
+        trainer="h:1",
+        lease_s=9.0,
+        address="127.0.0.1",
+        port=port,
+        world_size=2,
+        backend="gloo",
+        manifest_digest=manifest.digest(),
+        bucket_bytes=bucket_bytes,
+        timeout_s=30.0,
+        senders=senders,
+    )
+
+    def worker(transfers: int) -> list[Tensor]:
+        groups = [
+            transport.join_groups(store, group_name("s", each), 1, 2, 30.0, "gloo", "127.0.0.1") for each in range(2)
+        ]
+        several, images = SeveralSenders(senders, groups), []
+        for transfer in range(transfers):
+            images.append(torch.zeros(manifest.nbytes, dtype=torch.uint8))
+            for bucket in manifest.buckets(bucket_bytes):
+                time.sleep(0.1)
+                several.fill(bucket, images[-1][bucket.start : bucket.end])
+            for sender in range(2):
+                store.set(sender_ack_key("s", transfer, 0, sender), "")
+        return images
+
+    with ThreadPoolExecutor(3) as pool:
+        received = pool.submit(worker, 2)
+        list(pool.map(lambda rank: rank.join(offer, manifest), ranks))
+        expected = []
+        for _ in range(2):
+            expected.append(pack(Bucket(0, manifest.nbytes, manifest.tensors), values(whole).__getitem__, CPU))
+            list(pool.map(lambda rank: rank.send("s"), ranks))
+            with torch.no_grad():
+                for parameter in [
+                    *whole.parameters(),
+                    *(local(each) for rank in ranks for each in rank._parameters.values()),
+                ]:
+                    parameter.mul_(1.5)
+        for image, sent in zip(received.result(), expected, strict=True):
+            assert torch.equal(image, sent)
+    for rank in ranks:
+        rank.leave("s")
