@@ -275,5 +275,5 @@ def test_a_bucket_is_not_overwritten_while_it_is_sent_and_each_transfer_has_the_
                     parameter.mul_(1.5)
         for image, sent in zip(received.result(), expected, strict=True):
             assert torch.equal(image, sent)
-    for rank in ranks:
-        rank.leave("s")
+    for each in ranks:
+        each.leave("s")
