@@ -84,7 +84,8 @@ class Learner:
             self.trained = load_sharded(
                 self._config, source, self._device, self.ranks.mesh, self.gather, sends, self.prompt_logprobs
             )
-            self._sender = RowSender(dict(self.trained.model.named_parameters()), self._device)
+            parameters = dict(self.trained.model.named_parameters())
+            self._sender = RowSender(parameters, self._device, self.ranks.mesh)
 
     @collective
     def begin(self, checkpoint: str, served_dtype: str = "float32") -> None:

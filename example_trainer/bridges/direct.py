@@ -14,6 +14,7 @@ from itertools import cycle
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -30,15 +31,14 @@ from atroposlib.wire.senders import (
     sender_ack_key,
 )
 from example_trainer.bridges.base import BridgeError
+from example_trainer.rank_parts import REPLICATE, SHARD, TP, local
 from example_trainer.rank_processes import Place
-from example_trainer.shard import local
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport
 
 log = get_logger(__name__)
 
-REPLICAS, SHARDS, TP = "replicate", "shard", "tp"  # dimensions of the trainer's mesh
 NCCL_SENDERS = 8  # a worker's GPU holds the buffers of a communicator with each
 
 
@@ -93,18 +93,21 @@ def _direct(trained: TrainedModel, address: str, protocols: Mapping[str, int]) -
 
 def senders_of(parameters: Mapping[str, Tensor]) -> Senders:
     """The ranks that send, without layouts. Raises CannotSend."""
-    sizes, tp_dims = {REPLICAS: 1, SHARDS: 1, TP: 1}, {}
+    sizes, tp_dims = {REPLICATE: 1, SHARD: 1, TP: 1}, {}
+    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     for name, parameter in parameters.items():
         for dim, (size, placement) in _placed(name, parameter).items():
             along = None if isinstance(placement, Replicate) else getattr(placement, "dim", -1)
-            if along not in {REPLICAS: (None,), SHARDS: (0,), TP: (None, *range(parameter.ndim))}[dim]:
+            if along not in {REPLICATE: (None,), SHARD: (0,), TP: (None, *range(parameter.ndim))}[dim]:
                 raise CannotSend(f"{name} is placed as {placement} on the dimension {dim} of the trainer's mesh")
             if sizes[dim] not in (1, size):
                 raise CannotSend(f"{name} is divided into {size} parts ({dim}), and others into {sizes[dim]}")
             sizes[dim] = size
             if dim == TP and along is not None:
                 tp_dims[name] = along
-    return Senders(shard_size=sizes[SHARDS], tp_size=sizes[TP], tp_dims=tp_dims)
+    if whole and sizes[SHARD] > 1:
+        raise CannotSend(f"{whole[0]} is not divided among the {sizes[SHARD]} trainer ranks that share the weights")
+    return Senders(shard_size=sizes[SHARD], tp_size=sizes[TP], tp_dims=tp_dims)
 
 
 def with_layouts(senders: Senders, manifest: Manifest, bucket_bytes: int) -> Senders:
@@ -115,11 +118,12 @@ def with_layouts(senders: Senders, manifest: Manifest, bucket_bytes: int) -> Sen
 
 
 class RowSender:
-    """One rank's part; `device` is where the groups take bytes from."""
+    """The part of one rank of `mesh`; `device` is where the groups take bytes from."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device, mesh: DeviceMesh) -> None:
         self._parameters = dict(parameters)
         self._device = device
+        self._place = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         self._memory = (Memory(), Memory())  # of the bucket that is sent, and of the next
         self._joined: dict[str, _Joined] = {}  # by session
 
@@ -156,12 +160,8 @@ class RowSender:
 
     def _number(self, senders: Senders) -> int | None:
         """Which sender this rank is."""
-        meshes = [each.device_mesh for each in self._parameters.values() if isinstance(each, DTensor)]
-        place: dict[str, int] = {}
-        for mesh in meshes:
-            place |= zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
-        is_replica = place.get(REPLICAS, 0) > 0
-        return None if is_replica else place.get(SHARDS, 0) * senders.tp_size + place.get(TP, 0)
+        is_replica = self._place.get(REPLICATE, 0) > 0
+        return None if is_replica else self._place.get(SHARD, 0) * senders.tp_size + self._place.get(TP, 0)
 
     def _expect_blocks(self, manifest: Manifest, senders: Senders, sender: int) -> None:
         """Raise CannotSend unless this rank holds what that sender is to send."""
@@ -239,9 +239,9 @@ class _Joined:
 def _placed(name: str, parameter: Tensor) -> dict[str, tuple[int, Placement]]:
     """How a parameter is divided, by dimension of the mesh. Raises CannotSend."""
     if not isinstance(parameter, DTensor):
-        raise CannotSend(f"{name} is not divided among the trainer ranks")
+        return {}
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= {REPLICAS, SHARDS, TP}:
-        raise CannotSend(f"{name} is on a mesh with the dimensions {list(names)}, not {REPLICAS}, {SHARDS} and {TP}")
+    if not names or not set(names) <= {REPLICATE, SHARD, TP}:
+        raise CannotSend(f"{name} is on a mesh with the dimensions {list(names)}, not {REPLICATE}, {SHARD} and {TP}")
     return {dim: (mesh.size(number), parameter.placements[number]) for number, dim in enumerate(names)}

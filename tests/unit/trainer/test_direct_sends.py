@@ -3,20 +3,19 @@ every rank is looked at in turn, in a process group that carries nothing.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
@@ -24,7 +23,10 @@ from atroposlib.wire.bridge import BroadcastOffer, Bucket, Senders
 from atroposlib.wire.senders import group_name, messages, sender_ack_key
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import CannotSend, RowSender, chosen, senders_of, with_layouts
-from example_trainer.shard import local
+from example_trainer.policy import Policy
+from example_trainer.rank_parts import local
+from example_trainer.shard import load_shards, shard
+from example_trainer.weights.files import WeightFiles
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.source import pack
 from example_trainer.weights.written import TrainedModel
@@ -34,12 +36,6 @@ from vllm_patching import transport
 from vllm_patching.several_senders import SeveralSenders, unpack
 
 CPU = torch.device("cpu")
-PLAN = {
-    **{f"layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-    **{f"layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-    "layers.*.self_attn.o_proj": RowwiseParallel(),
-    "layers.*.mlp.down_proj": RowwiseParallel(),
-}
 MESHES = [
     {"shard": 1},
     {"shard": 2},
@@ -53,22 +49,19 @@ MESHES = [
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, sizes: Mapping[str, int], model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """The parameters that this rank of a mesh holds of `model`."""
-    world = 1
-    for size in sizes.values():
-        world *= size
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+def as_rank(
+    rank: int, sizes: Mapping[str, int], whole: PreTrainedModel
+) -> Iterator[tuple[dict[str, Tensor], DeviceMesh]]:
+    """The parameters that this rank of a mesh holds of `whole`, as the trainer divides and loads them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes.values()))
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if "tp" in sizes:
-            parallelize_module(model.base_model, mesh["tp"], PLAN, src_data_rank=None)
-        data: Any = mesh[tuple(name for name in sizes if name != "tp")]
-        layers: Any = model.base_model.layers
-        for layer in layers:
-            fully_shard(layer, mesh=data)
-        fully_shard(model, mesh=data)
-        yield dict(model.named_parameters())
+        with torch.device("meta"):
+            model = type(whole)(whole.config)
+        policy, files = Policy(model), cast(WeightFiles, None)
+        shard(policy, mesh, dtype=torch.float32)
+        load_shards(policy, files, CPU, dict(whole.named_parameters()))
+        yield dict(model.named_parameters()), mesh
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # which knows meshes, but not whose
@@ -82,16 +75,14 @@ def test_what_all_ranks_send_is_the_whole_image_once(
     sizes: dict[str, int], family: str, dtype: str, bucket_bytes: int
 ) -> None:
     whole = tiny_model(family, tie_word_embeddings=True)
-    manifest, world = served_as(whole, dtype), 1
-    for size in sizes.values():
-        world *= size
+    manifest, world = served_as(whole, dtype), math.prod(sizes.values())
     buckets = manifest.buckets(bucket_bytes)
     received = [torch.zeros(bucket.end - bucket.start, dtype=torch.uint8) for bucket in buckets]
     sent = 0
     for rank in range(world):
         model = tiny_model(family, tie_word_embeddings=True)
-        with as_rank(rank, sizes, model) as parameters:
-            senders, sender = senders_of(parameters), RowSender(parameters, CPU)
+        with as_rank(rank, sizes, model) as (parameters, mesh):
+            senders, sender = senders_of(parameters), RowSender(parameters, CPU, mesh)
             assert senders.count == world // sizes.get("replicate", 1)
             if (number := sender._number(senders)) is None:
                 continue
@@ -126,7 +117,7 @@ NEW = {"http://a": 2}
 
 def test_several_ranks_send_for_themselves_where_all_servers_can(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with as_rank(0, {"shard": 2}, tiny_model()) as parameters:
+    with as_rank(0, {"shard": 2}, tiny_model()) as (parameters, _):
         direct = chosen("auto", sharded(parameters), "gloo", "127.0.0.1", NEW)
         assert direct is not None
         assert direct.senders == Senders(2)
@@ -147,7 +138,7 @@ def test_rank_0_sends_where_ranks_or_servers_cannot(
     sizes: dict[str, int], backend: str, protocols: dict[str, int], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with as_rank(0, sizes, tiny_model()) as parameters:
+    with as_rank(0, sizes, tiny_model()) as (parameters, _mesh):
         trained = sharded(parameters)
         assert chosen("auto", trained, backend, "127.0.0.1", protocols) is None
         assert f"Trainer rank 0 sends all weights (not direct): {says}" in caplog.text
@@ -162,7 +153,7 @@ def test_one_process_sends_alone() -> None:
 
 
 def test_more_communicators_than_a_gpu_has_room_for_are_not_chosen_but_can_be() -> None:
-    with as_rank(0, {"shard": 9}, tiny_model()) as parameters:
+    with as_rank(0, {"shard": 9}, tiny_model()) as (parameters, _mesh):
         assert chosen("auto", sharded(parameters), "nccl", "127.0.0.1", NEW) is None
         assert chosen("direct", sharded(parameters), "nccl", "127.0.0.1", NEW) is not None
         assert chosen("auto", sharded(parameters), "gloo", "127.0.0.1", NEW) is not None
@@ -171,7 +162,7 @@ def test_more_communicators_than_a_gpu_has_room_for_are_not_chosen_but_can_be() 
 def test_ranks_of_other_machines_need_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    with as_rank(0, {"shard": 2}, tiny_model()) as parameters:
+    with as_rank(0, {"shard": 2}, tiny_model()) as (parameters, _mesh):
         with pytest.raises(BridgeError, match=r"other machines do not reach --master-addr 127\.0\.0\.1"):
             chosen("direct", sharded(parameters), "gloo", "127.0.0.1", NEW)
         assert chosen("direct", sharded(parameters), "gloo", "192.0.2.1", NEW) is not None
@@ -201,8 +192,8 @@ def test_weights_that_are_divided_otherwise_are_gathered(
 def test_a_rank_that_holds_something_else_does_not_join() -> None:
     whole = tiny_model()
     manifest = served_as(whole, "float32")
-    with as_rank(1, {"shard": 2}, whole) as parameters:
-        held, senders = RowSender(parameters, CPU), senders_of(parameters)
+    with as_rank(1, {"shard": 2}, whole) as (parameters, mesh):
+        held, senders = RowSender(parameters, CPU, mesh), senders_of(parameters)
         offer = BroadcastOffer(
             session="s",
             trainer="h:1",
@@ -227,9 +218,8 @@ def test_a_bucket_is_not_overwritten_while_it_is_sent_and_each_transfer_has_the_
     manifest, bucket_bytes = served_as(whole, "bfloat16"), 16 << 20
     ranks: list[RowSender] = []
     for rank in range(2):
-        model = tiny_model(vocab_size=1 << 17, hidden_size=64, tie_word_embeddings=False)
-        with as_rank(rank, {"shard": 2}, model) as parameters:
-            ranks.append(RowSender(parameters, CPU))
+        with as_rank(rank, {"shard": 2}, whole) as (parameters, mesh):
+            ranks.append(RowSender(parameters, CPU, mesh))
             senders = with_layouts(senders_of(parameters), manifest, bucket_bytes)
     store, port = transport.host_store("127.0.0.1", 0, 30)
     offer = BroadcastOffer(
