@@ -131,7 +131,7 @@ class Served:
             dtype,
             tensor_parallel_size=tp,
             worker_cls="vllm_patching.worker.BridgeWorker",
-            additional_config={"atropos_bridge": {"config_path": str(folder / "bridge.json"), "staging": True}},
+            additional_config={"atropos_bridge": {"config_path": str(folder / "bridge.json"), "staging": "device"}},
         )
         self.manifest = msgspec.convert(self.ask("bridge_manifest")[0], Manifest)
 

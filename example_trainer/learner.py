@@ -26,7 +26,7 @@ from example_trainer.checkpoint import Progress, expect_same_sharing, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.kernels import kernels_of_run, use_kernels
-from example_trainer.memory import available_memory, settled_config
+from example_trainer.memory import settled_config
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
@@ -43,6 +43,7 @@ from example_trainer.weights.load import load_sharded, load_trained, start_polic
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import CheckpointError, TrainedModel, writing
+from vllm_patching.free_memory import available_memory
 from vllm_patching.transport import describe
 
 HOST_RESERVE = 1 << 30  # bytes of host memory for each rank that a copy for a checkpoint leaves free

@@ -5,10 +5,7 @@ still runs out. Importing this module loads no torch.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-import psutil
 
 from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
@@ -31,11 +28,10 @@ from example_trainer.memory_plan import (
 from example_trainer.model_size import model_size, size_of
 from example_trainer.modes import SingleCopy
 from example_trainer.rank_processes import Place, ranks_to_start
+from vllm_patching.free_memory import available_memory
 
 if TYPE_CHECKING:
     import torch
-
-CGROUP = Path("/sys/fs/cgroup")
 
 log = get_logger(__name__)
 
@@ -134,15 +130,6 @@ def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: 
             f"training {config.model_name} needs {amount(total(items))} on {device} beside the shared weights,"
             f" {amount(free)} are free ({amount(lacking)} too little): {_beside_vllm(config)}"
         )
-
-
-def available_memory() -> int:
-    """What the machine has free, or a container's limit leaves."""
-    available: int = psutil.virtual_memory().available
-    limit = CGROUP / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int((CGROUP / "memory.current").read_text()))
-    return available
 
 
 @contextmanager

@@ -4,7 +4,7 @@ The trainer checks it before it loads, the launchers lay out GPUs by it, and `--
 module loads no torch.
 
     Training ──▶ phases: what one rank's device holds at once ──▶ the fullest one ──▶ fits, or the flags that help
-             └─▶ what each rank keeps in host memory (--offload)
+             └─▶ what each rank keeps in host memory (--offload, --bridge-delta)
 
 A rank of FSDP2 keeps its rows of weights, gradients and moments in float32; with tensor parallelism it computes with a
 part of each layer, and these are rows of that. On top come, phase by phase:
@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from atroposlib.wire.bridge import DTYPE_BYTES
+from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
 from example_trainer.config import TrainerConfig
 from example_trainer.model_size import ModelSize
-from example_trainer.modes import MODES, Adapter, Grouped, SingleCopy
+from example_trainer.modes import MODES, Adapter, Broadcast, Grouped, SingleCopy
 
 GB = 10**9
 GIB = 1 << 30
@@ -164,7 +164,15 @@ class Training:
     @property
     def host(self) -> int:
         """Bytes of host memory that a rank on a GPU keeps."""
-        return total(self.states["host"])
+        return total(self.host_items)
+
+    @property
+    def host_items(self) -> list[MemoryItem]:
+        """The same as a table. What was sent to each server is on rank 0, and counted for all ranks alike."""
+        config = self.config
+        sends_changes = isinstance(config.bridge, Broadcast) and config.bridge.delta
+        sent = self.served * self.size.count * len(config.vllm_servers) if sends_changes else 0
+        return _real([*self.states["host"], MemoryItem("what was sent last, --bridge-delta", -(-sent // self.ranks))])
 
     # --- what comes and goes ------------------------------------------------------------------------------------------
 
@@ -423,6 +431,7 @@ class Serving:
     ranks: int = 1
     on_gpu: bool = True
     max_model_len: int = 2048
+    staging_on_host: bool = False
 
     @property
     def weights(self) -> int:
@@ -431,8 +440,18 @@ class Serving:
 
     @property
     def staging(self) -> int:
-        """Bytes of the buffer that receives new weights, which the worker takes from the KV cache."""
-        return self.weights * (MODES[self.config.bridge.kind].vllm_copies - 1)
+        """Bytes in which new weights are received, which the worker takes from the KV cache: of all of them or, on the
+        way to host memory, of one bucket.
+        """
+        copies = MODES[self.config.bridge.kind].vllm_copies - 1
+        bucket = max(NCCL_BUCKET, self.size.largest * DTYPE_BYTES[self.dtype])
+        return copies * (bucket if self.host_staging else self.weights)
+
+    @property
+    def host_staging(self) -> int:
+        """Bytes of page-locked host memory that a rank on a GPU takes for it."""
+        copies = MODES[self.config.bridge.kind].vllm_copies - 1
+        return copies * self.weights if self.on_gpu and self.staging_on_host else 0
 
     @property
     def packed(self) -> int:
@@ -471,7 +490,9 @@ class Serving:
         return _real(
             [
                 MemoryItem(f"vLLM: weights in {self.dtype}", self.weights),
-                MemoryItem("vLLM: staging buffer for new weights", self.staging),
+                MemoryItem(
+                    f"vLLM: {'a bucket' if self.host_staging else 'staging buffer'} for new weights", self.staging
+                ),
                 MemoryItem("vLLM: packed copy that it multiplies by", self.packed),
                 MemoryItem("vLLM: KV cache", cache),
                 *([MemoryItem("vLLM: activations and CUDA graphs, about", VLLM_OWN)] if self.on_gpu else []),
@@ -503,8 +524,8 @@ def trainer_table(training: Training, room: Room | None = None) -> list[str]:
     """What each rank of the trainer takes, when its device is fullest."""
     rank = f"each of {training.ranks} trainer ranks" if training.ranks > 1 else "the trainer"
     lines = table(f"Memory of {rank}, fullest in: {training.peak}", training.items, room.device if room else None)
-    if training.states["host"]:
-        lines += table("  and in host memory", training.states["host"], room.host if room else None)
+    if training.host_items:
+        lines += table("  and in host memory", training.host_items, room.host if room else None)
     return lines
 
 

@@ -82,6 +82,8 @@ def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int |
         "sync_transfer_s": sync.transfer_s,
         "sync_apply_s": sync.apply_s,
         "sync_bytes": sync.bytes_moved,
+        "sync_bytes_whole": sync.bytes_whole,
+        "sync_words_changed": sync.words_changed,
         "servers": sync.servers,
     }
 

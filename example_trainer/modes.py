@@ -14,10 +14,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, SecretStr, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 
 from atroposlib.config import Ambient, Config
 from atroposlib.flags import Hoisted
+from atroposlib.wire.bridge import NCCL_BUCKET
 
 SWITCHES = ("use_shared_memory", "single_copy")  # which of the two shared_vllm modes
 
@@ -103,8 +104,9 @@ class Grouped(Mode):
 
     def bucket_bytes(self, backend: str) -> int:
         """Bytes of a bucket: more over NCCL, where 72 billion weights would else be thousands of messages."""
-        mb = self.bucket_mb if self.bucket_mb != "auto" else 256 if backend == "nccl" else 16
-        return mb << 20
+        if self.bucket_mb == "auto":
+            return NCCL_BUCKET if backend == "nccl" else 16 << 20
+        return self.bucket_mb << 20
 
 
 class Broadcast(_Session, Grouped):
@@ -131,6 +133,26 @@ class Broadcast(_Session, Grouped):
         validation_alias="use_shared_memory",
         description="shared_vllm by broadcast to vLLM's weight updater threads",
     )
+    delta: bool = Field(
+        False,
+        validation_alias="bridge_delta",
+        description="send only the 16-bit words that have changed, for slow links; the trainer keeps a copy of what it"
+        " sent to each server in host memory",
+    )
+
+    @model_validator(mode="after")
+    def _changes_are_sent_by_one_rank(self) -> "Broadcast":
+        if self.delta and self.sends == "direct":
+            raise ValueError(
+                "--bridge-delta and --bridge-sends direct cannot be combined: what has changed is sent by rank 0; use"
+                " --bridge-sends auto or gathered, or drop --bridge-delta"
+            )
+        return self
+
+    @property
+    def sends_by(self) -> str:
+        """`sends`, which only rank 0 does with `delta`."""
+        return "gathered" if self.delta else self.sends
 
 
 class SingleCopy(_Session):

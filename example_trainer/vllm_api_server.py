@@ -5,7 +5,7 @@
 
 Its own flags (`own_flags`) are parsed together with vLLM's: `--batch-invariant` makes log-probabilities bit-exact
 (docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
-`--bridge-staging` says whether GPU memory is kept for new weights, and `--allowed-host` is another name of the server,
+`--bridge-staging` says where new weights are received, and `--allowed-host` is another name of the server,
 besides 127.0.0.1, localhost and --host. Unless the flag is given, it sets before vLLM starts: port 9001, host
 127.0.0.1, `processed_logprobs` (log-probabilities of the distribution that was really sampled from), the bridge's
 worker class (with --enable-lora also room for the adapters of two policy versions at once), and on CPUs float32, eager
@@ -139,11 +139,12 @@ def own_flags() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--bridge-staging",
-        choices=("device", "none"),
+        choices=("device", "host", "none"),
         default="device",
         help=(
             "Where new weights are received while the old ones serve: on the device, which leaves that much less for"
-            " the KV cache, or none, for a single copy (default: %(default)s)."
+            " the KV cache; in host memory, from where a pause copies them; or none, for a single copy"
+            " (default: %(default)s)."
         ),
     )
     group.add_argument(
@@ -336,7 +337,7 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
             f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a directory this user may write to; "
             "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
         )
-    settings = {"config_path": str(path), "staging": args.bridge_staging != "none"}
+    settings = {"config_path": str(path), "staging": args.bridge_staging}
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
     log.info("[vLLM Patch] weight bridge on: %s", json.dumps(settings))
 

@@ -7,5 +7,6 @@ engines/       how weights arrive, one class per mode; the session; the WeightUp
 memory/        vLLM's fused, sharded parameters as flat buffers: one live, one staging; memory that two processes share
 http/          /v1/bridge/*, /generate, and 503 with the reason while the weights must not be served
 transport.py   process groups over which weight bytes travel: Gloo, NCCL
+delta.py       weights as what has changed in them, for slow links
 batch_invariant/   the arithmetic that sampler and trainer share
 """

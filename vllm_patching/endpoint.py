@@ -47,7 +47,7 @@ class BridgeEndpoints:
             model=args.model,
             tp_size=args.tensor_parallel_size,
             bridge_on=bridge is not None,
-            staging=bridge is not None and bridge["staging"],
+            staging=bridge is not None and bridge["staging"] != "none",
             max_lora_rank=args.max_lora_rank if args.enable_lora else None,
             models=state.openai_serving_models,
         )

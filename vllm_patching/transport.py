@@ -93,6 +93,10 @@ class Groups:
             return []
         return [self.data.broadcast([chunk], from_rank_0()) for chunk in buffer.split(CHUNK_BYTES)]
 
+    def announce(self, numbers: torch.Tensor) -> None:
+        """Send (rank 0) or receive a few `numbers`, int64 on the CPU. Raises RuntimeError as `broadcast`."""
+        self.control.broadcast([numbers], from_rank_0()).wait()
+
     def close(self) -> None:
         """Let go of the peers, whatever state they are in: a kernel that still waits for one would run forever."""
         if self.backend == "nccl":

@@ -110,7 +110,8 @@ class BridgeWorker(RoutingWorker):
         model = self.model_runner.get_model()
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
-        self._arena = Arena(model, self._manifest, shards)
+        on_host = self._settings["staging"] == "host"
+        self._arena = Arena(model, self._manifest, shards, staging_on_host=on_host)
         path = self._write_config()
         log.info(
             "[vLLM Patch] ✓ Exported %d params (%.1f MB on rank %d) to %s",
@@ -125,31 +126,34 @@ class BridgeWorker(RoutingWorker):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: on a GPU what vLLM finds, less the staging buffer, which is made when a trainer
-        joins. A size that the user gave stays. Raises RuntimeError where nothing is left.
+        joins; where it is in host memory, less one bucket, which passes through the GPU. A size that the user gave
+        stays. Raises RuntimeError where nothing is left.
         """
         found = int(super().determine_available_memory())
         given = self.cache_config.kv_cache_memory_bytes is not None
-        if self._arena.device.type == "cpu" or given or not self._settings["staging"]:
+        if self._arena.device.type == "cpu" or given or self._settings["staging"] == "none":
             return found
-        staging = self._arena.nbytes
+        on_host = self._arena.staging_on_host
+        staging = self._manifest.largest_bucket if on_host else self._arena.nbytes
         log.info(
-            "[vLLM Patch] Rank %d keeps %.1f of %.1f GB of GPU memory free for the staging buffer (--bridge-staging)",
+            "[vLLM Patch] Rank %d keeps %.1f of %.1f GB of GPU memory free for %s (--bridge-staging)",
             self._tp_rank,
             staging / 1e9,
             found / 1e9,
+            "a bucket of weights on its way to host memory" if on_host else "the staging buffer",
         )
         if found <= staging:
             raise RuntimeError(
                 f"rank {self._tp_rank}: {found / 1e9:.1f} GB of GPU memory are left for the KV cache, and the staging"
                 f" buffer of the weight bridge takes {staging / 1e9:.1f} GB of them: use more GPUs"
-                " (--tensor-parallel-size) or a higher --gpu-memory-utilization; a single copy needs no staging"
-                " (--bridge-staging none)"
+                " (--tensor-parallel-size), a higher --gpu-memory-utilization or --bridge-staging host; a single copy"
+                " needs no staging (--bridge-staging none)"
             )
         return found - staging
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """What the launcher decided: `config_path` and `staging`."""
+        """What the launcher decided: `config_path` and `staging`: device | host | none."""
         settings: dict[str, Any] = self.vllm_config.additional_config["atropos_bridge"]
         return settings
 

@@ -10,7 +10,7 @@ Broadcast
        │ TCPStore listens                      │                                       │
        │ POST /v1/bridge/session   ───────────▶│── open_session ──────────────────────▶│ manifest digest compared
        │        ◀──────────────── Gloo (and NCCL) group: trainer rank 0, workers 1..TP ┤ joins once, never rejoins
-       │ store[id/go/k] = version              │                                       │
+       │ store[id/go/k] = Announced            │                                       │
        │ bucket 0, bucket 1, ... broadcast  ──────────────────────────────────────────▶│ into the staging arena
        │        ◀─────────────────────────────────────────────── store[id/ack/k/r] ────┤
        │ POST /v1/bridge/commit    ───────────▶│ pause(keep) → apply on all ranks      │
@@ -59,6 +59,7 @@ ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMa
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
 PROTOCOL = 2  # 1: one sender; 2: several, in an offer that names them
+NCCL_BUCKET = 256 << 20  # bytes; on a GPU the usual size of a bucket
 GOODBYE = "goodbye"  # value of go_key when the trainer ends its session
 
 
@@ -102,6 +103,11 @@ class Manifest(Struct, frozen=True):
         """SHA-256 over names, shapes, dtypes, order and offsets."""
         rows = [[t.name, list(t.shape), t.dtype, t.offset] for t in self.tensors]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes of it over NCCL, unless the trainer sets another size."""
+        return max(NCCL_BUCKET, *(tensor.nbytes for tensor in self.tensors))
 
     def buckets(self, bucket_bytes: int) -> list[Bucket]:
         """Whole tensors grouped up to `bucket_bytes`; a larger tensor is a bucket of its own."""
@@ -155,6 +161,7 @@ class BroadcastOffer(Offer, frozen=True, kw_only=True, tag="broadcast", omit_def
     bucket_bytes: Annotated[int, Meta(ge=1, le=2**32)]
     timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # deadline of each collective and of each store wait
     senders: Senders | None = None  # protocol 2; None: rank 0 alone sends whole tensors
+    delta: bool = False  # buckets travel as vllm_patching/delta.py encodes them; not from several senders
 
 
 class SingleCopyOffer(Offer, frozen=True, kw_only=True, tag="single_copy"):
@@ -372,8 +379,15 @@ def read_policy_version(model: str) -> int:
     return version
 
 
+class Announced(Struct, frozen=True, omit_defaults=True):
+    """What a trainer is about to send: a version, whole or as what has changed since `base`."""
+
+    version: int
+    base: int | None = None
+
+
 def go_key(session: str, sequence: int) -> str:
-    """Store key under which the trainer announces transfer number `sequence` of the session."""
+    """Store key under which the trainer puts `Announced`, as JSON, of transfer number `sequence` of the session."""
     return f"{session}/go/{sequence}"
 
 

@@ -34,6 +34,8 @@ class SyncReport:
     transfer_s: float  # bytes travelled, while generation continued
     apply_s: float  # part of the stall in which the weights changed
     bytes_moved: int  # to all servers
+    bytes_whole: int | None = None  # that the weights take, where less may have been sent
+    words_changed: float | None = None  # share of their 16-bit words, since the sync before
     servers: int = 1  # that serve this version now
 
 

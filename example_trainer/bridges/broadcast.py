@@ -64,7 +64,7 @@ class BroadcastBridge(WeightBridge):
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
         self._source = trained.source(self._manifest)
         protocols = {vllm.url: vllm.status().protocol for vllm in self._servers}
-        self._direct = chosen(self._mode.sends, trained, self._backend, rendezvous.address, protocols)
+        self._direct = chosen(self._mode.sends_by, trained, self._backend, rendezvous.address, protocols)
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:
@@ -88,6 +88,7 @@ class BroadcastBridge(WeightBridge):
         )
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.vllm.commit(link.session.id, policy_version))
+        changed = [link.words_changed for link in self._links if link.words_changed is not None]
         stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
         log.info(
             "[Bridge] Policy version %d is served%s: transfer %.3f s, stall %.1f ms, apply %.1f ms",
@@ -104,6 +105,8 @@ class BroadcastBridge(WeightBridge):
             transfer_s=transferred - updated,
             apply_s=apply_s,
             bytes_moved=sum(link.bytes_sent for link in self._links),
+            bytes_whole=sum(link.bytes_whole for link in self._links) if self._mode.delta else None,
+            words_changed=max(changed, default=None),
             servers=len(self._links),
         )
 
@@ -200,6 +203,7 @@ class BroadcastBridge(WeightBridge):
             bucket_bytes=self._mode.bucket_bytes(self._backend),
             lease_s=self._mode.lease_s,
             direct=self._direct,
+            only_changes=self._mode.delta,
         )
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:

@@ -6,24 +6,25 @@ called again; `drop` ends the rest.
 
 import ipaddress
 import socket
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import Direct, with_layouts
 from example_trainer.bridges.session import Session, offered_by_us, told
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Grouped
-from vllm_patching import transport
+from vllm_patching import delta, transport
 
 log = get_logger(__name__)
 
@@ -65,7 +66,9 @@ def _resolve(host: str, what: str) -> str:
 class ServerLink:
     """Joins the workers of `vllm` at `rendezvous`; raises BridgeError if they do not come in time.
 
-    `backend` is the data group's: gloo | nccl. With `direct`, the trainer's ranks join and send for themselves.
+    `backend` is the data group's: gloo | nccl. With `direct`, the trainer's ranks join and send for themselves. With
+    `only_changes` each transfer after the first sends what has changed since the last one, of which this link keeps a
+    copy in host memory; not with both.
     """
 
     def __init__(
@@ -78,11 +81,16 @@ class ServerLink:
         bucket_bytes: int,
         lease_s: float,
         direct: Direct | None = None,
+        only_changes: bool = False,
     ) -> None:
         self.vllm = vllm
         self._direct = direct
         self._groups: transport.Groups | None = None
-        self.bytes_sent = manifest.nbytes * manifest.tp_size  # of one transfer; every worker receives whole tensors
+        self.bytes_whole = manifest.nbytes * manifest.tp_size  # every worker receives whole tensors
+        self.bytes_sent = self.bytes_whole  # of the last transfer
+        self.words_changed: float | None = None  # share in it, where the receiver had a version before
+        self._sent_last = torch.empty(manifest.nbytes, dtype=torch.uint8) if only_changes else None
+        self._base: int | None = None  # its version
         self._manifest = manifest
         self._buckets = manifest.buckets(bucket_bytes)
         self._timeout_s = rendezvous.timeout_s
@@ -99,6 +107,7 @@ class ServerLink:
             bucket_bytes=bucket_bytes,
             timeout_s=self._timeout_s,
             senders=None if direct is None else with_layouts(direct.senders, manifest, bucket_bytes),
+            delta=only_changes,
         )
         vllm.open_session(offer)
         self.session = Session(vllm, offer)
@@ -114,9 +123,10 @@ class ServerLink:
     def transfer(self, version: int, read: Callable[[Sequence[Bucket]], Generator[torch.Tensor, None, None]]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation continues meanwhile."""
         log.info(
-            "[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s,"
+            "[Bridge] Broadcasting policy version %d%s: %.1f MB in %d buckets to %d worker(s) of %s,"
             " at most %.0f s a bucket",
             version,
+            "" if self._base is None else f", what has changed since {self._base},",
             self._manifest.nbytes / 1e6,
             len(self._buckets),
             self._manifest.tp_size,
@@ -126,17 +136,39 @@ class ServerLink:
         acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._manifest.tp_size)]
         go = go_key(self.session.id, self._sequence)
         with self._reaching_workers(f"policy version {version} did not reach every worker of {self.vllm.url}"):
-            self._store.set(go, str(version))
+            self._store.set(go, msgspec.json.encode(Announced(version, self._base)).decode())
             if self._groups is None:
                 self._send_directly()
             else:
                 with closing(read(self._buckets)) as stream:
-                    for packed in stream:
-                        self._groups.broadcast(packed)
+                    self._send(self._groups, stream)
             self._store.wait(acks, timedelta(seconds=self._timeout_s))
             for key in (go, *acks):  # a long run must not fill the store
                 self._store.delete_key(key)
         self._sequence += 1
+        if self._sent_last is not None:
+            self._base = version
+
+    def _send(self, groups: transport.Groups, stream: Iterable[torch.Tensor]) -> None:
+        if self._sent_last is None:
+            for packed in stream:
+                groups.broadcast(packed)
+            return
+        sent = delta.Sent()
+        for bucket, packed in zip(self._buckets, stream, strict=True):
+            before = self._sent_last[bucket.start : bucket.end]
+            sent += delta.send(groups, packed, before, whole=self._base is None)
+        self.bytes_sent = sent.nbytes * self._manifest.tp_size
+        self.words_changed = None if self._base is None else sent.changed / sent.words
+        log.info(
+            "[Bridge] Sent %.1f of %.1f MB to each worker of %s: %s",
+            sent.nbytes / 1e6,
+            self._manifest.nbytes / 1e6,
+            self.vllm.url,
+            "everything, for the first time"
+            if self.words_changed is None
+            else f"{self.words_changed:.2%} of the words changed",
+        )
 
     def drop(self, reason: str) -> None:
         """End a link that failed, and fence off its server."""

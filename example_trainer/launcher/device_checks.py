@@ -125,6 +125,7 @@ def check_gpu_memory(
     running: bool,
     servers: int = 1,
     tp: int = 1,
+    staging_on_host: bool = False,
 ) -> Finding:
     """vLLM on the first GPUs, the trainer's ranks on the others or, single copy, on the same; by the memory plan for
     the GPU that has least free.
@@ -138,7 +139,7 @@ def check_gpu_memory(
     others = names[ranks:][: max(tp, (len(names) - ranks) // tp * tp)]
     placement = Placement(vllm, tuple(names[:ranks] if same else others))
     least = min(gpus, key=lambda gpu: gpu.free)
-    need = _need(mode, model, served_dtype, least.free, servers, tp)
+    need = _need(mode, model, served_dtype, least.free, servers, tp, staging_on_host)
     if not running and (why := need.serving_refusal(placement)):
         return Finding("fail", name, *why)
     training, room = need.training(placement)
@@ -154,16 +155,25 @@ def check_gpu_memory(
         shown += (
             f"; at least {_size(rank.least)} for each rank of vLLM: weights {_size(rank.weights)}, staging"
             f" {_size(rank.staging)}, KV cache {_size(rank.cache_of_one)}"
+            + (f"; and {_size(rank.host_staging)} of host memory, page-locked" if rank.host_staging else "")
         )
     return Finding("ok", name, shown)
 
 
-def _need(mode: type[Mode], model: Model, dtype: str, gpu: int, servers: int = 1, tp: int = 1) -> Need:
+def _need(
+    mode: type[Mode],
+    model: Model,
+    dtype: str,
+    gpu: int,
+    servers: int = 1,
+    tp: int = 1,
+    staging_on_host: bool = False,
+) -> Need:
     config = TrainerConfig.model_validate(
         {"model_name": model.source, "tp_size": tp, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
     size = size_of(model.shapes, experts_per_token=model.experts_per_token)
-    return Need(config, size, gpu, dtype, (ServerNeed(config.seq_len),) * servers)
+    return Need(config, size, gpu, dtype, (ServerNeed(config.seq_len, staging_on_host=staging_on_host),) * servers)
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:

@@ -53,9 +53,9 @@ from example_trainer.launcher.machine import (
 )
 from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.servers import is_server
-from example_trainer.memory import available_memory
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import LAUNCHED, Broadcast
+from vllm_patching.free_memory import available_memory
 
 PROG = "atropos doctor"
 PLUGINS = ("atropos_processes", "atropos_bridge_http")  # the entry points of pyproject.toml
@@ -79,6 +79,9 @@ class DoctorConfig(VllmServers):
     tp_size: int = Field(1, ge=1, le=64, description="trainer ranks that split each layer, as the trainer's flag")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype that vLLM serves; auto is float32 without a GPU, bfloat16 with one"
+    )
+    bridge_staging: Literal["device", "host"] = Field(
+        "device", description="where vLLM receives new weights: its --bridge-staging"
     )
     save_path: Path = Field(Path("."), description="directory of the trainer's checkpoints")
     master_addr: str = Field(
@@ -255,7 +258,10 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         if config.tp_size > 1:
             yield device_checks.check_trainer_split(config.tp_size, model)
         if gpus and len(gpus) >= ranks * count:
-            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running, count, config.tp_size)
+            on_host = config.bridge_staging == "host"
+            yield device_checks.check_gpu_memory(
+                gpus, mode, model, dtype, ranks, running, count, config.tp_size, on_host
+            )
         elif not gpus:
             absent = max(1, sum(not server.running for server in here))
             all_run = running and all(server.running for server in here)

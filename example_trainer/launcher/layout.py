@@ -8,7 +8,7 @@ several servers   as many GPUs each, unless they say otherwise; the trainer's ra
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Any
 
@@ -16,7 +16,6 @@ from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_for_each, server_name
-from example_trainer.memory import available_memory
 from example_trainer.memory_plan import (
     PROCESSES,
     SHARED_UTILIZATION,
@@ -36,6 +35,7 @@ from example_trainer.memory_plan import (
 from example_trainer.model_size import ModelSize
 from example_trainer.modes import MODES
 from example_trainer.rank_processes import ranks_on_cpu
+from vllm_patching.free_memory import available_memory
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class ServerNeed:
 
     max_model_len: int
     utilization: float | None = None  # of a GPU
+    staging_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,13 @@ class Need:
             max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
             self.servers[index].max_model_len,
+            self.servers[index].staging_on_host,
         )
+
+    def host_staging(self, placement: Placement) -> int:
+        """Bytes of host memory that all ranks of all vLLM servers take for new weights."""
+        servers = (self.serving(placement, index) for index in range(len(placement.servers)))
+        return sum(serving.ranks * serving.host_staging for serving in servers)
 
     def training(self, placement: Placement) -> tuple[Training, Room]:
         """A rank of the trainer, with --offload resolved, and what it may take."""
@@ -121,7 +128,7 @@ class Need:
         served = 2 if self.dtype != "float32" else 4
         split = len(placement.vllm) if same and placement.on_gpus else 1
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
-        host = self.host_memory // ranks
+        host = (self.host_memory - self.host_staging(placement)) // ranks
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
@@ -142,17 +149,30 @@ class Need:
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
         """Why vLLM does not fit, and what to do; None where it does."""
+        staged = self.host_staging(placement)
+        if staged > self.host_memory:
+            return (
+                f"vLLM needs {amount(staged)} of host memory for --bridge-staging host, and {amount(self.host_memory)}"
+                " are free",
+                "take --bridge-staging device, or use a smaller model",
+            )
         for index in range(len(placement.servers)):
             serving, taken = self.serving(placement, index), self.share(placement, index)
             if serving.least <= taken * self.gpu:
                 continue
             share = f" of which it may take {taken:.0%}"
+            elsewhere = replace(serving, staging_on_host=True)
+            on_host = (
+                f", --bridge-staging host ({amount(serving.ranks * elsewhere.host_staging)} of host memory)"
+                if not serving.staging_on_host and elsewhere.least <= taken * self.gpu
+                else ""
+            )
             who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
             return (
                 f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
                 f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
-                "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or use a smaller"
-                " model",
+                f"give vLLM more GPUs (--tensor-parallel-size){on_host}, mode lora, which needs no staging, or use a"
+                " smaller model",
             )
         return None
 
@@ -176,7 +196,7 @@ class Need:
         ]
         named = [
             MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * training.ranks, item.shared)
-            for item in [*training.items, *training.states["host"]]
+            for item in [*training.items, *training.host_items]
         ]
         own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
         return table("This machine", [*servers, *named, own], self.host_memory)
@@ -188,11 +208,14 @@ class Need:
         for (share, _), group in groupby(range(count), key=each.__getitem__):
             alike = list(group)
             serving = self.serving(placement, alike[0])
-            cache = max(0, int(share * self.gpu) - serving.weights - VLLM_OWN)
+            cache = max(0, int(share * self.gpu) - serving.weights - serving.staging - VLLM_OWN)
             gpus = ", ".join(gpu for index in alike for gpu in placement.servers[index].gpus)
             names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
             lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
             lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")
+            if serving.host_staging:
+                locked = MemoryItem("vLLM: staging buffer, page-locked", serving.host_staging)
+                lines += table(f"  and in host memory, each of {serving.ranks * len(alike)} rank(s)", [locked])
         return lines
 
     def fits(self, placement: Placement, without_offload: bool = False) -> bool:

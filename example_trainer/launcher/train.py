@@ -137,7 +137,8 @@ def need_of(asked: Asked, site: Site) -> Need | None:
     for server in run.servers:
         share = server.get("gpu_memory_utilization")
         length = int(server.get("max_model_len") or config.seq_len)
-        servers.append(ServerNeed(length, None if share is None else float(share)))
+        on_host = server.get("bridge_staging") == "host"
+        servers.append(ServerNeed(length, None if share is None else float(share), on_host))
     dtype = served_dtype(run, bool(asked.gpus))
     return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
 

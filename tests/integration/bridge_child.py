@@ -2,8 +2,8 @@
 is told.
 
 python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S [DEVICE BACKEND [FOLDER]]]
-ACT: sync | save (to FOLDER, after a sync) | idle | many | kill-before-transfer | kill-mid-transfer |
-freeze-mid-transfer | kill-after-ack | kill-during-commit
+ACT: sync | save (to FOLDER, after a sync) | idle | many | changes (with --bridge-delta) | kill-before-transfer |
+kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
 """
 
 import http.client
@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,21 @@ def main(
     folder: str = "",
 ) -> None:
     settings: dict[str, Any] = {"bridge_timeout_s": float(timeout_s), "bridge_backend": backend, "device": device}
+    settings["bridge_delta"] = act == "changes"
     bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, **settings)
     if act == "idle":
         time.sleep(300)
     if act == "many":
         sync_many(bridge, model)
+    elif act == "changes":
+        sync_changes(bridge, model)
     elif act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
     elif act == "kill-after-ack":
         _link(bridge).vllm.commit = _die
     elif act == "kill-during-commit":
         _link(bridge).vllm.commit = partial(_send_commit_and_die, port)
-    if act != "many":
+    if act not in ("many", "changes"):
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     prove(bridge, _link(bridge).vllm)
     bridge.close()
@@ -101,6 +105,23 @@ def change(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:  # of a LoRA model the adapter alone
             parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def sync_changes(bridge: WeightBridge, model: PreTrainedModel) -> None:
+    """Syncs 1 to 4: norms alone, nothing, everything, norms. Prints what each sent, as shares."""
+
+    @torch.no_grad()
+    def change_norms() -> None:
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.125)
+
+    updates: list[Callable[[], None]] = [change_norms, lambda: None, partial(change, model), change_norms]
+    for version, update in enumerate(updates, start=1):
+        report = bridge.sync(version, update)
+        assert report.bytes_whole is not None
+        print(f"SENT {version} {report.bytes_moved / report.bytes_whole} {report.words_changed}", flush=True)
+        assert bridge.differing_tensors(version) == []
 
 
 def _link(bridge: Any) -> Any:

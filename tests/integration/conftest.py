@@ -220,7 +220,9 @@ def vllm_server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def vllm_server_tp2(qwen_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = start_server(qwen_folder, tmp_path_factory.mktemp("vllm_tp2"), "--tensor-parallel-size", "2")
+    """Of two ranks, which receive in host memory, so that tests of both servers try both ways of staging."""
+    flags = ("--tensor-parallel-size", "2", "--bridge-staging", "host")
+    server = start_server(qwen_folder, tmp_path_factory.mktemp("vllm_tp2"), *flags)
     yield server
     stop_server(server)
 

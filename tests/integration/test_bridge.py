@@ -30,6 +30,7 @@ PARITY = (
     2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
 )
 PROMPT = [5, 6, 7, 8]
+SENT = r"SENT (\d+) (\S+) (\S+)"
 
 
 def start_child(
@@ -166,6 +167,22 @@ def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(ser
     token, logprob = next_token()
     assert logprob == pytest.approx(computed_anew(token), abs=PARITY)
     assert abs(logprob - before[1]) > 10 * PARITY or token != before[0]
+
+
+def test_only_what_has_changed_is_sent_and_every_word_arrives(server: Server) -> None:
+    child = start_child(server, "changes 120")
+    code, out, err = finish(child)
+    assert code == 0, err[-2000:]
+    sent = {int(version): (float(share), float(changed)) for version, share, changed in re.findall(SENT, out)}
+    norms, nothing, everything, norms_again = (sent[version] for version in (1, 2, 3, 4))
+    assert nothing[1] == 0
+    assert nothing[0] < norms[0] < 0.1
+    assert 0 < norms[1] < 0.1
+    assert 0.9 < everything[0] < 1.01
+    assert norms_again[0] < 0.1
+    assert float(out.split("PARITY ")[1]) <= PARITY
+    assert server.status()["policy_version"] == 4
+    assert sync_and_probe(server) <= PARITY  # of a trainer that sends everything
 
 
 @pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])

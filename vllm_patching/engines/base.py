@@ -275,6 +275,8 @@ class Receiver:
     """
 
     over = False  # set once the trainer has said goodbye
+    base: int | None = None  # the version whose words `fill` must find in its buffer
+    on_device = False  # whether `fill` writes only to the device that vLLM computes on
     bucket_bytes = 64 << 20  # received in pieces of this size
 
     def __init__(self, offer: Any, rank: int) -> None:
@@ -293,8 +295,8 @@ class Receiver:
         raise NotImplementedError
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`. Called for every bucket, in wire
-        order.
+        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`. It holds the live words where `base` is
+        set. Called for every bucket, in wire order.
         """
         raise NotImplementedError
 

@@ -1,8 +1,9 @@
 """Weights by broadcast: the trainer sends tensors over Gloo or NCCL to the updater thread of every worker.
 
 trainer                          worker r: BroadcastReceiver on WeightUpdater_TP{r}
-   │ store[id/go/k] = version  ───▶│
-   │ bucket 0, bucket 1, ...   ───▶│ into the staging buffer, while generation continues
+   │ store[id/go/k] = Announced ──▶│
+   │ bucket 0, bucket 1, ...   ───▶│ into the staging buffer, while generation continues; with --bridge-delta what has
+   │                               │ changed of each, on top of the live words
    │◀─── store[id/ack/k/r] ────────┤
    │ POST /v1/bridge/commit    ───▶ BroadcastEngine.apply: all ranks between the same two forward passes
 
@@ -14,11 +15,12 @@ import asyncio
 import time
 from contextlib import ExitStack
 
+import msgspec
 import torch
 
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Bucket, ack_key, go_key
 from atroposlib.wire.senders import expect_layouts, group_name, sender_ack_key
-from vllm_patching import transport
+from vllm_patching import delta, transport
 from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
 from vllm_patching.several_senders import SeveralSenders
 
@@ -39,6 +41,8 @@ class BroadcastEngine(StagingEngine):
             )
         await super().fits(offer)
         if offer.senders is not None:
+            if offer.delta:
+                raise Refused("what has changed comes from one sender: use --bridge-sends gathered", 422)
             if offer.senders.count > MAX_SENDERS:
                 raise Refused(f"{offer.senders.count} senders: a server takes at most {MAX_SENDERS}", 422)
             try:
@@ -75,6 +79,7 @@ class BroadcastReceiver(Receiver):
         )
         start = time.monotonic()
         self.bucket_bytes = offer.bucket_bytes
+        self.on_device = offer.backend == "nccl"
         self._sequence = 0
         self._store = transport.join_store(offer.address, offer.port, offer.timeout_s)
         self._held.callback(self._groups.clear)  # so that senders notice at once that a session is over
@@ -98,15 +103,21 @@ class BroadcastReceiver(Receiver):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        announced = self._store.get(key).decode()
-        self.over = announced == GOODBYE
-        return None if self.over else int(announced)
+        found = self._store.get(key)
+        self.over = found == GOODBYE.encode()
+        if self.over:
+            return None
+        announced = msgspec.json.decode(found, type=Announced)
+        self.base = announced.base
+        return announced.version
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        if self.offer.senders is None:
-            self._groups[0].broadcast(buffer)
-        else:
+        if self.offer.senders is not None:
             self._several.fill(bucket, buffer)
+        elif self.offer.delta:
+            delta.receive(self._groups[0], buffer, has_base=self.base is not None)
+        else:
+            self._groups[0].broadcast(buffer)
 
     def staged(self, seconds: float) -> None:
         session, senders = self.offer.session, self.offer.senders

@@ -29,6 +29,7 @@ class WeightUpdater:
         self._arena = arena
         self._lock = threading.Lock()
         self._staged: Staging | None = None  # has the version of `status`
+        self._committed: tuple[str | None, int | None] | None = None  # session and version of the live weights
         self._receiver: Receiver | None = None
         self.status = WorkerStatus(rank)
         self._start_thread()
@@ -66,6 +67,7 @@ class WeightUpdater:
     def committed(self) -> None:
         with self._lock:
             self._staged = None
+            self._committed = (self.status.session, self.status.staged_version)
             if self.status.state == "staged":
                 self.status.state = "joined"
 
@@ -113,6 +115,12 @@ class WeightUpdater:
         buckets = self._arena.manifest.buckets(receiver.bucket_bytes)
         with self._lock:  # the content of the staging buffer is about to be overwritten
             self._staged = None
+            committed = self._committed
+        if receiver.base is not None and committed != (offer.session, receiver.base):
+            raise RuntimeError(
+                f"policy version {version} came as what has changed since {receiver.base}, which is not live on rank"
+                f" {rank}: a new session is sent all of it"
+            )
         self._show(receiver, "receiving")
         log.info(
             "Receiving policy version %d (%.1f MB, %d buckets) of trainer %s",
@@ -123,9 +131,14 @@ class WeightUpdater:
         )
         begun = time.perf_counter()
         for bucket in buckets:
-            staging.receive(bucket, partial(receiver.fill, bucket))
-        if staging.buffer.is_cuda:
-            torch.cuda.current_stream(staging.buffer.device).synchronize()
+            staging.receive(
+                bucket,
+                partial(receiver.fill, bucket),
+                on_live=receiver.base is not None,
+                on_device=receiver.on_device,
+            )
+        if self._arena.device.type == "cuda":
+            torch.cuda.current_stream(self._arena.device).synchronize()
         seconds = time.perf_counter() - begun
         with self._lock:
             if self.status.session != offer.session:

@@ -6,13 +6,18 @@ receives.
 
 On a CPU both are shared buffers. A commit exchanges the two: parameters are re-pointed, no byte moves, and the
 former live buffer becomes the next staging. On a GPU the live arena is one allocation, so that one CUDA IPC handle
-shares it; captured graphs hold addresses, so a commit copies staging into it. Memory: the rank's weights once, twice
-while a broadcasting trainer is joined.
+shares it; captured graphs hold addresses, so a commit copies staging into it. So it does for staging in host memory
+(--bridge-staging host), on a CPU, too. Memory: the rank's weights once, twice while a broadcasting trainer is joined;
+host staging is allocated once, at the start, and serves one session after the other. Only while a frozen trainer's
+session holds it does the next one get memory of its own.
 """
 
+import logging
 import math
+import queue
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,8 +26,12 @@ from torch import nn
 
 from atroposlib.wire.bridge import Bucket, LiveShard, Manifest, Shard, align
 from vllm_patching.memory.digest import digest
+from vllm_patching.memory.host_buffer import HostBuffer
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
+log = logging.getLogger("vllm.atropos_bridge")
+
+HANDOVER_S = 6.0  # for a session that was replaced to let go of host memory, unless it waits for a frozen trainer
 DEVICE_RESERVE = 256 << 20  # bytes that stay free on a GPU when the arena is made
 
 
@@ -36,7 +45,9 @@ class DeviceBuffer:
 class Arena:
     """The live parameters of one rank, and the making and committing of staging buffers for them."""
 
-    def __init__(self, model: nn.Module, manifest: Manifest, shards: list[Shard]) -> None:
+    def __init__(
+        self, model: nn.Module, manifest: Manifest, shards: list[Shard], *, staging_on_host: bool = False
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self.manifest = manifest
         self.shards: dict[str, list[Shard]] = {}  # of each Hugging Face tensor
@@ -58,6 +69,10 @@ class Arena:
         )
         if self.device.type == "cpu" or torch.cuda.mem_get_info(self.device)[0] >= self.nbytes + DEVICE_RESERVE:
             self.renew()
+        self.staging_on_host = staging_on_host
+        self._unused: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()  # of no session: one at most
+        if staging_on_host:
+            self._unused.put(HostBuffer(self.nbytes, self.device))
 
     def renew(self) -> None:
         """Move the live weights to a new buffer, which a process that has mapped the old one cannot reach. On a GPU
@@ -69,22 +84,45 @@ class Arena:
             torch.cuda.empty_cache()  # the separate tensors that vLLM loaded into
 
     def make_staging(self) -> "Staging":
-        """A buffer as large as the rank's weights, filled with the live ones so that padding rows keep their values."""
-        return Staging(self, self._copy_of_live())
+        """A buffer as large as the rank's weights, filled with the live ones so that padding rows keep their values.
+        Raises SharedBufferError where a former session does not let go of its own and there is no memory for another.
+        """
+        if not self.staging_on_host:
+            return Staging(self, self._copy_of_live())
+        memory = self._unused_host_buffer()
+        self._copy_live_into(memory.tensor)
+        staging = Staging(self, memory)
+        weakref.finalize(staging, self._keep, memory)  # once nothing can write to it or read from it
+        return staging
+
+    def _unused_host_buffer(self) -> HostBuffer:
+        if self._unused.empty():
+            log.info("Waiting for a former session to let go of the staging buffer, at most %.0f s", HANDOVER_S)
+        try:
+            return self._unused.get(timeout=HANDOVER_S)
+        except queue.Empty:
+            log.info("A former session still waits for its trainer: allocating another %.1f GB", self.nbytes / 1e9)
+            return HostBuffer(self.nbytes, self.device)
+
+    def _keep(self, memory: HostBuffer) -> None:
+        if self._unused.empty():
+            self._unused.put(memory)
 
     def commit(self, staging: "Staging") -> float:
         """Make the staged weights the live ones; seconds taken. Called between forward steps only."""
         start = time.perf_counter()
         if isinstance(staging.memory, SharedBuffer):
+            assert isinstance(self.live, SharedBuffer)
             self._point_at(staging.buffer)
             self.live, staging.memory = staging.memory, self.live
         else:
             if self.live is not None:
-                self.live.tensor.copy_(staging.buffer)
+                self.live.tensor.copy_(staging.buffer, non_blocking=True)
             else:
                 for name, view in self.views(staging.buffer).items():
-                    self._parameters[name].data.copy_(view)
-            torch.cuda.synchronize(self.device)
+                    self._parameters[name].data.copy_(view, non_blocking=True)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
     def layout(self) -> dict[str, tuple[int, tuple[int, ...], str]]:
@@ -98,10 +136,14 @@ class Arena:
         """The checksum of each Hugging Face tensor's live part."""
         found = []
         for shard in chain.from_iterable(self.shards.values()):
-            live = self._parameters[shard.vllm_name].data
-            part = live.narrow(shard.dim, shard.start, shard.length) if live.dim() else live
-            found.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, digest(part)))
+            part = digest(self.live_part(shard))
+            found.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, part))
         return found
+
+    def live_part(self, shard: Shard) -> torch.Tensor:
+        """What vLLM computes with, of one shard."""
+        live = self._parameters[shard.vllm_name].data
+        return live.narrow(shard.dim, shard.start, shard.length) if live.dim() else live
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter of this rank, by vLLM's name, as a view into `buffer` (flat uint8 [nbytes])."""
@@ -117,9 +159,12 @@ class Arena:
             if self.device.type == "cpu"
             else DeviceBuffer(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
         )
-        for name, view in self.views(memory.tensor).items():
-            view.copy_(self._parameters[name].data)
+        self._copy_live_into(memory.tensor)
         return memory
+
+    def _copy_live_into(self, buffer: torch.Tensor) -> None:
+        for name, view in self.views(buffer).items():
+            view.copy_(self._parameters[name].data)
 
     def _point_at(self, buffer: torch.Tensor) -> None:
         for name, view in self.views(buffer).items():
@@ -133,29 +178,45 @@ class Staging:
     """
 
     arena: Arena
-    memory: SharedBuffer | DeviceBuffer
+    memory: SharedBuffer | DeviceBuffer | HostBuffer
 
     @property
     def buffer(self) -> torch.Tensor:
         return self.memory.tensor
 
-    def receive(self, bucket: Bucket, broadcast: Callable[[torch.Tensor], None]) -> None:
-        """Receive one bucket; `broadcast` fills a flat uint8 buffer [end - start]."""
-        start = self._direct_offset(bucket)
-        if start is not None:
-            broadcast(self.buffer[start : start + bucket.end - bucket.start])
-            return
-        scratch = torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self.buffer.device)
-        broadcast(scratch)
-        views = self.arena.views(self.buffer)
+    def receive(
+        self,
+        bucket: Bucket,
+        broadcast: Callable[[torch.Tensor], None],
+        *,
+        on_live: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        """Receive one bucket; `broadcast` fills a flat uint8 buffer [end - start]. It holds the rank's live weights if
+        `on_live`, and is on vLLM's device if `on_device`.
+        """
+        start, nbytes = self._direct_offset(bucket), bucket.end - bucket.start
+        device = self.arena.device if on_device else self.buffer.device
+        if start is not None and device == self.buffer.device:
+            buffer = self.buffer[start : start + nbytes]
+        else:
+            buffer, start = torch.empty(nbytes, dtype=torch.uint8, device=device), None
+        if on_live:
+            for part, shard in self._parts(bucket, buffer):
+                part.copy_(self.arena.live_part(shard))
+        broadcast(buffer)
+        if start is None:
+            views = self.arena.views(self.buffer)
+            for part, shard in self._parts(bucket, buffer):
+                views[shard.vllm_name].narrow(shard.dim, shard.start, shard.length).copy_(part)
+
+    def _parts(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, Shard]]:
+        """This rank's shards of a bucket's tensors, as views into the bucket's bytes."""
         for tensor in bucket.tensors:
-            target = views[tensor.vllm_name]
-            offset = tensor.offset - bucket.start
-            whole = scratch[offset : offset + tensor.nbytes].view(target.dtype).view(tensor.shape)
+            start = tensor.offset - bucket.start
+            whole = buffer[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
             for shard in self.arena.shards[tensor.name]:
-                target.narrow(shard.dim, shard.start, shard.length).copy_(
-                    whole.narrow(shard.dim, shard.full_start, shard.length)
-                )
+                yield whole.narrow(shard.dim, shard.full_start, shard.length), shard
 
     def _direct_offset(self, bucket: Bucket) -> int | None:
         """The offset in the arena at which the bucket can be received unchanged, or None if it must be split up."""

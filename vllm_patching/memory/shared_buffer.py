@@ -13,11 +13,11 @@ import mmap
 import os
 import weakref
 
-import psutil
 import torch
 
 from atroposlib.errors import reading
 from atroposlib.wire.processes import Process, is_alive
+from vllm_patching.free_memory import available_memory
 
 
 class SharedBufferError(RuntimeError):
@@ -30,7 +30,7 @@ class SharedBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        available = psutil.virtual_memory().available
+        available = available_memory()
         if nbytes > available:
             raise SharedBufferError(
                 f"the weights need {nbytes / 1e6:.0f} MB of shared memory, but {available / 1e6:.0f} MB are free"

@@ -27,7 +27,7 @@ def make_worker(rank: int, tp: int, folder: Path) -> BridgeWorker:
     worker._manifest = manifest()
     worker._arena = Arena(Fused(tp), worker._manifest, shards(rank, tp))
     worker._updater = WeightUpdater(worker._arena, rank)
-    settings = {"config_path": str(folder / "b.json"), "staging": True}
+    settings = {"config_path": str(folder / "b.json"), "staging": "device"}
     worker.vllm_config = SimpleNamespace(additional_config={"atropos_bridge": settings})
     made: BridgeWorker = worker
     return made

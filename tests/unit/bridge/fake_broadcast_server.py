@@ -14,9 +14,9 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from atroposlib.wire.bridge import GOODBYE, PROTOCOL, BroadcastOffer, Manifest, ack_key, go_key, lay_out
+from atroposlib.wire.bridge import GOODBYE, PROTOCOL, Announced, BroadcastOffer, Manifest, ack_key, go_key, lay_out
 from atroposlib.wire.senders import expect_layouts, group_name, sender_ack_key
-from vllm_patching import transport
+from vllm_patching import delta, transport
 from vllm_patching.memory.digest import digest
 from vllm_patching.several_senders import SeveralSenders
 
@@ -40,6 +40,8 @@ class FakeVllmServer:
         self.protocol = PROTOCOL
         self.senders = 0  # of the session that is open
         self._staged: dict[int, torch.Tensor] = {}
+        self._live: dict[int, torch.Tensor] = {}
+        self.bases: list[int | None] = []  # of the transfers that came
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.port = self._http.server_port
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
@@ -129,12 +131,18 @@ class FakeVllmServer:
                 continue
             while self.fail == "transfer":
                 time.sleep(0.02)
-            if store.get(go_key(offer.session, sequence)).decode() == GOODBYE:
+            found = store.get(go_key(offer.session, sequence))
+            if found == GOODBYE.encode():
                 return
-            image = torch.empty(self.manifest.nbytes, dtype=torch.uint8)
+            base = msgspec.json.decode(found, type=Announced).base
+            self.bases.append(base)
+            image = torch.empty(self.manifest.nbytes, dtype=torch.uint8) if base is None else self._live[rank].clone()
             for bucket in self.manifest.buckets(offer.bucket_bytes):
                 buffer = image[bucket.start : bucket.end]
-                several.fill(bucket, buffer) if several else groups[0].broadcast(buffer)
+                if offer.delta:
+                    delta.receive(groups[0], buffer, has_base=base is not None)
+                else:
+                    several.fill(bucket, buffer) if several else groups[0].broadcast(buffer)
             self._staged[rank] = image
             for each in range(count if several else 0):
                 store.set(sender_ack_key(offer.session, sequence, rank, each), "")
@@ -150,6 +158,7 @@ class FakeVllmServer:
         for tensor in self.manifest.tensors:
             flat = self._staged[0][tensor.offset : tensor.offset + tensor.nbytes].view(getattr(torch, tensor.dtype))
             parameters[tensor.name].copy_(flat.view(tensor.shape))
+        self._live = dict(self._staged)
         self._staged.clear()
         self.version, self.fenced = version, None
         return 200, {"policy_version": version, "stall_s": 0.01, "pause_s": 0.008, "apply_s": 0.001, "commit_s": 0.01}

@@ -136,7 +136,7 @@ async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[httpx.A
     given: dict[str, Any] = dict(
         model="m",
         tensor_parallel_size=len(engine.ranks),
-        additional_config={"atropos_bridge": {"staging": True}},
+        additional_config={"atropos_bridge": {"staging": "device"}},
         enable_lora=False,
         max_lora_rank=None,
         host="127.0.0.1",

@@ -112,10 +112,10 @@ def expected(weights: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, 
     }
 
 
-def check(rank: int, tp: int, bucket_bytes: int) -> None:
+def check(rank: int, tp: int, bucket_bytes: int, *, on_host: bool) -> None:
     model = Fused(tp)
     model.embed.data[-1] = 7.0  # padding row: never sent, must survive every commit
-    arena = Arena(model, manifest(), shards(rank, tp))
+    arena = Arena(model, manifest(), shards(rank, tp), staging_on_host=on_host)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     weights = new_weights()
     staging = receive_all(arena, weights, bucket_bytes)
@@ -129,15 +129,50 @@ def check(rank: int, tp: int, bucket_bytes: int) -> None:
     assert torch.equal(model.embed[-1], torch.full((4,), 7.0))
 
 
-def test_one_rank_receives_and_commits_exactly() -> None:
+STAGING = pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+
+
+@STAGING
+def test_one_rank_receives_and_commits_exactly(on_host: bool) -> None:
     for bucket_bytes in (1, 300, 1 << 20):
-        check(0, 1, bucket_bytes)
+        check(0, 1, bucket_bytes, on_host=on_host)
 
 
-def test_each_of_two_ranks_takes_its_shards() -> None:
+@STAGING
+def test_each_of_two_ranks_takes_its_shards(on_host: bool) -> None:
     for rank in (0, 1):
         for bucket_bytes in (1, 300, 1 << 20):
-            check(rank, 2, bucket_bytes)
+            check(rank, 2, bucket_bytes, on_host=on_host)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+@STAGING
+def test_a_bucket_that_is_received_on_the_live_weights_begins_as_they_are(
+    tp: int, bucket_bytes: int, on_host: bool
+) -> None:
+    """Nothing is sent, so what is staged is what is live."""
+    for rank in range(tp):
+        model = Fused(tp)
+        arena = Arena(model, manifest(), shards(rank, tp), staging_on_host=on_host)
+        arena.commit(receive_all(arena, new_weights(), bucket_bytes))
+        staging = arena.make_staging()
+        staging.buffer.fill_(1)
+        for bucket in manifest().buckets(bucket_bytes):
+            staging.receive(bucket, lambda buffer: None, on_live=True)
+        staged = arena.views(staging.buffer)
+        for name, value in expected(new_weights(), rank, tp).items():
+            assert torch.equal(staged[name][: len(value)], value), name
+
+
+def test_a_commit_from_host_memory_leaves_every_parameter_in_its_place() -> None:
+    """Captured CUDA graphs hold their addresses."""
+    model = Fused(1)
+    arena = Arena(model, manifest(), shards(0, 1), staging_on_host=True)
+    first = places(model)
+    for seed in range(2):
+        arena.commit(receive_all(arena, {name: value + seed for name, value in new_weights().items()}, 300))
+        assert places(model) == first
 
 
 def places(model: nn.Module) -> dict[str, int]:

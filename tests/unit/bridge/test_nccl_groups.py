@@ -130,6 +130,22 @@ def test_every_bucket_is_one_collective_with_a_deadline_of_its_own(nccl: type[Fa
     assert [made.aborted.wait(10) for made in nccl.made if made.rank] == [True, True]
 
 
+def test_what_has_changed_travels_over_nccl_and_its_headers_over_gloo(nccl: type[FakeNccl], ranks: list[Rank]) -> None:
+    trainer = Trainer("a", ranks, "nccl", only_changes=True)
+    sent = weights(1)
+    for version in (1, 2):
+        trainer.send(version, sent)
+        for rank in ranks:
+            assert rank.worker.bridge_apply("a", version) >= 0
+            assert rank.serves(sent)
+        for made in nccl.made:
+            made.calls.clear()
+    trainer.send(3, sent | {"q": sent["q"].clone().index_fill_(0, torch.tensor([1]), 0.5)})
+    # a row of 4 float32 in 8 words, and a bit for each of 32
+    assert [made.calls for made in nccl.made] == [[16, 4]] * 3
+    trainer.leave()
+
+
 def test_a_transfer_may_take_longer_than_the_deadline_of_its_buckets(nccl: type[FakeNccl], ranks: list[Rank]) -> None:
     """70 billion weights over 10 GbE take 112 s, near the whole default of 120 s."""
     trainer = Trainer("a", ranks, "nccl", timeout_s=5)

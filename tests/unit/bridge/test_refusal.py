@@ -15,7 +15,7 @@ from vllm_patching.worker import BridgeWorker
 
 
 def arguments(folder: Path, settings: dict[str, Any] | None = None) -> Any:
-    bridge = {"config_path": str(folder / "b.json"), "staging": True} if settings is None else settings
+    bridge = {"config_path": str(folder / "b.json"), "staging": "device"} if settings is None else settings
     return SimpleNamespace(model="gpt2", additional_config={"atropos_bridge": bridge} if bridge else None)
 
 

@@ -39,8 +39,8 @@ def config_to(model: str, *ports: int, **settings: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(mode | defaults | settings)
 
 
-def bridge_to(model: str, *servers: FakeVllmServer) -> BroadcastBridge:
-    config = config_to(model, *(server.port for server in servers))
+def bridge_to(model: str, *servers: FakeVllmServer, **settings: Any) -> BroadcastBridge:
+    config = config_to(model, *(server.port for server in servers), **settings)
     connected = broadcast.prepare(config, model, CPU).connect(TrainedModel(load_model(model, CPU)))
     assert isinstance(connected, BroadcastBridge)
     return connected
@@ -87,16 +87,18 @@ def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmSe
     bridge.close()
 
 
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
 @pytest.mark.parametrize("fail", ["transfer", "commit", "heartbeat"])
 def test_a_laggard_is_fenced_off_and_let_in_again(
     model: str,
     servers: list[FakeVllmServer],
     fail: str,
+    delta: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     healthy, laggard = servers
-    bridge = bridge_to(model, *servers)
+    bridge = bridge_to(model, *servers, bridge_delta=delta)
     assert synced(bridge, 4) == 2
     laggard.fail = fail
     if fail == "heartbeat":
@@ -121,6 +123,37 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
     assert (healthy.version, laggard.version) == (7, 7)
     assert not laggard.fenced
     assert bridge.parity_probe() < 1e-4
+    assert synced(bridge, 8) == 2
+    assert bridge.differing_tensors(8) == []
+    if delta:
+        assert healthy.bases == [None, 4, 5, 6, 7]
+        assert laggard.bases[-4:] == [None, None, 7, 7], "by each of its two ranks: whole once it is back"
+    bridge.close()
+
+
+def test_a_server_is_sent_what_has_changed_since_the_sync_before(model: str, servers: list[FakeVllmServer]) -> None:
+    bridge = bridge_to(model, *servers, bridge_delta=True)
+    whole = 3 * servers[0].manifest.nbytes
+    first = bridge.sync(0, lambda: change(bridge))
+    assert (first.bytes_whole, first.words_changed) == (whole, None)
+    assert whole <= first.bytes_moved < 1.01 * whole
+    nothing = bridge.sync(1, lambda: None)
+    assert nothing.words_changed == 0
+    assert nothing.bytes_moved < 0.01 * whole
+    norm = bridge._trained.model.get_parameter("model.norm.weight")
+
+    @torch.no_grad()
+    def change_norm() -> None:
+        norm.add_(1.0)
+
+    little = bridge.sync(2, change_norm)
+    assert nothing.bytes_moved < little.bytes_moved < nothing.bytes_moved + 9 * norm.nbytes
+    assert little.words_changed is not None
+    assert 0 < little.words_changed < 0.01
+    assert bridge.differing_tensors(2) == []
+    everything = bridge.sync(3, lambda: change(bridge))
+    assert everything.bytes_moved < 1.01 * whole
+    assert bridge.differing_tensors(3) == []
     bridge.close()
 
 

@@ -1,7 +1,8 @@
 """A worker's half of a broadcast: what it stages, what it hands out to be served, and what ends a session.
 
 The workers' own methods over real Gloo groups on loopback; no vLLM around them. The live weights change in
-`bridge_apply` alone, and only to the very version of the very session that is asked for.
+`bridge_apply` alone, and only to the very version of the very session that is asked for. All of it with staging on the
+device and in host memory, and with weights that travel whole and as what has changed in them.
 """
 
 import queue
@@ -16,10 +17,11 @@ import msgspec
 import pytest
 import torch
 
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, ack_key, go_key
 from tests.unit.bridge.test_arena import Fused, expected, manifest, new_weights, shards, wire_image
-from vllm_patching import transport
+from vllm_patching import delta, transport
 from vllm_patching.engines.updater import WeightUpdater
+from vllm_patching.memory import arena
 from vllm_patching.memory.arena import Arena
 from vllm_patching.worker import BridgeWorker
 
@@ -33,12 +35,12 @@ Weights = dict[str, torch.Tensor]
 class Rank:
     """One worker of two around a small model, as it is once vLLM has loaded it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, staging: str = "device") -> None:
         self.rank = rank
         self.model = Fused(TP_SIZE)
         self.worker: Any = BridgeWorker.__new__(BridgeWorker)
         self.worker._tp_rank, self.worker._manifest = rank, manifest()
-        self.worker._arena = Arena(self.model, manifest(), shards(rank, TP_SIZE))
+        self.worker._arena = Arena(self.model, manifest(), shards(rank, TP_SIZE), staging_on_host=staging == "host")
         self.worker._updater = WeightUpdater(self.worker._arena, rank)
 
     def status(self) -> dict[str, Any]:
@@ -56,8 +58,18 @@ class Rank:
 class Trainer:
     """The trainer's end of one session; `send` returns when every rank has acknowledged."""
 
-    def __init__(self, session: str, ranks: list[Rank], backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        session: str,
+        ranks: list[Rank],
+        backend: str = "gloo",
+        timeout_s: float = TIMEOUT_S,
+        only_changes: bool = False,
+    ) -> None:
         self.session = session
+        self.only_changes = only_changes
+        self.sent_last = torch.zeros(manifest().nbytes, dtype=torch.uint8)
+        self.base: int | None = None  # its version
         self.store, port = transport.host_store("127.0.0.1", 0, TIMEOUT_S)
         offer = BroadcastOffer(
             session=session,
@@ -70,6 +82,7 @@ class Trainer:
             manifest_digest=manifest().digest(),
             bucket_bytes=BUCKET_BYTES,
             timeout_s=timeout_s,
+            delta=only_changes,
         )
         for rank in ranks:
             assert rank.worker.bridge_open(msgspec.to_builtins(offer)) is not None
@@ -80,12 +93,18 @@ class Trainer:
         self.sequence = 0
 
     def begin(self, version: int) -> None:
-        self.store.set(go_key(self.session, self.sequence), str(version))
+        announced = Announced(version, self.base)
+        self.store.set(go_key(self.session, self.sequence), msgspec.json.encode(announced).decode())
 
     def send_buckets(self, weights: Weights, buckets: slice = slice(None)) -> None:
         image = wire_image(weights)
         for bucket in manifest().buckets(BUCKET_BYTES)[buckets]:
-            self.groups.broadcast(image[bucket.start : bucket.end].clone())
+            packed = image[bucket.start : bucket.end].clone()
+            if self.only_changes:
+                last = self.sent_last[bucket.start : bucket.end]
+                delta.send(self.groups, packed, last, whole=self.base is None)
+            else:
+                self.groups.broadcast(packed)
 
     def wait_for_acks(self) -> None:
         keys = [ack_key(self.session, self.sequence, rank) for rank in range(TP_SIZE)]
@@ -96,6 +115,8 @@ class Trainer:
         self.begin(version)
         self.send_buckets(weights)
         self.wait_for_acks()
+        if self.only_changes:
+            self.base = version
 
     def leave(self) -> None:
         self.store.set(go_key(self.session, self.sequence), GOODBYE)
@@ -125,14 +146,14 @@ def updater_threads() -> int:
     return sum(thread.name.startswith("WeightUpdater") for thread in threading.enumerate())
 
 
-@pytest.fixture
-def ranks() -> list[Rank]:
-    return [Rank(rank) for rank in range(TP_SIZE)]
+@pytest.fixture(params=["device", "host"])
+def ranks(request: pytest.FixtureRequest) -> list[Rank]:
+    return [Rank(rank, request.param) for rank in range(TP_SIZE)]
 
 
-@pytest.fixture
-def trainer(ranks: list[Rank]) -> Iterator[Trainer]:
-    trainer = Trainer("a", ranks)
+@pytest.fixture(params=[False, True], ids=["whole", "delta"])
+def trainer(request: pytest.FixtureRequest, ranks: list[Rank]) -> Iterator[Trainer]:
+    trainer = Trainer("a", ranks, only_changes=request.param)
     yield trainer
     trainer.leave()
 
@@ -167,6 +188,7 @@ def test_versions_follow_one_another_and_the_status_names_what_is_staged(ranks: 
 
 def test_what_was_staged_is_gone_once_the_next_version_overwrites_it(ranks: list[Rank], trainer: Trainer) -> None:
     trainer.send(1, weights(1))
+    trainer.base = None  # version 1 is never live
     trainer.begin(2)
     trainer.send_buckets(weights(2), slice(0, 1))
     wait_for_state(ranks, "receiving")
@@ -232,10 +254,88 @@ def test_a_trainer_that_leaves_makes_room(ranks: list[Rank], trainer: Trainer) -
     assert all(rank.serves(weights(1)) for rank in ranks)
 
 
+def little_changed(before: Weights, name: str) -> Weights:
+    return before | {name: before[name].clone().index_fill_(0, torch.tensor([1]), 0.5)}
+
+
+def test_what_has_changed_is_put_on_top_of_the_live_words(ranks: list[Rank]) -> None:
+    """Two versions back is what the staging buffer holds where a commit exchanges buffers."""
+    trainer = Trainer("a", ranks, only_changes=True)
+    sent = weights(1)
+    for version, name in enumerate(["q", "out", "embed", "norm"], start=1):
+        sent = little_changed(sent, name)
+        trainer.send(version, sent)
+        for rank in ranks:
+            assert rank.worker.bridge_apply("a", version) >= 0
+            assert rank.serves(sent)
+    trainer.leave()
+
+
+@pytest.mark.parametrize("lost", ["staged but not committed", "another base"])
+def test_what_has_changed_since_another_version_than_the_live_one_fails_the_session(
+    ranks: list[Rank], lost: str
+) -> None:
+    trainer = Trainer("a", ranks, only_changes=True)
+    trainer.send(1, weights(1))
+    assert all(rank.worker.bridge_apply("a", 1) >= 0 for rank in ranks)
+    if lost == "another base":
+        trainer.base = 0
+    else:
+        trainer.send(2, weights(2))
+    trainer.begin(3)
+    wait_for_state(ranks, "failed")
+    for rank in ranks:
+        says = f"came as what has changed since {trainer.base}, which is not live on rank {rank.rank}"
+        assert says in rank.status()["error"]
+        assert rank.serves(weights(1))
+    again = Trainer("b", ranks, only_changes=True)
+    for version in (3, 4):
+        again.send(version, weights(version))
+        assert all(rank.worker.bridge_apply("b", version) >= 0 for rank in ranks)
+    assert all(rank.serves(weights(4)) for rank in ranks)
+    again.leave()
+
+
+def test_another_trainers_version_of_the_same_number_is_no_base(ranks: list[Rank]) -> None:
+    first = Trainer("a", ranks, only_changes=True)
+    first.send(1, weights(1))
+    assert all(rank.worker.bridge_apply("a", 1) >= 0 for rank in ranks)
+    second = Trainer("b", ranks, only_changes=True)
+    second.base = 1  # as if it had sent it
+    second.begin(2)
+    wait_for_state(ranks, "failed")
+    assert all(rank.serves(weights(1)) for rank in ranks)
+
+
+def test_host_memory_goes_from_session_to_session(caplog: pytest.LogCaptureFixture) -> None:
+    """There is one buffer: a session that comes while another one still holds it waits for it a while."""
+    rank = Rank(0, "host")
+    first, second = (rank.worker._arena.make_staging for _ in range(2))
+    staging = first()
+    place = staging.buffer.data_ptr()
+    held = [staging]
+    del staging
+    threading.Timer(0.3, held.clear).start()
+    with caplog.at_level("INFO", logger="vllm.atropos_bridge"):
+        assert second().buffer.data_ptr() == place
+    assert "Waiting for a former session to let go of the staging buffer, at most 6 s" in caplog.text
+
+
+def test_a_session_that_does_not_let_go_of_host_memory_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "HANDOVER_S", 0.1)
+    arena_of_one = Rank(0, "host").worker._arena
+    first, second = arena_of_one.make_staging(), arena_of_one.make_staging()
+    places = {first.buffer.data_ptr(), second.buffer.data_ptr()}
+    assert len(places) == 2
+    del first, second
+    assert arena_of_one._unused.qsize() == 1, "the other one is given back to the system"
+    assert arena_of_one.make_staging().buffer.data_ptr() in places
+
+
 def test_the_thread_works_on_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins on GPU 0, whichever the worker's is."""
     chosen: queue.Queue[tuple[str, torch.device]] = queue.Queue()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.put((threading.current_thread().name, device)))
-    arena: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    updater = WeightUpdater(arena, 3)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 3))
+    updater = WeightUpdater(on_gpu, 3)
     assert chosen.get(timeout=TIMEOUT_S) == (updater.thread_name, torch.device("cuda", 3))

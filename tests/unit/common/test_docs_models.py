@@ -90,7 +90,9 @@ def server_refusal(argv: list[str]) -> str | None:
     assert size is not None
     share = float(flags.get("--gpu-memory-utilization", 0.92))
     ranks = int(flags.get("--tensor-parallel-size", 1))
-    serving = Serving(config, size, "bfloat16", ranks, max_model_len=int(flags.get("--max-model-len", 2048)))
+    on_host = flags.get("--bridge-staging") == "host"
+    length = int(flags.get("--max-model-len", 2048))
+    serving = Serving(config, size, "bfloat16", ranks, max_model_len=length, staging_on_host=on_host)
     return None if serving.least <= share * GPU else f"vLLM needs {serving.least}, {serving.staging} of it for staging"
 
 
@@ -159,6 +161,37 @@ def test_vllm_of_72_billion_on_four_gpus_must_leave_room_for_staging() -> None:
     argv = ["--model", "Qwen/Qwen2.5-72B-Instruct", "--tensor-parallel-size", "4"]
     assert server_refusal(argv) is not None  # as the guide has it
     assert server_refusal([*argv, "--gpu-memory-utilization", "0.95"]) is None
+    assert server_refusal([*argv, "--bridge-staging", "host"]) is None
+
+
+LARGE = ("gsm8k", "Qwen/Qwen2.5-72B-Instruct", "--vllm.tensor-parallel-size", "4", "--gpus", "6x80")
+SAVING = ("--trainer.gradient-checkpointing", "--vllm.gpu-memory-utilization", "0.92")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_guides_layout_of_72_billion_takes_host_memory_for_states_and_staging() -> None:
+    with pytest.raises(ConfigError, match=r"--bridge-staging host \(145\.4 GB of host memory\)"):
+        expect_fit(*LARGE, *SAVING, "--host-memory", "1320")
+    on_host = (*LARGE, *SAVING, "--vllm.bridge-staging", "host")
+    expect_fit(*on_host, "--host-memory", "1320")
+    with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks, and 80\.0 GB are free"):
+        expect_fit(*on_host, "--host-memory", "1300")  # enough for the states alone
+    with pytest.raises(
+        ConfigError, match=r"145\.4 GB of host memory for --bridge-staging host, and 140\.0 GB are free"
+    ):
+        expect_fit(*on_host, "--host-memory", "140")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_a_trainer_keeps_of_what_it_sent_is_in_the_plan() -> None:
+    asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--bridge.delta")
+    need = train.need_of(ask_for(*asked), plan(*asked, "--host-memory", "64").site)
+    assert need is not None
+    training, _ = need.training(plan(*asked, "--host-memory", "64").site.placement)
+    (sent,) = training.host_items
+    assert sent.nbytes == 2 * training.size.count
+    with pytest.raises(ConfigError, match="host memory"):
+        expect_fit(*asked, "--host-memory", "6")
 
 
 # --- the tables of docs/gpu.md ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 
 from atroposlib.extras import install
 from atroposlib.wire.bridge import Manifest, lay_out
-from example_trainer.launcher import device_checks, doctor, doctor_checks
+from example_trainer.launcher import device_checks, doctor, doctor_checks, layout
 from example_trainer.launcher.doctor_checks import Answer, Finding
 from example_trainer.launcher.gpu_record import RECORD as RECORD_FILE
 from example_trainer.launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
@@ -30,7 +30,8 @@ from example_trainer.launcher.machine import (
     python_header,
 )
 from example_trainer.launcher.model_files import Model, read_model
-from example_trainer.memory_plan import GIB
+from example_trainer.memory_plan import GB, GIB
+from example_trainer.model_size import published
 from example_trainer.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -202,6 +203,25 @@ def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Findi
     assert finding.level == "fail"
     assert finding.remedy
     assert fragment in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("host", "level", "fragment"),
+    [
+        (60 * GB, "fail", "vLLM needs 65.5 GB of host memory for --bridge-staging host, and 60.0 GB are free: take"),
+        (580 * GB, "fail", "GB are free"),
+        (600 * GB, "ok", "KV cache 512 MiB; and 61.0 GiB of host memory, page-locked"),
+    ],
+)
+def test_staging_in_host_memory_is_counted_there(
+    host: int, level: str, fragment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32B on two GPUs of 80 GB: 65.5 GB in bfloat16, and 524 GB of states that are offloaded."""
+    monkeypatch.setattr(layout, "available_memory", lambda: host)
+    model = Model("Qwen2.5-32B", published("Qwen2.5-32B").shapes, heads=40, kv_heads=8)
+    gpus = [Gpu(index, "H100", 80 * GB) for index in range(2)]
+    found = device_checks.check_gpu_memory(gpus, MODES["broadcast"], model, "bfloat16", 1, False, staging_on_host=True)
+    assert (found.level, fragment in str(found)) == (level, True), str(found)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from example_trainer.memory_plan import single_copy as of_single_copy
 from example_trainer.modes import SingleCopy
 from example_trainer.parallel import ALONE
 from tests.unit.trainer.fakes import model_folder
+from vllm_patching import free_memory
 
 CPU = torch.device("cpu")
 MILLION = 1_000_000
@@ -38,13 +39,13 @@ def test_bytes_a_weight_beside_vllms_own() -> None:
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    unlimited = memory.available_memory()
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    unlimited = free_memory.available_memory()
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory() > unlimited / 2
+    assert free_memory.available_memory() > unlimited / 2
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
-    assert memory.available_memory() == 2_000_000
+    assert free_memory.available_memory() == 2_000_000
 
 
 MODES: dict[str, dict[str, Any]] = {

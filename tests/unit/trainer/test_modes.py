@@ -63,6 +63,7 @@ def test_every_mode_has_a_bridge_and_is_what_the_guide_types() -> None:
         ([*BROADCAST, "--lora-r", "16"], "--lora-r", "lora", "broadcast"),
         (["--weight-bridge-mode", "reload", "--use-shared-memory"], "--use-shared-memory", "broadcast", "reload"),
         (["--weight-bridge-mode", "lora_only", "--bridge-bucket-mb", "16"], "--bridge-bucket-mb", "broadcast", "lora"),
+        (["--weight-bridge-mode", "reload", "--bridge-delta"], "--bridge-delta", "broadcast", "reload"),
         (["--weight-bridge-mode", "lora_only", "--master-port", "0"], "--master-port", "broadcast", "lora"),
         (["--vllm-flags", "--enforce-eager --x 1", *BROADCAST], "--vllm-flags", "restart", "broadcast"),
         ([*BROADCAST, "--bridge.bf16-update", "master"], "--bf16-update", "single_copy", "broadcast"),
@@ -116,6 +117,10 @@ def test_the_resolved_configuration_shows_the_choice_and_is_read_again(tmp_path:
     ("flags", "says"),
     [
         (["--bridge.bukket-mb", "3"], "did you mean 'bridge.bucket_mb'?"),
+        (
+            [*BROADCAST, "--bridge-delta", "--bridge-sends", "direct"],
+            "--bridge-delta and --bridge-sends direct cannot be combined: what has changed is sent by rank 0",
+        ),
         (
             [*BROADCAST, "--bridge-bucket-mb", "0"],
             "bridge_bucket_mb: give 1 to 4096 MiB, or auto (got '0')",
