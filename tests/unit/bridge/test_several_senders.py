@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Senders, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Senders, ack_key, go_key
 from atroposlib.wire.senders import messages, sender_ack_key
 from example_trainer.bridges.direct import _Joined, with_layouts
 from tests.unit.bridge.test_arena import manifest, wire_image
@@ -58,7 +58,7 @@ class Ranks:
         self.sequence = 0
 
     def begin(self, version: int) -> None:
-        self.store.set(go_key(self.session, self.sequence), str(version))
+        self.store.set(go_key(self.session, self.sequence), msgspec.json.encode(Announced(version)).decode())
 
     def send_buckets(self, sender: int, weights: Weights, buckets: slice = slice(None)) -> None:
         """What a rank sends of these buckets."""
@@ -89,9 +89,9 @@ class Ranks:
         self.pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture
-def workers() -> list[Rank]:
-    return [Rank(rank) for rank in range(TP_SIZE)]
+@pytest.fixture(params=["device", "host"])
+def workers(request: pytest.FixtureRequest) -> list[Rank]:
+    return [Rank(rank, request.param) for rank in range(TP_SIZE)]
 
 
 @pytest.fixture
