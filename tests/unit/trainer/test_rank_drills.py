@@ -213,6 +213,15 @@ def test_a_rank_that_is_stopped_in_a_forward_pass_ends_all_after_the_deadline(dr
     assert error.startswith("grpo: error: trainer rank 1 of 2 is stopped (SIGSTOP), and did not answer for 8 s")
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_of_tensor_parallelism_send_what_they_hold(drills: Drills, ranks: int) -> None:
+    """By the digest, which ends the run if it differs, vLLM has every word. Four ranks are a mesh of 2 x 2."""
+    with Trainer(drills, GRPO, "--trainer-ranks", str(ranks), "--tp-size", "2") as trainer:
+        trainer.ends(0)
+    assert f"{ranks} trainer ranks send what they hold (direct)" in trainer.log
+    assert (drills.server.senders, drills.server.version) == (ranks, 2)
+
+
 @pytest.mark.parametrize("act", ["KILL", "STOP"])
 def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the_version_is_served(
     drills: Drills, act: str
