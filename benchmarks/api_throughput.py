@@ -258,9 +258,9 @@ class Server:
 
 
 @contextmanager
-def served(name: str, python: Path, folder: Path, journal: Path | None = None) -> Iterator[Server]:
+def served(name: str, python: Path, folder: Path, journal: Path | None = None, *flags: str) -> Iterator[Server]:
     """`atroposlib.api:app`, as the interpreter finds it from `folder`, in a uvicorn process of its own; ours with a
-    journal by run-api.
+    journal by run-api, with `flags`.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
@@ -277,7 +277,7 @@ def served(name: str, python: Path, folder: Path, journal: Path | None = None) -
     ]
     command += ["--timeout-keep-alive", "75"]  # s, as run-api has; writers pause between two posts
     if journal is not None:
-        command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal)]
+        command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal), *flags]
     # it would find ours for theirs
     surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = subprocess.Popen(

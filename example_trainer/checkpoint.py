@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
-from atroposlib.wire.folders import is_sharded
+from atroposlib.wire.folders import LATEST, is_sharded
 from example_trainer.config import TrainerConfig
 from example_trainer.model import ModelError, meta_model
 from example_trainer.optimizer_state import State, from_shards, from_whole, set_generators
@@ -41,7 +41,6 @@ from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
 
 STATE = "trainer_state.pt"
-LATEST = "latest"
 
 
 @dataclass

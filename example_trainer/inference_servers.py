@@ -25,7 +25,11 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class VllmServers(Config):
     """vLLM servers"""
 
-    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
+    vllm_host: str = Field(
+        "localhost",
+        min_length=1,
+        description="host of the vLLM server; for servers on several machines a list with commas of host[:port]",
+    )
     vllm_ports: tuple[Port, ...] = Field(
         (9001,),
         validation_alias=AliasChoices("vllm_port", "vllm_ports"),
@@ -63,7 +67,10 @@ class VllmServers(Config):
                     f"--hosts-file {hosts_file} is given, but NUM_INFERENCE_NODES is 0: set it to the number of hosts"
                     " in the file"
                 )
-            return _distinct(((self.vllm_host, port) for port in ports), "--vllm-port")
+            if "," not in self.vllm_host:
+                return _distinct(((self.vllm_host, port) for port in ports), "--vllm-port")
+            hosts = self.vllm_host.split(",")
+            return _distinct((each for host in hosts for each in _addresses(host, ports, "--vllm-host")), "--vllm-host")
         if hosts_file is not None:
             addresses = read_hosts_file(hosts_file, ports)
             if (found := len({name for name, _ in addresses})) != nodes:
@@ -105,18 +112,22 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
         lines = path.read_text().splitlines()
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):
-        entry = line.partition("#")[0].strip()
-        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", entry)
-        if match is not None:
-            host, port = match.groups()
-            if port is not None and not 1 <= int(port) <= 65535:
-                raise ValueError(f"{path}:{number}: port {port} is not between 1 and 65535")
-            addresses += [(host, int(port))] if port else [(host, port) for port in ports]
-        elif entry:
-            raise ValueError(f"{path}:{number}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
+        if entry := line.partition("#")[0].strip():
+            addresses += _addresses(entry, ports, f"{path}:{number}")
     if not addresses:
         raise ValueError(f"--hosts-file {path} contains no host: write one host[:port] per line")
     return _distinct(addresses, str(path))
+
+
+def _addresses(entry: str, ports: Sequence[int], where: str) -> list[Address]:
+    """Of one host[:port]; of every port where it has none."""
+    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", entry)
+    if match is None:
+        raise ValueError(f"{where}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
+    host, port = match.groups()
+    if port is not None and not 1 <= int(port) <= 65535:
+        raise ValueError(f"{where}: port {port} is not between 1 and 65535")
+    return [(host, int(port))] if port else [(host, each) for each in ports]
 
 
 def _distinct(addresses: Iterable[Address], where: str) -> list[Address]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 MANIFEST = "manifest.json"
+LATEST = "latest"  # beside checkpoints: the name of the newest
 SHARDS = "shards"  # where a checkpoint that every trainer rank writes its part of has the weights
 
 

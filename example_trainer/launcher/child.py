@@ -32,6 +32,7 @@ class Child:
         self.started = self.told = 0.0
         self.deaths = 0
         self.restart_at: float | None = None
+        self.misses_since: float | None = None  # when it ended, because of another service as it says
         self.has_ended = False
         self.is_awaited = service.health is not None and not service.optional
         self.has_served = not self.is_awaited

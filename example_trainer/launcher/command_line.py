@@ -23,6 +23,7 @@ from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of
 from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.inference_servers import Port
+from example_trainer.launcher.machines import MachineFlags, Machines, read_machines
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
     Choice,
@@ -37,8 +38,9 @@ from example_trainer.launcher.run_file import (
 )
 from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
-from example_trainer.launcher.servers import Tree, each_server, with_flag, with_ports
+from example_trainer.launcher.servers import Tree, each_server, on_machines, with_flag, with_ports
 from example_trainer.memory_plan import GB
+from example_trainer.modes import MODES
 
 PROG = "atropos train"
 ABOUT = {
@@ -135,6 +137,10 @@ class RunFlags(Config):
         return None if path is None else path.expanduser().resolve()
 
 
+class TrainFlags(MachineFlags, RunFlags):
+    """Those of `atropos train`."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What was typed, resolved to a run; `given` are the command's own flags, of the class that it named."""
@@ -150,6 +156,7 @@ class Asked:
     gpu_bytes: int  # of one; 0 where it is not known
     view: bool = True
     host_bytes: int | None = None  # free in host memory; None: what this machine has
+    machines: Machines = Machines()
 
 
 @dataclass
@@ -165,7 +172,7 @@ def read_command_line(
     argv: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     prog: str = PROG,
-    flags: type[RunFlags] = RunFlags,
+    flags: type[RunFlags] = TrainFlags,
 ) -> Asked:
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     words = _sort(argv, flags)
@@ -188,10 +195,33 @@ def read_command_line(
     sections, content = _with_sections(words.sections, read_run(source, choice), given)
     if given.vllm_port is not None:
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
+    machines = _machines(given, "dry_run" in typed)
+    if machines.several:
+        content = _on_machines(content, machines)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
-    return Asked(run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host)
+    return Asked(
+        run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
+    )
+
+
+def _machines(given: RunFlags, dry_run: bool) -> Machines:
+    """Those of --hosts, or this one."""
+    if not isinstance(given, TrainFlags) or given.hosts is None:
+        return Machines()
+    return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
+
+
+def _on_machines(content: Tree, machines: Machines) -> Tree:
+    """`content` with a vLLM server for each machine that serves. Raises ConfigError."""
+    mode = MODES.get(str((content.get("bridge") or {}).get("kind", "broadcast")))
+    if mode is not None and not mode.feeds_several:
+        raise ConfigError(
+            f"--hosts: bridge {mode.shown()} reaches a vLLM server on the trainer's machine only: choose --bridge"
+            " broadcast"
+        )
+    return {**content, "vllm": on_machines(content.get("vllm") or {}, len(machines.serving))}
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -206,7 +236,7 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
     return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * GB
 
 
-def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = RunFlags) -> ArgumentParser:
+def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
     """The flags, for help and completion."""
     return flag_parser.make_parser(keys_of(flags), prog, _about(_sort(argv, flags), prog), MORE, usage=USAGE[prog])
 

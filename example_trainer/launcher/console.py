@@ -33,6 +33,7 @@ from example_trainer.launcher.repeated import Repeated
 from example_trainer.launcher.sample_lines import latest_sample
 from example_trainer.launcher.servers import NAME as SERVER
 from example_trainer.launcher.servers import is_server
+from example_trainer.launcher.service import TRAINER, is_trainer
 
 TROUBLE = r"(WARNING|ERROR|CRITICAL) "
 STEPS = r"Step [0-9]+/|Trained model: |Bitwise identical: "
@@ -111,7 +112,7 @@ class PlainConsole:
         print(text, file=self._err, flush=True)
 
     def _show(self, line: LogLine) -> None:
-        pattern = self._shown.get(SERVER if is_server(line.service) else line.service) or self._shown.get("")
+        pattern = self._shown.get(_kind(line.service)) or self._shown.get("")
         found = pattern.search(line.text) if pattern else None
         if found is None and line.service in self._are_up and "deprecated" not in line.text:
             found = _TROUBLE.search(line.text)
@@ -126,6 +127,11 @@ class PlainConsole:
         if line.service == "trainer" and step and (step[1] == "1" or int(step[1]) % SAMPLE_EVERY == 0):
             for sample in latest_sample(self._run_dir):
                 self.say(sample)
+
+
+def _kind(service: str) -> str:
+    """What is shown of its lines: as of the one vLLM server, or of the one trainer."""
+    return SERVER if is_server(service) else TRAINER if is_trainer(service) else service
 
 
 def is_terminal(out: TextIO) -> bool:
@@ -153,8 +159,8 @@ def text(event: Event) -> str:  # noqa: C901  # one line an event
             return f"{service} did not answer at {url} within {limit_s:.0f} s."
         case Ended(service):
             return f"{service} has ended"
-        case Died(service, pid, how):
-            return f"{service} (pid {pid}) died: {how}."
+        case Died(service, pid, how, host=host):
+            return f"{service}{f' on {host}' if host else ''} (pid {pid}) died: {how}."
         case Lost(service, how, log):
             return f"{service} died: {how}. The run continues without it (log {log})"
         case Restarted(service, pid, attempt, attempts):

@@ -68,6 +68,7 @@ class Died:
     log: Path
     last_lines: tuple[str, ...]
     restart_in_s: float | None
+    host: str = ""  # another machine, which it ran on
 
 
 @dataclass(frozen=True)

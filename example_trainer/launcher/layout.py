@@ -5,6 +5,7 @@ one GPU           both on it, vLLM with 0.4 of its memory
 more              vLLM on about half of them by tensor parallelism (1, 2, 4, ...), the trainer's ranks on the others;
                   on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's
 several servers   as many GPUs each, unless they say otherwise; the trainer's ranks on the others
+several machines  all alike: each as above with one server, or all of its GPUs for its one role
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
+from example_trainer.launcher.machines import Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_for_each, server_name
 from example_trainer.memory_plan import (
@@ -50,10 +52,12 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU. `trainer` are those of each machine that trains."""
 
     servers: tuple[ServerPlace, ...] = (ServerPlace(),)
     trainer: tuple[str, ...] = ()
+    machines: int = 1  # that train
+    apart: bool = False  # whether no machine both trains and serves
 
     @property
     def vllm(self) -> tuple[str, ...]:
@@ -71,7 +75,12 @@ class Placement:
 
     def shares(self, server: ServerPlace) -> bool:
         """Whether this server and the trainer have."""
-        return bool({*server.gpus} & {*self.trainer})
+        return not self.apart and bool({*server.gpus} & {*self.trainer})
+
+    @property
+    def servers_here(self) -> int:
+        """Servers on the machine of rank 0."""
+        return 0 if self.apart else len(self.servers) if self.machines == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Need:
         served = 2 if self.dtype != "float32" else 4
         split = len(placement.vllm) if same and placement.on_gpus else 1
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
-        host = (self.host_memory - self.host_staging(placement)) // ranks
+        host = (self.host_memory - self.host_staging(placement)) // max(1, ranks // placement.machines)
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
@@ -188,14 +197,16 @@ class Need:
         return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *trainer_table(training, room)]
 
     def _table_of_machine(self, placement: Placement, training: Training, cache: int) -> list[str]:
+        here = max(1, training.ranks // placement.machines)
         ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
-        count = len(placement.servers)
+        count = placement.servers_here
         servers = [
             MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
             for item in self.serving(placement).items(cache)
+            if count
         ]
         named = [
-            MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * training.ranks, item.shared)
+            MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * here, item.shared)
             for item in [*training.items, *training.host_items]
         ]
         own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
@@ -235,23 +246,33 @@ def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
     if isinstance(config.trainer_ranks, int):
         return config.trainer_ranks
-    return ranks_on_cpu(config) if alone else len(placement.trainer)
+    return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))
 
 
-def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
+def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Machines = Machines()) -> Placement:
     """The GPUs of vLLM and of the trainer: the first of `candidates` that fits `need`; the first of all where none
-    does. Raises ConfigError where there are too few.
+    does. Of several machines each has these GPUs. Raises ConfigError where there are too few.
     """
+    training = len(machines.training)
     if not gpus:
         if run.layout.names_gpus:
             raise ConfigError(
                 "layout names GPUs, but this machine shows none: remove it, or check CUDA_VISIBLE_DEVICES"
             )
-        return Placement((ServerPlace(),) * len(run.servers))
+        return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart)
     typed = need.config.trainer_ranks if need else run.trainer.get("trainer_ranks", "auto")
-    most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)
+    most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
     tp = need.config.tp_size if need else int(run.trainer.get("tp_size", 1))
-    found = list(candidates(run, gpus, most, tp))
+    if machines.are_apart:
+        found = list(_candidates_apart(run, gpus, most - most % tp, training))
+    elif machines.several:
+        each = run.model_copy(update={"vllm": run.servers[0]})
+        found = [
+            replace(placement, servers=placement.servers * len(run.servers), machines=training)
+            for placement in candidates(each, gpus, most, tp)
+        ]
+    else:
+        found = list(candidates(run, gpus, most, tp))
     if need is None:
         return found[0]
     sized = [_with_shares(placement, need) for placement in found]
@@ -283,6 +304,21 @@ def candidates(run: RunFile, gpus: list[str], most: int, tp: int = 1) -> Iterato
             trainer = trainer[: max(tp, len(trainer) // tp * tp)]
         _check(run, gpus, servers, trainer, sizes)
         yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
+
+
+def _candidates_apart(run: RunFile, gpus: list[str], most: int, training: int) -> Iterator[Placement]:
+    """A machine's GPUs for its one role, the largest vLLM first. Raises ConfigError for GPUs that are not there."""
+    asked = run.layout
+    mine = list(gpus) if asked.trainer == "auto" else list(asked.trainer)
+    theirs = list(gpus) if asked.vllm == "auto" or is_for_each(asked.vllm) else _named(asked.vllm, [1])[0]
+    if unknown := [gpu for gpu in [*mine, *theirs] if gpu not in gpus]:
+        raise ConfigError(f"layout: there is no GPU {unknown[0]}; the visible GPUs are {', '.join(gpus)}")
+    given = run.servers[0].get("tensor_parallel_size")
+    for size in [int(given)] if given else [1 << power for power in reversed(range(len(theirs).bit_length()))]:
+        if size > len(theirs):
+            raise ConfigError(f"vllm.tensor_parallel_size {size} takes as many GPUs, but a machine has {len(theirs)}")
+        server = ServerPlace(tuple(theirs[:size]))
+        yield Placement((server,) * len(run.servers), tuple(mine[:most]), training, apart=True)
 
 
 def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
@@ -339,7 +375,7 @@ def _with_shares(placement: Placement, need: Need) -> Placement:
         ServerPlace(server.gpus, None if share == UTILIZATION else share)
         for server, share in zip(placement.servers, shares, strict=True)
     ]
-    return Placement(tuple(servers), placement.trainer)
+    return replace(placement, servers=tuple(servers))
 
 
 def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: list[str], sizes: list[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from example_trainer.launcher.events import Died, Ended, Event, LogLine, Restarted, Started, Up, Waiting
 from example_trainer.launcher.log_files import printable
 from example_trainer.launcher.servers import is_server
+from example_trainer.launcher.service import is_trainer
 
 STARTING = "starting"
 # What vLLM does until it serves, in its order, and the lines that say that it has come so far.
@@ -140,7 +141,7 @@ class RunProgress:
                 self.batches, self.queued = int(sent["number"]), 0
         elif service == "trainer":
             self._read_trainer(line, now)
-        elif not is_server(service):
+        elif not is_server(service) and not is_trainer(service):
             self._read_environment(service, line, now)
 
     def _read_trainer(self, line: str, now: float) -> None:

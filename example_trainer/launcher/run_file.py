@@ -32,7 +32,7 @@ from example_trainer.launcher.servers import (
     merged_servers,
     merged_trees,
 )
-from example_trainer.launcher.service import LAUNCHER, NAME
+from example_trainer.launcher.service import LAUNCHER, NAME, is_trainer
 from example_trainer.modes import LAUNCHED, MODES
 
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
@@ -124,7 +124,9 @@ class RunFile(Config):
     def _there_is_one(cls, value: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
         if not value:
             raise ValueError(NO_ENVIRONMENT)
-        if wrong := [name for name in value if name in TAKEN or is_server(name) or not NAME.fullmatch(name)]:
+        if wrong := [
+            name for name in value if name in TAKEN or is_server(name) or is_trainer(name) or not NAME.fullmatch(name)
+        ]:
             raise ValueError(
                 f"{wrong[0]!r} is not a valid environment name: use letters, digits, '.', '_' and '-', and no "
                 "service's name"

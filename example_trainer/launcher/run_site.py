@@ -9,11 +9,12 @@ from typing import Any
 
 from example_trainer.launcher.core_layout import CorePlacement, thread_bindings
 from example_trainer.launcher.layout import Placement, device_flags, device_variables, seen
+from example_trainer.launcher.machines import LOOPBACK as HOST
+from example_trainer.launcher.machines import Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import Tree, server_name
 from example_trainer.modes import MODES, Adapter, Mode
 
-HOST = "127.0.0.1"
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
 NO_COMPLAINT = "ignore::UserWarning:multiprocessing.resource_tracker"
 BARS = ("TQDM_POSITION", "-1")  # the hub's downloads have progress bars without a terminal, too
@@ -31,6 +32,8 @@ class Site:
     vllm_ports: tuple[int, ...]  # of each vLLM server
     environ: Mapping[str, str]
     cores: CorePlacement
+    machines: Machines = Machines()
+    meeting_port: int = 0  # of trainer ranks on several machines, on the first one
 
     @property
     def api(self) -> str:
@@ -38,8 +41,12 @@ class Site:
 
     @property
     def vllm(self) -> list[str]:
-        """The address of each vLLM server."""
-        return [f"http://{HOST}:{port}" for port in self.vllm_ports]
+        """The address of each vLLM server, from this machine."""
+        return [f"http://{self.vllm_host(index)}:{port}" for index, port in enumerate(self.vllm_ports)]
+
+    def vllm_host(self, index: int) -> str:
+        """Where one vLLM server listens, and is reached from this machine."""
+        return self.machines.reached_at(self.machines.serving[index]) if self.machines.several else HOST
 
 
 def variables(run: RunFile, site: Site) -> dict[str, str]:
@@ -51,13 +58,18 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": site.environ.get("TORCH_CPP_LOG_LEVEL", "") or "ERROR",  # its warnings come with stacks
         BARS[0]: BARS[1],
         "PYTHONWARNINGS": ",".join(filter(None, [site.environ.get("PYTHONWARNINGS", ""), NO_COMPLAINT])),
-        "MASTER_ADDR": site.environ.get("MASTER_ADDR", "") or "localhost",
+        "MASTER_ADDR": _master(site),
         "VLLM_BRIDGE_CONFIG_PATH": _bridge_config(site, "vllm"),
         **device_variables(site.placement, site.environ),
     }
     if os.path.isabs(site.model) and not any(section.from_hub for section in run.environments.values()):
         found["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
     return found
+
+
+def _master(site: Site) -> str:
+    """Where vLLM's workers reach the trainer."""
+    return site.machines.first if site.machines.several else site.environ.get("MASTER_ADDR", "") or "localhost"
 
 
 def _bridge_config(site: Site, server: str) -> str:
@@ -97,7 +109,7 @@ def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None, index: int 
         own["tensor_parallel_size"] = mine["tensor_parallel_size"]
     flags |= {"seed": run.seed + index} | own  # servers of one seed would sample the same answers
     if not mode.owns_vllm:
-        flags |= {"model": site.model, "host": mine.get("host", HOST), "port": site.vllm_ports[index]}
+        flags |= {"model": site.model, "host": mine.get("host", site.vllm_host(index)), "port": site.vllm_ports[index]}
     return {key: value for key, value in flags.items() if not (mode.owns_vllm and key in ("model", "host", "port"))}
 
 

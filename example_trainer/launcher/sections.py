@@ -31,6 +31,7 @@ C = TypeVar("C", bound=Config)
 
 VLLM_START_S = 1800.0
 CHECK_LIMIT_S = 120.0
+KEY = "VLLM_API_KEY"  # with which a vLLM server opens to other machines
 TIED = {  # settings of the trainer that the run decides, and where
     "model_name": "model",
     "training_steps": "steps",
@@ -65,8 +66,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "training_steps": run.steps,
         "seed": run.seed,
         "atropos_url": site.api,
-        "vllm_host": HOST,
-        "vllm_port": ",".join(map(str, site.vllm_ports)),
+        **_addresses(site),
         "vllm_start_timeout": int(VLLM_START_S),
         "save_path": str(site.run_dir / "checkpoints"),
         "log_dir": str(site.run_dir),
@@ -77,7 +77,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         **({"overlap": True} if _apart(run, site) else {}),
         **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
         **run.trainer,
-        "bridge": {**device_bridge(run, site.placement), **run.bridge, **_owned_vllm(run, site)},
+        "bridge": {**device_bridge(run, site.placement), **_meeting(site), **run.bridge, **_owned_vllm(run, site)},
     }
     if "bridge" in run.trainer:
         raise ConfigError("trainer.bridge: set `bridge` at the top of the run file")
@@ -92,8 +92,23 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
     return config
 
 
+def _addresses(site: Site) -> Tree:
+    """Where the trainer finds the vLLM servers."""
+    ports = list(map(str, site.vllm_ports))
+    if not site.machines.several:
+        return {"vllm_host": HOST, "vllm_port": ",".join(ports)}
+    return {"vllm_host": ",".join(f"{site.vllm_host(index)}:{port}" for index, port in enumerate(ports))}
+
+
+def _meeting(site: Site) -> Tree:
+    """Where the workers of vLLM servers on other machines reach a trainer that torchrun tells another address."""
+    return {"master_addr": site.machines.first} if site.machines.several else {}
+
+
 def _apart(run: RunFile, site: Site) -> bool:
     """Whether vLLM and the trainer have devices of their own, so that both can compute at once."""
+    if site.machines.are_apart:
+        return True
     if site.placement.on_gpus:
         return not site.placement.is_shared and not MODES[run.kind].same_devices
     trainer, vllm = {*site.cores.trainer}, {core for cores in site.cores.vllm for core in cores}
@@ -188,7 +203,8 @@ def connections(site: Site, asked: Tree, known: object) -> Tree | list[Tree]:
     """An environment's settings for the vLLM server, or for each of several; for one of its own if `asked` has its
     address. `known` are the program's own: a list of servers takes nothing from them by itself.
     """
-    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm"} for url in site.vllm]
+    key = {"api_key_env": KEY} if site.machines.several else {}
+    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm", **key} for url in site.vllm]
     if len(tied) == 1 or "base_url" in asked:
         return {**tied[0], **asked}
     (given,) = known[:1] if isinstance(known, list) and known else [{}]

@@ -85,6 +85,17 @@ def with_flag(vllm: Servers, number: int, key: str, value: object) -> Servers:
     return list(servers)
 
 
+def on_machines(vllm: Servers, count: int) -> Servers:
+    """One server on each of `count` machines. Raises ConfigError for a list of another length."""
+    if isinstance(vllm, Mapping):
+        return {**vllm, "count": count}
+    if len(vllm) != count:
+        raise ConfigError(
+            f"vllm: the list has {len(vllm)} servers, but --hosts names {count} machines that serve: each runs one"
+        )
+    return vllm
+
+
 def with_ports(vllm: Servers, ports: tuple[int, ...]) -> Servers:
     """With the ports of --vllm-port: one for each server, or the first one's. Raises ConfigError."""
     servers = each_server(vllm)

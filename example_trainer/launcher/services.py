@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.config import config_yaml
+from atroposlib.flags import ConfigError
+from atroposlib.wire.folders import LATEST, MANIFEST
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
 from example_trainer.launcher.core_layout import expect_ranks_share
 from example_trainer.launcher.document import document, dumped, without_secrets
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.layout import seen, trainer_ranks
+from example_trainer.launcher.remote_service import on_machine
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.run_site import Site, argv, server_variables, variables, vllm_flags
 from example_trainer.launcher.sections import (
@@ -26,8 +30,9 @@ from example_trainer.launcher.sections import (
     samples_off_policy,
 )
 from example_trainer.launcher.servers import server_name
-from example_trainer.launcher.service import Service
+from example_trainer.launcher.service import TRAINER, Service, trainer_name
 from example_trainer.modes import MODES
+from example_trainer.rank_processes import LOST, check_ranks
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
@@ -50,7 +55,7 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
     """Raises ConfigError for settings that a program refuses."""
     api = resolve_api(run, flags, site)
     trainer = resolve_trainer(run, flags, site)
-    expect_ranks_share(site.cores.trainer, trainer_ranks(trainer, site.placement))
+    expect_ranks_share(site.cores.trainer, ranks_of_a_machine(trainer, site))
     environments = resolve_environments(run, flags, site)
     if samples_off_policy(environments):
         trainer = resolve_trainer(run, flags, site, off_policy=True)
@@ -69,11 +74,31 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
         "run.yaml": dumped(document(run, (trainer, flags.trainer), (api, flags.api), told)),
         **{f"{service}.yaml": dumped(plan.resolved) for service, plan in environments.items()},
     }
-    return Plan(run, site, trainer, environments, services(run, site, environments, servers), files)
+    return Plan(run, site, trainer, environments, services(run, site, trainer, environments, servers), files)
+
+
+def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
+    """Trainer ranks on each machine that trains. Raises ConfigError for ranks that cannot be shared out."""
+    ranks, machines = trainer_ranks(trainer, site.placement), site.placement.machines
+    if ranks % machines:
+        raise ConfigError(
+            f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
+            f" {machines}, or auto"
+        )
+    if machines > 1:
+        try:
+            check_ranks(trainer, ranks)
+        except TrainerError as error:
+            raise ConfigError(f"--hosts: {error}") from None
+    return ranks // machines
 
 
 def services(
-    run: RunFile, site: Site, environments: Mapping[str, EnvironmentPlan], servers: Mapping[str, Mapping[str, Any]]
+    run: RunFile,
+    site: Site,
+    trainer: TrainerConfig,
+    environments: Mapping[str, EnvironmentPlan],
+    servers: Mapping[str, Mapping[str, Any]],
 ) -> list[Service]:
     """The processes, in the order in which they are started; each waits for whom it needs."""
     shared = variables(run, site)
@@ -92,26 +117,17 @@ def services(
     ]
     for index, (name, server) in enumerate(servers.items()):
         if not MODES[run.kind].owns_vllm:
-            made.append(
-                Service(
-                    name=name,
-                    command=(*python, str(program / "vllm_api_server.py"), *argv(server)),
-                    environment={**shared, **server_variables(run, site, index)},
-                    health=f"{site.vllm[index]}/health",
-                    start_limit_s=VLLM_START_S,
-                    restarts=SERVER_RESTARTS if len(servers) > 1 else 0,
-                    cores=site.cores.vllm[index],
-                )
+            serving = Service(
+                name=name,
+                command=(*python, str(program / "vllm_api_server.py"), *argv(server)),
+                environment={**shared, **server_variables(run, site, index)},
+                health=f"{site.vllm[index]}/health",
+                start_limit_s=VLLM_START_S,
+                restarts=SERVER_RESTARTS if len(servers) > 1 else 0,
+                cores=site.cores.vllm[index],
             )
-    made.append(
-        Service(
-            name="trainer",
-            command=(*python, str(program / "grpo.py"), "--config", str(config / "trainer.yaml")),
-            environment={**shared, **seen(site.placement.trainer)},
-            may_end=True,
-            cores=site.cores.trainer,
-        )
-    )
+            made.append(on_machine(serving, site.machines.serving[index], site) if site.machines.several else serving)
+    made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
     mine = site.cores.environments
     for service, plan in environments.items():
         made.append(
@@ -125,3 +141,67 @@ def services(
             )
         )
     return made
+
+
+def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], shared: Mapping[str, str]) -> list[Service]:
+    """The trainer: `trainer`, or on several machines torchrun's agent on each, `trainer` and `trainer-2`, ..."""
+    hosts, python = site.machines.training, (sys.executable, "-u")
+    environment, cores = {**shared, **seen(site.placement.trainer)}, site.cores.trainer
+    if len(hosts) == 1:
+        return [Service(TRAINER, (*python, *program), environment, may_end=True, cores=cores)]
+    made = []
+    for number, host in enumerate(hosts):
+        agent = {
+            "nnodes": len(hosts),
+            "node-rank": number,
+            "nproc-per-node": ranks_of_a_machine(trainer, site),
+            "master-addr": site.machines.first,
+            "master-port": site.meeting_port,
+            "local-addr": host,
+            "rdzv-conf": f"timeout={trainer.dist_timeout_s:.0f}",
+        }
+        flags = [word for key, value in agent.items() for word in (f"--{key}", str(value))]
+        command = (*python, "-m", "example_trainer.trainer_agent", *flags, *program)
+        name = trainer_name(number)
+        service = Service(name, command, environment, may_end=True, cores=cores, missing_another=LOST)
+        made.append(on_machine(service, host, site, files=("trainer.yaml",), sees=seen_by_ranks(site, trainer)))
+    return made
+
+
+def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
+    """What ranks on other machines must find in the run's directory, and what to do where they do not."""
+    saved = trainer.save_path
+    if trainer.checkpoint_format != "hf":
+        remedy = (
+            f"each rank writes its part of a checkpoint to {saved}. Have --runs on a file system that all machines share,"
+            " or give --trainer.checkpoint-format hf, with which rank 0 writes all of it"
+        )
+        return {str(site.run_dir / "run.json"): remedy}
+    latest = saved / LATEST
+    if trainer.resume is None or not latest.is_file():
+        return {}
+    newest = saved / latest.read_text().strip()
+    remedy = f"every rank reads the checkpoint: copy {saved} of {site.machines.first} there, under the same path"
+    return {str(newest / MANIFEST): remedy}
+
+
+def machine_lines(plan: Plan) -> list[str]:
+    """Who runs where, and by which command, of a run on several machines."""
+    site = plan.site
+    machines = site.machines
+    if not machines.several:
+        return []
+    where: dict[str, list[str]] = {machine.host: [] for machine in machines.all}
+    for index, host in enumerate(machines.serving):
+        where[host].append(f"{server_name(index, len(machines.serving))} on port {site.vllm_ports[index]}")
+    each = ranks_of_a_machine(plan.trainer, site)
+    for number, host in enumerate(machines.training):
+        ranks = f"ranks {number * each} to {(number + 1) * each - 1}" if each > 1 else f"rank {number}"
+        where[host].append(f"trainer {ranks} of {each * len(machines.training)}")
+    where[machines.first].append(f"batching API on port {site.api_port} of loopback, environments")
+    lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
+    if len(machines.training) > 1:
+        lines.append(
+            f"Trainer ranks meet at {machines.first}:{site.meeting_port}, at most {plan.trainer.dist_timeout_s:.0f} s"
+        )
+    return lines

@@ -69,6 +69,7 @@ class Limits:
     last_s: float = 300.0  # for the others, once the first of those that may end has
     pause_s: float = 2.0  # before the first restart; three times as long before each next one
     steady_s: float = 600.0  # a service that ran so long has its restarts again
+    blame_s: float = 20.0  # for the service to end that another one, which has ended, misses
 
 
 class _End(Exception):
@@ -250,6 +251,10 @@ class Supervisor:
     def _see_end(self, child: Child, status: int) -> None:
         child.stop_asking()
         service, now = child.service, time.monotonic()
+        if status == service.missing_another:
+            child.misses_since = child.misses_since or now
+            if now - child.misses_since < self._limits.blame_s:
+                return  # whom it misses explains more
         if status == 0 and service.may_end:
             child.has_ended = True
             self._first_end = self._first_end or now
@@ -268,7 +273,7 @@ class Supervisor:
             child.record.signal(signal.SIGTERM)  # what it has left
             self._tell(Lost(service.name, describe(status), child.log))
             return
-        died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s)
+        died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s, service.host)
         if pause_s is None:
             self._end(died)
         else:

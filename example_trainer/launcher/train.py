@@ -4,6 +4,7 @@ flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──�
 """
 
 import os
+import secrets
 import shlex
 import sys
 import time
@@ -24,21 +25,22 @@ from example_trainer.launcher.console import PlainConsole, is_terminal, shown_li
 from example_trainer.launcher.core_layout import place_cores
 from example_trainer.launcher.diagnosis import Diagnosis
 from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace, place, served_dtype
+from example_trainer.launcher.machines import Machines
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
 from example_trainer.launcher.run_site import Site, variables
-from example_trainer.launcher.sections import resolve_trainer
+from example_trainer.launcher.sections import KEY, resolve_trainer
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import Service
-from example_trainer.launcher.services import Plan, make_plan
+from example_trainer.launcher.services import Plan, machine_lines, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.view import beside, page
 from example_trainer.memory_plan import GIB
 from example_trainer.model_size import model_size
 
-PORTS = {"api": 8000, "vllm": 9001}
+PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
 AUTO = "auto"  # the largest of these that fits the GPUs
 MODELS = (
     "Qwen/Qwen2.5-14B-Instruct",
@@ -88,16 +90,36 @@ def choose_folder(asked: Asked, prefix: str = "") -> Path:
 def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     """Model, devices, cores and ports. Raises ConfigError, PortTaken."""
     run = asked.run
+    machines = asked.machines
     (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
-    vllm_ports = choose_ports("vllm", [server.get("port") for server in run.servers], ports, asked.dry_run)
-    cores = place_cores(run.layout.cores, len(run.servers), os.sched_getaffinity(0))
-    anywhere = Placement((ServerPlace(),) * len(run.servers))
+    cores = place_cores(run.layout.cores, 1 if machines.several else len(run.servers), os.sched_getaffinity(0))
+    given = [server.get("port") for server in run.servers]
+    if machines.several:
+        vllm_ports = ports_of_machines(machines, given, ports, asked.dry_run)
+        cores = replace(cores, vllm=cores.vllm * len(run.servers))
+    else:
+        vllm_ports = choose_ports("vllm", given, ports, asked.dry_run)
+    key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)} if machines.several else {}  # of this start alone
+    environ = {**os.environ, **key}
+    (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
+    anywhere = place(run, [], None, machines) if not asked.gpus else Placement((ServerPlace(),) * len(run.servers))
     sites = [
-        Site(run_dir, model, anywhere, api_port, vllm_ports, dict(os.environ), cores)
+        Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
         for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
     ]
-    placed = [replace(site, placement=place(run, asked.gpus, need_of(asked, site))) for site in sites]
+    placed = [replace(site, placement=place(run, asked.gpus, need_of(asked, site), machines)) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+    """A port for the one vLLM server of each machine. Only those of this machine can be looked at. Raises PortTaken."""
+    chosen: list[int] = []
+    for host, port in zip(machines.serving, given, strict=True):
+        if machines.elsewhere(host):
+            chosen.append(int(port or given[0] or PORTS["vllm"]))
+        else:
+            chosen += choose_ports("vllm", [port], ports, dry_run)
+    return tuple(chosen)
 
 
 def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
@@ -159,7 +181,9 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
 
 def ports_line(asked: Asked, site: Site) -> str:
     """Which ports are not those of the defaults, and why; empty where all are."""
-    found = []
+    found: list[str] = []
+    if site.machines.several:  # a port is looked at on this machine only
+        return ""
     for section, servers, chosen in (
         ("api", [asked.run.api], [site.api_port]),
         ("vllm", asked.run.servers, list(site.vllm_ports)),
@@ -200,7 +224,8 @@ def described(plan: Plan, asked: Asked) -> str:
     """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
     site = plan.site
     shared = variables(plan.run, site)
-    notes = [f"All output goes to {site.run_dir}/", "", "Every service runs with"]
+    machines = machine_lines(plan)
+    notes = [f"All output goes to {site.run_dir}/", *machines, "", "Every service runs with"]
     notes += [f"  {name}={value}" for name, value in shared.items()]
     for service in plan.services:
         own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
@@ -221,6 +246,8 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
             f"Training {site.model} for {run.steps} steps on {problems(plan)}; all output goes to "
             f"{os.path.relpath(site.run_dir)}/"
         )
+        for line in machine_lines(plan):
+            console.say(line)
         if line := ports_line(asked, site):
             console.say(line)
         if window is not None:
@@ -228,6 +255,11 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
         status = start(plan, console, asked.gpus, [] if window is None else [window])
     if status == 0:
         draw([site.run_dir], site.run_dir / "reward.png")
+    elif site.machines.several and (site.run_dir / "run.yaml").is_file():
+        console.say(
+            f"To continue from the last checkpoint once all machines answer, or with a hosts file without the lost one:"
+            f" atropos train --resume {os.path.relpath(site.run_dir)} --hosts {asked.given.model_dump().get('hosts')}"
+        )
     return status
 
 
@@ -248,6 +280,7 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
     others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
     watch = Diagnosis(plan.site.api, None if token is None else token.get_secret_value(), others)
     services = [*plan.services, *more]
+    os.environ.update({name: plan.site.environ[name] for name in (KEY,) if name in plan.site.environ})
     with closing(watch), Supervisor(run_dir, services, console, watch=watch) as supervisor:
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())

@@ -19,7 +19,7 @@ from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerP
 from example_trainer.launcher.ports import Ports
 from example_trainer.memory_plan import GB, Serving, Training
 from example_trainer.model_size import PUBLISHED, model_size, published
-from tests.unit.launcher.plans import ask_for, no_processes, plan
+from tests.unit.launcher.plans import HOSTS_FILES, ask_for, no_processes, plan
 
 __all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
@@ -110,7 +110,7 @@ def test_a_documented_command_is_accepted_by_the_plan(command: str, gpus: str) -
     elif "run_gsm8k" in script or "quickstart" in script:
         expect_fit(Path(script).stem.removeprefix("run_"), *argv)
     elif script == "atropos" and argv[0] == "train":
-        expect_fit(*argv[1:])
+        expect_fit(*(HOSTS_FILES.get(word, word) for word in argv[1:]))
     elif script.endswith("train.sbatch"):
         expect_fit(*argv)
     else:

@@ -24,7 +24,7 @@ from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.doctor import DoctorConfig
 from example_trainer.launcher.evaluate import EvaluateFlags, asking
 from tests.unit.environments.support import env_class
-from tests.unit.launcher.plans import no_processes, plan
+from tests.unit.launcher.plans import HOSTS_FILES, no_processes, plan
 
 __all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
@@ -89,6 +89,7 @@ READERS = {
     "larger_number_server.py": "environments/template_server.py",
     "guess_server.py": "environments/two_turn_template_server.py",
     "product_server.py": "environments/tool_template_server.py",
+    **HOSTS_FILES,
 }
 
 

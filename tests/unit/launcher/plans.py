@@ -20,6 +20,7 @@ from example_trainer.launcher.services import Plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
+HOSTS_FILES = {name: str(ROOT / "tests/unit/docs" / name) for name in ("hosts.txt", "five_hosts.txt")}  # of pages
 
 
 @cache
@@ -56,7 +57,10 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         text = yaml.safe_dump(dict(settings))
         config = tmp_path / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
         config.write_text(text)
-        return resolved(program[0], ("--config", str(config), *typed))
+        with monkeypatch.context() as own:
+            if key := environ.get("VLLM_API_KEY"):  # which the launcher makes for several machines
+                own.setenv("VLLM_API_KEY", key)
+            return resolved(program[0], ("--config", str(config), *typed))
 
     monkeypatch.setattr(sections, "ask_environment", ask)
     monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or str(MODEL))

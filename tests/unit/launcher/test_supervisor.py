@@ -397,3 +397,16 @@ def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
     wait_until(lambda: not lives(int(done.stdout)))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_service_that_misses_another_leaves_the_blame_to_it(tmp_path: Path) -> None:
+    misses = bash("trainer", "exit 70", may_end=True, missing_another=70)
+    cause = bash("trainer-2", "sleep 1; echo the cause; exit 1", may_end=True, missing_another=70, host="gpu02")
+    status, output = launched(tmp_path / "both", misses, cause)
+    assert status == 1
+    assert "trainer-2 on gpu02 (pid " in output
+    assert "the cause" in output
+    assert output.count("died:") == 1
+    status, output = launched(tmp_path / "alone", misses, sleeper(may_end=True), blame_s=1)
+    assert status == 1
+    assert "died: exit status 70" in output

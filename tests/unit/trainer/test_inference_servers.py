@@ -34,6 +34,12 @@ def test_each_port_is_a_server_on_the_host() -> None:
     ]
 
 
+def test_servers_on_several_machines_are_a_list_of_hosts() -> None:
+    assert servers("--vllm-host", "127.0.0.1:9003,gpu02") == [("127.0.0.1", 9003), ("gpu02", 9001)]
+    with pytest.raises(ConfigError, match="--vllm-host: 'gpu 2' is not host"):
+        _ = servers("--vllm-host", "gpu01,gpu 2")
+
+
 def test_the_ports_survive_a_written_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(config_yaml(TrainerConfig.model_validate({"model_name": "m", "vllm_port": (9001, 9002)})))

@@ -1,0 +1,252 @@
+"""The tables of docs/scale.md: how far one batching API, one trainer and one broadcast carry, by arithmetic.
+
+    python -m benchmarks.scale            prints each table
+    python -m benchmarks.scale --write    puts them into docs/scale.md
+
+Measured inputs are read from the pages that benchmarks wrote; assumptions are the constants below. What fits a GPU is
+the memory plan's word. A test compares the page with this program.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import orjson
+
+from benchmarks import api_throughput
+from example_trainer.config import TrainerConfig
+from example_trainer.memory_plan import GB, Serving, Training
+from example_trainer.model_size import ModelSize, published, size_of, weight_shapes
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "scale.md"
+
+FLOPS = 989e12  # dense bfloat16 per second of an H100: NVIDIA's data sheet
+SHARE = 0.4  # of it that training reaches: assumed, as in docs/benchmarks/trainer_scale.md
+FLOPS_PER_TOKEN = 8  # per weight: forward, backward, and the forward pass again of --gradient-checkpointing
+NIC = 40e9  # bytes per second of a 400 Gbit/s card: 50 GB/s by its name, 80 % of that assumed
+PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed, as in docs/benchmarks/trainer_scale.md
+GPUS = (8, 64, 256, 1024)
+ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/serve.py
+HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/reporting.py
+
+
+def _large(layers: int) -> ModelSize:
+    """A dense Llama with the shapes of Llama-3.1-405B (126 layers) and this many layers."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16_384,
+        "intermediate_size": 53_248,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": layers,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    }
+    shapes = weight_shapes(config)
+    assert shapes is not None
+    found = size_of(shapes)
+    return ModelSize(found.count, found.shapes, found.source, heads=128, kv_heads=8)
+
+
+MODELS = {
+    "1.5B": published("Qwen2.5-1.5B"),
+    "7B": published("Qwen2.5-7B"),
+    "14B": published("Qwen2.5-14B"),
+    "72B": published("Qwen2.5-72B"),
+    "405B": _large(126),
+    "1 TB": _large(156),
+}
+FULL = TrainerConfig.model_validate(
+    {
+        "model_name": "m",
+        "offload": "none",
+        "gradient_checkpointing": True,
+        "bridge": {"kind": "broadcast"},
+    }
+)
+
+
+# --- measured inputs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Api:
+    """Of docs/benchmarks/api_throughput.md."""
+
+    json: float  # groups per second posted and fetched, with the journal
+    packed: float
+    tokens: int  # of a group
+    json_bytes: int
+    packed_bytes: int
+    memory: float  # bytes per byte that waits
+
+
+def measured_api() -> Api:
+    """The last measurement."""
+    text = (DOCS / "benchmarks/api_throughput.md").read_text()
+    load = re.search(r"groups of (\d+) x (\d+) tokens \((\d+) kB each\)", text)
+    row = re.search(r"^\| posted and fetched \|(.*)\|$", text, re.M)
+    memory = re.search(r"^\| memory by bytes posted \| [\d.]+ \| ([\d.]+) \|", text, re.M)
+    assert load
+    assert row
+    assert memory
+    rates = [float(cell.split()[0]) for cell in row[1].split("|")]  # in memory, its MessagePack, journal, its
+    settings = api_throughput.Settings(groups=1, sequences=int(load[1]), tokens=int(load[2]))
+    (body,) = api_throughput.make_groups(settings)
+    packed = len(msgspec.msgpack.encode(orjson.loads(body)))
+    return Api(rates[2], rates[3], int(load[1]) * int(load[2]), int(load[3]) * 1000, packed, float(memory[1]))
+
+
+def request_seconds() -> float:
+    """Seconds of a core that the API takes for one small request, of the largest number of environments measured."""
+    rows = re.findall(r"^\| (\d+) \| [\d.]+ s \| (\d+) \| (\d+) % \|", _environments_page(), re.M)
+    *_, (_, requests, share) = rows
+    return int(share) / 100 / int(requests)
+
+
+def _environments_page() -> str:
+    return (DOCS / "benchmarks/api_environments.md").read_text()
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_second(size: ModelSize, gpus: int) -> float:
+    """That as many GPUs train on."""
+    return gpus * FLOPS * SHARE / (FLOPS_PER_TOKEN * size.count)
+
+
+def trainer_fits(size: ModelSize, ranks: int, gpu: int = 80) -> bool:
+    """Whether the memory plan accepts full training, states on the GPUs."""
+    return Training(FULL, size, ranks).need <= gpu * GB
+
+
+def server_fits(size: ModelSize, ranks: int, gpu: int) -> bool:
+    """Whether the memory plan accepts a vLLM server of so many GPUs, in bfloat16, with staging on the GPUs."""
+    serving = Serving(FULL, size, "bfloat16", ranks)
+    return serving.least <= serving.share(gpu * GB) * gpu * GB
+
+
+def least_ranks(size: ModelSize) -> int:
+    """The fewest GPUs of 80 GB, a power of two, that train it."""
+    return next(ranks for ranks in (1 << power for power in range(20)) if trainer_fits(size, ranks))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def rounded(value: float) -> str:
+    """Two digits and no more: the assumptions carry no third."""
+    if value >= 10:
+        scale = 10 ** (math.floor(math.log10(value)) - 1)
+        return f"{round(value / scale) * scale:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def table(head: list[str], rows: Iterator[list[str]]) -> str:
+    """In Markdown; all but the first column to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def api_table() -> str:
+    """What one API carries."""
+    api = measured_api()
+    rows = (
+        [name, f"{rate:.0f}", rounded(rate * api.tokens / 1e6), f"{nbytes / 1e3:.0f}", rounded(rate * nbytes / 1e6)]
+        for name, rate, nbytes in (
+            ("JSON", api.json, api.json_bytes),
+            ("MessagePack, which environments and trainer of this project use", api.packed, api.packed_bytes),
+        )
+    )
+    return table(["with the journal", "groups/s", "million tokens/s", "kB per group", "MB/s"], rows)
+
+
+def demand_table() -> str:
+    """What trainers ask of it."""
+    api = measured_api()
+    carried = api.packed * api.tokens
+
+    def cell(size: ModelSize, gpus: int) -> str:
+        if not trainer_fits(size, gpus):
+            return "refused"
+        asked = tokens_per_second(size, gpus)
+        return f"{rounded(asked / 1e6)} ({rounded(100 * asked / carried)} %)"
+
+    def row(name: str, size: ModelSize) -> list[str]:
+        full = carried / tokens_per_second(size, 1)
+        return [name, *(cell(size, gpus) for gpus in GPUS), rounded(full)]
+
+    head = ["model", *(f"{gpus:,} GPUs" for gpus in GPUS), "the API is full at GPUs"]
+    return table(head, (row(name, size) for name, size in MODELS.items()))
+
+
+def environment_table() -> str:
+    """Environment servers beside an idle trainer."""
+    each = request_seconds() * (ENVIRONMENT_ASKS_PER_S + HEAD_ASKS_PER_S)
+
+    def row(count: int) -> list[str]:
+        asks = count * (ENVIRONMENT_ASKS_PER_S + HEAD_ASKS_PER_S)
+        return [f"{count:,}", rounded(asks), f"{rounded(100 * count * each)} %", str(math.ceil(asks / 2000))]
+
+    head = ["environment servers", "requests/s", "of the API's core", "machines, at 2,000 requests/s each"]
+    return table(head, map(row, (10, 100, 400, 1000, 4000)))
+
+
+def weight_table() -> str:
+    """One policy version, from the trainer to vLLM."""
+
+    def row(name: str, size: ModelSize) -> list[str]:
+        nbytes = 2 * size.count
+        fits = [
+            f"{ranks} x {gpu}"
+            for gpu, ranks in ((80, 1), (80, 2), (80, 4), (80, 8), (141, 8), (192, 8), (288, 8))
+            if server_fits(size, ranks, gpu)
+        ]
+        seconds = nbytes / NIC
+        return [
+            name,
+            f"{nbytes / 1e9:,.0f}",
+            fits[0] if fits else "refused",
+            f"{least_ranks(size):,}",
+            *(rounded(seconds * servers) for servers in (1, 8, 64)),
+            rounded(nbytes / 8 / PCIE),
+        ]
+
+    head = ["model", "GB in bfloat16", "a vLLM server, GPUs x GB", "GPUs of 80 GB that train it"]
+    head += ["1 server, s", "8 servers, s", "64 servers, s", "host staging, stall, s"]
+    return table(head, (row(name, size) for name, size in MODELS.items()))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "api": api_table,
+    "demand": demand_table,
+    "environments": environment_table,
+    "weights": weight_table,
+}
+
+
+def with_tables(page: str) -> str:
+    """The page with every table as computed now. Raises KeyError for a table that this program does not know."""
+
+    def fresh(found: re.Match[str]) -> str:
+        return f"{found[1]}\n\n{TABLES[found[2]]()}\n\n<!-- end -->"
+
+    return re.sub(r"(<!-- computed: (\w+) -->)\n.*?<!-- end -->", fresh, page, flags=re.S)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(with_tables(PAGE.read_text()))
+        return
+    for name, made in TABLES.items():
+        print(f"{name}\n\n{made()}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The far end of a service on another machine: a script that needs nothing but Python.
+
+    remote.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
+              ◀─stdout── what the service writes; and a line with NUL a second: this machine lives
+
+It ends the service when the launcher says nothing more: because it ended, was killed, or cannot be reached. So nothing
+runs on when the cable is cut. Its exit status is the service's, 128 + N for one that signal N has ended.
+"""
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FIRST_S = 60.0  # for the line of JSON
+SHARED_S = 5.0  # until what another machine has written is seen here
+GRACE_S = 10.0  # from TERM to KILL
+BEAT_S = 1.0
+BEAT = b"\0\n"  # a line, because srun passes lines on
+REFUSED = 2
+
+
+def main() -> int:
+    """Run what stdin asks for. Returns the exit status."""
+    job = read_job()
+    if why := prepare(job):
+        print(f"{job['name']}: error: {why}", flush=True)
+        return REFUSED
+    # become.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
+    become = str(Path(__file__).with_name("become.py"))
+    cores = ",".join(map(str, job["cores"]))
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", become, str(os.getpid()), cores, *job["command"]],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **job["environment"]},
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    with child.stdin:
+        child.stdin.write(b"\n")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, frame: os.killpg(child.pid, signal.SIGTERM))
+    print(
+        f"Running {job['name']} on {os.uname().nodename} (pid {child.pid}); it ends when the launcher is silent for"
+        f" {job['silence_s']:g} s",
+        flush=True,
+    )
+    if silent := watch(child, job["silence_s"]):
+        print(f"{job['name']}: ending it, because {silent}", flush=True)
+    end(child.pid, child)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+def read_job() -> dict[str, Any]:
+    """The first line of stdin. Exits where none comes."""
+    deadline, line = time.monotonic() + FIRST_S, b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
+        byte = os.read(0, 1) if ready else b""
+        if not byte:
+            raise SystemExit(f"far_end: error: no job on stdin within {FIRST_S:.0f} s; remote.py starts this")
+        line += byte
+    job: dict[str, Any] = json.loads(line)
+    return job
+
+
+def prepare(job: dict[str, Any]) -> str:
+    """Make the run's directory and its files. Returns why the service cannot run here, if it cannot."""
+    folder = Path(job["folder"])
+    for path, (digest, remedy) in job["sees"].items():
+        deadline = time.monotonic() + SHARED_S
+        while digest_of(path) != digest:
+            if time.monotonic() > deadline:
+                return f"the launcher's {path} is not on {os.uname().nodename}: {remedy}"
+            time.sleep(0.5)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in job["files"].items():
+            file = Path(path)
+            if not file.is_file() or file.read_text(encoding="utf-8") != text:
+                file.write_text(text, encoding="utf-8")
+        os.chdir(job["directory"] if Path(job["directory"]).is_dir() else folder)
+    except OSError as error:
+        return f"cannot write {folder} on {os.uname().nodename}: {error.strerror}; make it writable, or choose --runs"
+    return ""
+
+
+def digest_of(path: str) -> str:
+    """SHA-256 of a file; nothing where there is none."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
+    """Until the service has ended: an empty text; or why it has to."""
+    heard = beat = time.monotonic()
+    while child.poll() is None:
+        now = time.monotonic()
+        if now >= beat:
+            beat = now + BEAT_S
+            try:
+                os.write(1, BEAT)
+            except OSError as error:
+                return f"nobody reads its output: {error.strerror}"
+        if now - heard > silence_s:
+            return f"the launcher has been silent for {silence_s:g} s"
+        if select.select([0], [], [], BEAT_S / 4)[0]:
+            if not os.read(0, 4096):
+                return "the launcher has let it go"
+            heard = now
+    return ""
+
+
+def end(group: int, child: subprocess.Popen[bytes]) -> None:
+    """TERM to what is left of the service, KILL after `GRACE_S`."""
+    for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 2.0)):
+        deadline = time.monotonic() + seconds
+        try:
+            os.killpg(group, number)
+            while time.monotonic() < deadline:
+                child.poll()
+                os.killpg(group, 0)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

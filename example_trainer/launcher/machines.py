@@ -1,0 +1,155 @@
+"""The machines of a run, as `--hosts FILE` names them: which of them serve, and which train.
+
+    10.0.0.1                   # this machine: launcher, batching API, environments, rank 0; and a vLLM server
+    10.0.0.2                   # trainer ranks and a vLLM server
+    10.0.0.3 vllm              # or, on every line: `trainer` or `vllm` alone
+
+The first line is the machine on which the command is typed. What runs on the others is started there by a command of
+the user's (`--remote-command`), one for each service, and watched from here (remote.py).
+"""
+
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import Field
+
+from atroposlib.config import Config
+from atroposlib.errors import reading
+from atroposlib.flags import ConfigError
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}"
+ROLES = ("trainer", "vllm")
+LINE = "one host per line, with `trainer` or `vllm` behind it where it has one of the two alone"
+LOOPBACK = "127.0.0.1"
+
+
+class MachineFlags(Config):
+    """Machines"""
+
+    hosts: Path | None = Field(
+        None, description="file with one host per line, this machine first: train on all of them (docs/devices.md)"
+    )
+    remote_command: str = Field(
+        SSH, min_length=1, description="with --hosts: what runs a command on another machine, with {host} for its name"
+    )
+    host_timeout: float = Field(
+        30.0, ge=5, le=3600, description="with --hosts: seconds without a sign of life after which a machine is lost"
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One line of the file."""
+
+    host: str
+    trains: bool = True
+    serves: bool = True
+
+
+@dataclass(frozen=True)
+class Machines:
+    """All machines of a run; `Machines()` is this one alone, by loopback."""
+
+    all: tuple[Machine, ...] = (Machine(LOOPBACK),)
+    remote: str = SSH
+    silence_s: float = 30.0  # after which a machine that gives no sign of life counts as lost
+
+    @property
+    def first(self) -> str:
+        """This machine, by the address at which the others reach it."""
+        return self.all[0].host
+
+    @property
+    def several(self) -> bool:
+        return len(self.all) > 1
+
+    @property
+    def training(self) -> list[str]:
+        """The hosts of trainer ranks; that of rank 0 first."""
+        return [machine.host for machine in self.all if machine.trains]
+
+    @property
+    def serving(self) -> list[str]:
+        """The hosts of vLLM servers, one server each."""
+        return [machine.host for machine in self.all if machine.serves]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether no machine both trains and serves."""
+        return self.several and not any(machine.trains and machine.serves for machine in self.all)
+
+    def elsewhere(self, host: str) -> str:
+        """The host, or nothing for this machine."""
+        return "" if host in (self.first, LOOPBACK) else host
+
+    def reached_at(self, host: str) -> str:
+        """Where processes of this machine reach a server there: on this machine, loopback."""
+        return self.elsewhere(host) or LOOPBACK
+
+
+def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = True) -> Machines:
+    """The machines of a hosts file. Raises ConfigError that names the line, or says what does not fit together."""
+    with reading(f"--hosts {path} cannot be read", ConfigError, remedy=f"give a text file with {LINE}"):
+        lines = path.read_text().splitlines()
+    found: list[Machine] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host, *roles = words
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host) is None or not {*roles} <= {*ROLES}:
+            raise ConfigError(f"{path}:{number}: {line.strip()!r} is not a host; write {LINE}")
+        if host in [machine.host for machine in found]:
+            raise ConfigError(f"{path}:{number}: {host} is there twice; write each machine once")
+        found.append(Machine(host, not roles or "trainer" in roles, not roles or "vllm" in roles))
+    if not found:
+        raise ConfigError(f"--hosts {path} names no machine: write {LINE}")
+    machines = Machines(tuple(found), remote, silence_s)
+    _check(machines, path)
+    if check_here and machines.several:
+        _expect_here(machines.first, path)
+    return machines
+
+
+def _check(machines: Machines, path: Path) -> None:
+    if "{host}" not in machines.remote:
+        raise ConfigError(f"--remote-command {machines.remote!r} has no {{host}}; write it where the host's name goes")
+    try:
+        shlex.split(machines.remote)
+    except ValueError as error:
+        raise ConfigError(f"--remote-command {machines.remote!r}: {error}; close the quote") from None
+    if not machines.all[0].trains:
+        raise ConfigError(
+            f"{path}: {machines.first} does not train, but rank 0 runs on the first machine; put one that trains first"
+        )
+    if not machines.serving:
+        raise ConfigError(f"{path}: no machine serves; write `vllm` behind one, or nothing behind any")
+    if len({machine.trains and machine.serves for machine in machines.all}) > 1:
+        raise ConfigError(
+            f"{path}: some machines both train and serve, and others do one of the two, so that their GPUs would be"
+            " shared out differently: give every machine both roles, or every machine one"
+        )
+
+
+def _expect_here(host: str, path: Path) -> None:
+    with reading(f"{path}: {host} has no address", ConfigError, remedy="write a name that this machine can resolve"):
+        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None, family=socket.AF_INET)}
+    own = {held.address for each in psutil.net_if_addrs().values() for held in each if held.family == socket.AF_INET}
+    if not wanted & own:
+        raise ConfigError(
+            f"{path}: the first machine, {host} ({', '.join(sorted(wanted))}), is not this one, which has"
+            f" {', '.join(sorted(own - {LOOPBACK})) or 'no address but loopback'}: type the command there, or put this"
+            " machine first"
+        )
+    if all(address.startswith("127.") for address in wanted):
+        raise ConfigError(f"{path}: {host} is loopback, where no other machine reaches it; write another address")
+
+
+def remote_words(template: str, host: str) -> Sequence[str]:
+    """The words of `--remote-command` for a host."""
+    return [word.replace("{host}", host) for word in shlex.split(template)]

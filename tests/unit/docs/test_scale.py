@@ -1,0 +1,35 @@
+"""docs/scale.md is what benchmarks/scale.py computes now, and proposes nothing that the memory plan refuses."""
+
+import re
+
+from benchmarks import scale
+
+
+def test_the_tables_are_those_that_the_program_computes() -> None:
+    page = scale.PAGE.read_text()
+    assert {*re.findall(r"<!-- computed: (\w+) -->", page)} == {*scale.TABLES}
+    assert scale.with_tables(page) == page, "run python -m benchmarks.scale --write"
+
+
+def test_a_number_of_the_text_that_a_table_has_not_is_computed_too() -> None:
+    page, api = scale.PAGE.read_text(), scale.measured_api()
+    text = (scale.DOCS / "benchmarks/api_throughput.md").read_text()
+
+    def rates(row: str) -> list[float]:
+        (found,) = re.findall(rf"^\| {row} \|(.*)\|$", text, re.M)
+        return [float(cell.split()[0]) for cell in found.split("|")]
+
+    memory, journal = rates("posted and fetched")[1], rates("posted and fetched")[3]
+    assert f"**: {memory / journal:.1f} times as many groups (measured)" in page
+    assert f"fetching is {rates('fetched')[3] / rates('posted')[3]:.0f} times as fast as posting" in page
+    assert f"takes {api.memory} times its bytes" in page
+    assert f"1,024 groups of this size are {1024 * api.packed_bytes / 1e9:.2g} GB" in page
+
+
+def test_a_refused_layout_has_no_number() -> None:
+    rows = {row.split(" |")[0].strip("| "): row for row in scale.demand_table().splitlines()[2:]}
+    for name, size in scale.MODELS.items():
+        for gpus, cell in zip(scale.GPUS, rows[name].split(" | ")[1:], strict=False):
+            assert (cell == "refused") is not scale.trainer_fits(size, gpus), (name, gpus)
+    assert not scale.trainer_fits(scale.MODELS["72B"], 8)
+    assert "405B | 812 | 8 x 288 |" in scale.weight_table()  # and not 8 x 192

@@ -1,0 +1,118 @@
+"""A service on another machine, by both ends of remote.py; the remote command is one that runs on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from example_trainer.launcher.far_end import FIRST_S
+
+pytestmark = pytest.mark.services
+
+ROOT = Path(__file__).parents[3]
+LOCAL = "env MACHINE={host}"  # runs what follows it, as ssh and srun do
+SILENCE_S = 2
+SLEEPER = [sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(60)"]
+
+
+def near_end(folder: Path, command: list[str], *flags: str, remote: str = LOCAL, patch: str = "pass") -> list[str]:
+    start = f"import sys; from example_trainer.launcher import remote; {patch}; sys.exit(remote.main(sys.argv[1:]))"
+    own = ["--host", "gpu02", "--name", "vllm-2", "--remote-command", remote, "--silence-s", str(SILENCE_S)]
+    return [sys.executable, "-u", "-c", start, *own, "--folder", str(folder / "run"), *flags, "--", *command]
+
+
+def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def begun(words: list[str], log: Path) -> tuple["subprocess.Popen[bytes]", psutil.Process]:
+    """The near end, and the service once it writes."""
+    with log.open("wb") as output:
+        near = subprocess.Popen(words, stdout=output, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 30
+    while "asleep" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        assert near.poll() is None, log.read_text()
+        time.sleep(0.05)
+    (service,) = (
+        each for each in psutil.Process(near.pid).children(recursive=True) if "time.sleep(60)" in each.cmdline()[-1]
+    )
+    return near, service
+
+
+def test_what_the_service_writes_arrives_with_its_exit_status(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['MACHINE'], os.environ['VLLM_API_KEY'], os.environ['MINE']); sys.exit(3)"
+    done = run(
+        near_end(tmp_path, [sys.executable, "-c", code], "--variables", "MINE"), VLLM_API_KEY="secret", MINE="own"
+    )
+    assert done.returncode == 3
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"Starting vllm-2 on gpu02, at most {FIRST_S:.0f} s: env MACHINE=gpu02 ")
+    assert lines[1].startswith("Running vllm-2 on ")
+    assert lines[2:] == ["gpu02 secret own"]
+    assert "\0" not in done.stdout
+
+
+def test_files_are_sent_and_a_service_that_a_signal_ended_says_so(tmp_path: Path) -> None:
+    (tmp_path / "trainer.yaml").write_text("lr: 1\n")
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    words = near_end(tmp_path, [sys.executable, "-c", code], "--file", str(tmp_path / "trainer.yaml"))
+    assert run(words).returncode == 128 + signal.SIGKILL
+
+
+def test_no_secret_is_in_a_process_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "a-secret-token")
+    near, service = begun(near_end(tmp_path, SLEEPER), tmp_path / "log")
+    with near:
+        family = [psutil.Process(near.pid), *psutil.Process(near.pid).children(recursive=True)]
+        assert service.environ()["ATROPOS_API_TOKEN"] == "a-secret-token"
+        assert not any("a-secret-token" in word for each in family for word in each.cmdline())
+        near.terminate()
+
+
+@pytest.mark.parametrize(
+    ("number", "within_s"), [(signal.SIGKILL, 5), (signal.SIGTERM, 5), (signal.SIGSTOP, SILENCE_S + 4)]
+)
+def test_the_service_ends_when_the_launcher_does_or_is_silent(number: int, within_s: float, tmp_path: Path) -> None:
+    near, service = begun(near_end(tmp_path, SLEEPER), tmp_path / "log")
+    with near:
+        near.send_signal(number)
+        service.wait(within_s)
+        near.kill()
+
+
+def test_a_machine_without_a_sign_of_life_is_named_with_the_remedy(tmp_path: Path) -> None:
+    done = run(near_end(tmp_path, SLEEPER, remote="sh -c 'sleep 60' {host}", patch="remote.FIRST_S = 1"))
+    assert done.returncode == 1
+    assert "vllm-2: error: no sign of life for 2 s from gpu02, " in done.stdout
+    assert "check that gpu02 is up, and that `sh -c 'sleep 60' gpu02 true` works" in done.stdout
+
+
+def test_a_far_end_that_stops_is_noticed(tmp_path: Path) -> None:
+    near, service = begun(near_end(tmp_path, SLEEPER), tmp_path / "log")
+    with near:
+        far = psutil.Process(service.ppid())
+        far.suspend()
+        assert near.wait(SILENCE_S + 5) == 1
+        service.wait(5)  # the kernel ends it with the far end, which is the remote command's process here
+    assert "no sign of life for 2 s from gpu02" in (tmp_path / "log").read_text()
+
+
+def test_what_must_be_shared_is_looked_for_before_anything_starts(tmp_path: Path) -> None:
+    witness = tmp_path / "run.json"
+    witness.write_text(json.dumps({"starts": [1]}))
+    own = [sys.executable, "-c", "print('started')"]
+    assert "started" in run(near_end(tmp_path, own, "--sees", str(witness), "share it")).stdout
+    other = "remote.far_end.digest_of = lambda path: 'of another file'"
+    done = run(near_end(tmp_path, own, "--sees", str(witness), "share it", patch=other))
+    assert done.returncode == 2
+    assert f"the launcher's {witness} is not on " in done.stdout
+    assert "share it" in done.stdout
+    assert "started" not in done.stdout
