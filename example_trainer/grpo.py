@@ -66,7 +66,7 @@ from example_trainer.parallel import (
     join,
     told_once_a_machine,
 )
-from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
+from example_trainer.rank_processes import LOST, Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
@@ -482,7 +482,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(config)
         except ToldElsewhere as error:
-            return error.exit_status
+            return error.exit_status if place.parent is not None else LOST  # to an agent that tells causes apart
         except RanksLost as error:
             if place.rank == 0 and place.parent is None:
                 raise

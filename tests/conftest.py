@@ -53,6 +53,7 @@ LANES = (
         "test_bit_exact",
         "test_server_death",
         "test_two_hosts",
+        "test_several_machines",
         "test_engine_watch",
     },
 )

@@ -23,7 +23,7 @@ from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of
 from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.inference_servers import Port
-from example_trainer.launcher.machines import MachineFlags, Machines, read_machines
+from example_trainer.launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
     Choice,
@@ -156,7 +156,7 @@ class Asked:
     gpu_bytes: int  # of one; 0 where it is not known
     view: bool = True
     host_bytes: int | None = None  # free in host memory; None: what this machine has
-    machines: Machines = Machines()
+    machines: Machines = THIS_ONE
 
 
 @dataclass
@@ -209,7 +209,7 @@ def read_command_line(
 def _machines(given: RunFlags, dry_run: bool) -> Machines:
     """Those of --hosts, or this one."""
     if not isinstance(given, TrainFlags) or given.hosts is None:
-        return Machines()
+        return THIS_ONE
     return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
 
 

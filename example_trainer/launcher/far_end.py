@@ -3,7 +3,7 @@
     remote.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
               ◀─stdout── what the service writes; and a line with NUL a second: this machine lives
 
-It ends the service when the launcher says nothing more: because it ended, was killed, or cannot be reached. So nothing
+It ends the service when no sign of life comes: the launcher has ended, was killed, or cannot be reached. So nothing
 runs on when the cable is cut. Its exit status is the service's, 128 + N for one that signal N has ended.
 """
 
@@ -122,7 +122,7 @@ def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
 
 
 def end(group: int, child: subprocess.Popen[bytes]) -> None:
-    """TERM to what is left of the service, KILL after `GRACE_S`."""
+    """TERM to the rest of the service, KILL after `GRACE_S`."""
     for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + seconds
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
-from example_trainer.launcher.machines import Machines
+from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_for_each, server_name
 from example_trainer.memory_plan import (
@@ -249,7 +249,7 @@ def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))
 
 
-def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Machines = Machines()) -> Placement:
+def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Machines = THIS_ONE) -> Placement:
     """The GPUs of vLLM and of the trainer: the first of `candidates` that fits `need`; the first of all where none
     does. Of several machines each has these GPUs. Raises ConfigError where there are too few.
     """

@@ -53,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Machines:
-    """All machines of a run; `Machines()` is this one alone, by loopback."""
+    """All machines of a run; `THIS_ONE` is this one alone, by loopback."""
 
     all: tuple[Machine, ...] = (Machine(LOOPBACK),)
     remote: str = SSH
@@ -90,6 +90,9 @@ class Machines:
     def reached_at(self, host: str) -> str:
         """Where processes of this machine reach a server there: on this machine, loopback."""
         return self.elsewhere(host) or LOOPBACK
+
+
+THIS_ONE = Machines()
 
 
 def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = True) -> Machines:

@@ -10,7 +10,7 @@ from typing import Any
 from example_trainer.launcher.core_layout import CorePlacement, thread_bindings
 from example_trainer.launcher.layout import Placement, device_flags, device_variables, seen
 from example_trainer.launcher.machines import LOOPBACK as HOST
-from example_trainer.launcher.machines import Machines
+from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import Tree, server_name
 from example_trainer.modes import MODES, Adapter, Mode
@@ -32,7 +32,7 @@ class Site:
     vllm_ports: tuple[int, ...]  # of each vLLM server
     environ: Mapping[str, str]
     cores: CorePlacement
-    machines: Machines = Machines()
+    machines: Machines = THIS_ONE
     meeting_port: int = 0  # of trainer ranks on several machines, on the first one
 
     @property

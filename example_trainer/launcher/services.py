@@ -173,8 +173,8 @@ def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
     saved = trainer.save_path
     if trainer.checkpoint_format != "hf":
         remedy = (
-            f"each rank writes its part of a checkpoint to {saved}. Have --runs on a file system that all machines share,"
-            " or give --trainer.checkpoint-format hf, with which rank 0 writes all of it"
+            f"each rank writes its part of a checkpoint to {saved}. Have --runs on a file system that all machines"
+            " share, or give --trainer.checkpoint-format hf, with which rank 0 writes all of it"
         )
         return {str(site.run_dir / "run.json"): remedy}
     latest = saved / LATEST

@@ -1,4 +1,4 @@
-"""A trainer rank that only meets the others and adds: `DRILL=kill` has rank 1 killed, `DRILL=wait` all wait for ever."""
+"""A trainer rank that only meets the others and adds; `DRILL=kill` has rank 1 killed."""
 
 import os
 import signal
