@@ -28,6 +28,7 @@ REFUSED = 2
 
 def main() -> int:
     """Run what stdin asks for. Returns the exit status."""
+    os.write(1, BEAT)  # the machine is reached
     job = read_job()
     if why := prepare(job):
         print(f"{job['name']}: error: {why}", flush=True)
@@ -80,6 +81,7 @@ def prepare(job: dict[str, Any]) -> str:
         while digest_of(path) != digest:
             if time.monotonic() > deadline:
                 return f"the launcher's {path} is not on {os.uname().nodename}: {remedy}"
+            os.write(1, BEAT)
             time.sleep(0.5)
     try:
         folder.mkdir(parents=True, exist_ok=True)

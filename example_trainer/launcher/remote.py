@@ -38,12 +38,20 @@ class Asked(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service and copy its output. Returns its exit status; 1 where the machine cannot be reached."""
     asked = parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _ask)
+    try:
+        return run(asked)
+    except Asked:
+        return 128 + signal.SIGTERM
+
+
+def run(asked: argparse.Namespace) -> int:
+    """What `main` returns. Raises Asked when the service is not to start at all."""
     host = asked.host
     entering = remote_words(asked.remote_command, host)
     words = [*entering, sys.executable, "-I", "-S", far_end.__file__]
     print(f"Starting {asked.name} on {host}, at most {FIRST_S:.0f} s: {shlex.join(words)}", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _ask)
     started = time.monotonic()
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdin is not None
@@ -56,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drain(process, LEAVE_S)
     if lost:
         process.kill()
+        process.wait()
         print(
             f"{asked.name}: error: {lost} from {host}, {time.monotonic() - started:.0f} s after its start: check that"
             f" {host} is up, and that `{shlex.join(entering)} true` works. What runs there ends by itself after"
@@ -107,7 +116,7 @@ def converse(process: "subprocess.Popen[bytes]", job: bytes, silence_s: float) -
     assert process.stdin is not None
     assert process.stdout is not None
     heard, beat, limit_s = time.monotonic(), 0.0, max(FIRST_S, silence_s)
-    left, held = job, b""
+    left, held, reached = job, b"", False
     while True:
         now = time.monotonic()
         if left or now >= beat:
@@ -120,10 +129,10 @@ def converse(process: "subprocess.Popen[bytes]", job: bytes, silence_s: float) -
         if select.select([process.stdout], [], [], far_end.BEAT_S / 4)[0]:
             found = os.read(process.stdout.fileno(), 1 << 16)
             if not found:
-                return ""
+                return "" if reached else "the remote command ended without a sign of life"
             found = held + found
             if far_end.BEAT in found:
-                limit_s = silence_s
+                limit_s, reached = silence_s, True
             heard, held = now, _copy(found)
 
 

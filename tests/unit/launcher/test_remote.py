@@ -95,6 +95,13 @@ def test_a_machine_without_a_sign_of_life_is_named_with_the_remedy(tmp_path: Pat
     assert "check that gpu02 is up, and that `sh -c 'sleep 60' gpu02 true` works" in done.stdout
 
 
+def test_a_remote_command_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
+    done = run(near_end(tmp_path, SLEEPER, remote="sh -c 'echo no route to host; exit 255' {host}"))
+    assert done.returncode == 1
+    assert "no route to host" in done.stdout
+    assert "vllm-2: error: the remote command ended without a sign of life from gpu02, 0 s after" in done.stdout
+
+
 def test_a_far_end_that_stops_is_noticed(tmp_path: Path) -> None:
     near, service = begun(near_end(tmp_path, SLEEPER), tmp_path / "log")
     with near:
