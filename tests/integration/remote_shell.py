@@ -27,7 +27,8 @@ def _serve_one(connection: socket.socket) -> None:
     line = b""
     while not line.endswith(b"\n"):
         line += connection.recv(1)
-    child = subprocess.Popen(json.loads(line), stdin=connection, stdout=connection, stderr=subprocess.STDOUT)
+    own = connection.fileno()
+    child = subprocess.Popen(json.loads(line), stdin=own, stdout=own, stderr=subprocess.STDOUT)
     with connection:
         status = child.wait()
         connection.sendall(b"<exit %d>" % (status if status >= 0 else 128 - status))
