@@ -31,6 +31,7 @@ FLOPS_PER_TOKEN = 8  # per weight: forward, backward, and the forward pass again
 NIC = 40e9  # bytes per second of a 400 Gbit/s card: 50 GB/s by its name, 80 % of that assumed
 PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed, as in docs/benchmarks/trainer_scale.md
 GPUS = (8, 64, 256, 1024)
+TP = 8  # --tp-size, for models that are too large without
 ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/serve.py
 HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/reporting.py
 
@@ -121,9 +122,11 @@ def tokens_per_second(size: ModelSize, gpus: int) -> float:
     return gpus * FLOPS * SHARE / (FLOPS_PER_TOKEN * size.count)
 
 
-def trainer_fits(size: ModelSize, ranks: int, gpu: int = 80) -> bool:
-    """Whether the memory plan accepts full training, states on the GPUs."""
-    return Training(FULL, size, ranks).need <= gpu * GB
+def trainer_fits(size: ModelSize, ranks: int, tp: int = 1, gpu: int = 80) -> bool:
+    """Whether the memory plan accepts full training with this --tp-size, states on the GPUs."""
+    if ranks % tp or size.tp_refusal(tp):
+        return False
+    return Training(FULL.model_copy(update={"tp_size": tp}), size, ranks).need <= gpu * GB
 
 
 def server_fits(size: ModelSize, ranks: int, gpu: int) -> bool:
@@ -132,9 +135,9 @@ def server_fits(size: ModelSize, ranks: int, gpu: int) -> bool:
     return serving.least <= serving.share(gpu * GB) * gpu * GB
 
 
-def least_ranks(size: ModelSize) -> int:
-    """The fewest GPUs of 80 GB, a power of two, that train it."""
-    return next(ranks for ranks in (1 << power for power in range(20)) if trainer_fits(size, ranks))
+def least_ranks(size: ModelSize, tp: int = 1) -> int | None:
+    """The fewest GPUs of 80 GB, a power of two, that train it with this --tp-size; None where it cannot be split so."""
+    return next((ranks for ranks in (1 << power for power in range(15)) if trainer_fits(size, ranks, tp)), None)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -173,10 +176,11 @@ def demand_table() -> str:
     carried = api.packed * api.tokens
 
     def cell(size: ModelSize, gpus: int) -> str:
-        if not trainer_fits(size, gpus):
+        fits = trainer_fits(size, gpus)
+        if not fits and not trainer_fits(size, gpus, TP):
             return "refused"
         asked = tokens_per_second(size, gpus)
-        return f"{rounded(asked / 1e6)} ({rounded(100 * asked / carried)} %)"
+        return f"{rounded(asked / 1e6)} ({rounded(100 * asked / carried)} %){'' if fits else '*'}"
 
     def row(name: str, size: ModelSize) -> list[str]:
         full = carried / tokens_per_second(size, 1)
@@ -213,12 +217,13 @@ def weight_table() -> str:
             name,
             f"{nbytes / 1e9:,.0f}",
             fits[0] if fits else "refused",
-            f"{least_ranks(size):,}",
+            *(f"{ranks:,}" if (ranks := least_ranks(size, tp)) else "" for tp in (1, TP)),
             *(rounded(seconds * servers) for servers in (1, 8, 64)),
             rounded(nbytes / 8 / PCIE),
         ]
 
-    head = ["model", "GB in bfloat16", "a vLLM server, GPUs x GB", "GPUs of 80 GB that train it"]
+    head = ["model", "GB in bfloat16", "a vLLM server, GPUs x GB"]
+    head += ["GPUs of 80 GB that train it", f"with --tp-size {TP}"]
     head += ["1 server, s", "8 servers, s", "64 servers, s", "host staging, stall, s"]
     return table(head, (row(name, size) for name, size in MODELS.items()))
 

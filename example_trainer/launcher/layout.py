@@ -264,7 +264,7 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Mac
     most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
     tp = need.config.tp_size if need else int(run.trainer.get("tp_size", 1))
     if machines.are_apart:
-        found = list(_candidates_apart(run, gpus, most - most % tp, training))
+        found = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
     elif machines.several:
         each = run.model_copy(update={"vllm": run.servers[0]})
         found = [

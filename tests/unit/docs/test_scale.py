@@ -30,6 +30,8 @@ def test_a_refused_layout_has_no_number() -> None:
     rows = {row.split(" |")[0].strip("| "): row for row in scale.demand_table().splitlines()[2:]}
     for name, size in scale.MODELS.items():
         for gpus, cell in zip(scale.GPUS, rows[name].split(" | ")[1:], strict=False):
-            assert (cell == "refused") is not scale.trainer_fits(size, gpus), (name, gpus)
+            fits = [scale.trainer_fits(size, gpus, tp) for tp in (1, scale.TP)]
+            assert (cell == "refused") is not any(fits), (name, gpus)
+            assert cell.endswith("*") is (fits == [False, True]), (name, gpus)
     assert not scale.trainer_fits(scale.MODELS["72B"], 8)
     assert "405B | 812 | 8 x 288 |" in scale.weight_table()  # and not 8 x 192
