@@ -83,9 +83,11 @@ def test_no_secret_is_in_a_process_list(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_service_ends_when_the_launcher_does_or_is_silent(number: int, within_s: float, tmp_path: Path) -> None:
     near, service = begun(near_end(tmp_path, SLEEPER), tmp_path / "log")
     with near:
-        near.send_signal(number)
-        service.wait(within_s)
-        near.kill()
+        try:
+            near.send_signal(number)
+            service.wait(within_s)
+        finally:
+            near.kill()
 
 
 def test_a_machine_without_a_sign_of_life_is_named_with_the_remedy(tmp_path: Path) -> None:
