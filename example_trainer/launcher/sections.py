@@ -22,8 +22,9 @@ from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.document import without_secrets
 from example_trainer.launcher.folders import environment_file, environment_names, environments
 from example_trainer.launcher.layout import device_bridge
+from example_trainer.launcher.machines import LOOPBACK as HOST
 from example_trainer.launcher.run_file import RunFile, check_kind
-from example_trainer.launcher.run_site import HOST, Site, argv, variables, vllm_flags
+from example_trainer.launcher.run_site import Site, argv, variables, vllm_flags
 from example_trainer.launcher.servers import Tree
 from example_trainer.modes import MODES
 
