@@ -126,8 +126,8 @@ class Need:
         )
 
     def host_staging(self, placement: Placement) -> int:
-        """Bytes of host memory that all ranks of all vLLM servers take for new weights."""
-        servers = (self.serving(placement, index) for index in range(len(placement.servers)))
+        """Bytes of host memory that all ranks of vLLM servers take for new weights, on the machine of rank 0."""
+        servers = (self.serving(placement, index) for index in range(placement.servers_here))
         return sum(serving.ranks * serving.host_staging for serving in servers)
 
     def training(self, placement: Placement) -> tuple[Training, Room]:
