@@ -50,6 +50,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import msgspec
 from msgspec import Meta, Struct
 
 from atroposlib.wire.processes import Process
@@ -385,9 +386,19 @@ class Announced(Struct, frozen=True, omit_defaults=True):
     version: int
     base: int | None = None
 
+    def encoded(self) -> str:
+        """JSON; of a whole version the bare number, which is all that servers and trainers of protocol 1 know."""
+        return str(self.version) if self.base is None else msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decoded(cls, found: bytes) -> "Announced":
+        """What `encoded` has written."""
+        read = msgspec.json.decode(found, type=int | Announced)
+        return cls(read) if isinstance(read, int) else read
+
 
 def go_key(session: str, sequence: int) -> str:
-    """Store key under which the trainer puts `Announced`, as JSON, of transfer number `sequence` of the session."""
+    """Store key under which the trainer puts `Announced`, encoded, of transfer number `sequence` of the session."""
     return f"{session}/go/{sequence}"
 
 

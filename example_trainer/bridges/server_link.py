@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -136,7 +135,7 @@ class ServerLink:
         acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._manifest.tp_size)]
         go = go_key(self.session.id, self._sequence)
         with self._reaching_workers(f"policy version {version} did not reach every worker of {self.vllm.url}"):
-            self._store.set(go, msgspec.json.encode(Announced(version, self._base)).decode())
+            self._store.set(go, Announced(version, self._base).encoded())
             if self._groups is None:
                 self._send_directly()
             else:

@@ -15,7 +15,6 @@ import asyncio
 import time
 from contextlib import ExitStack
 
-import msgspec
 import torch
 
 from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Bucket, ack_key, go_key
@@ -107,7 +106,7 @@ class BroadcastReceiver(Receiver):
         self.over = found == GOODBYE.encode()
         if self.over:
             return None
-        announced = msgspec.json.decode(found, type=Announced)
+        announced = Announced.decoded(found)
         self.base = announced.base
         return announced.version
 

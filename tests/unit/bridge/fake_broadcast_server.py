@@ -134,7 +134,7 @@ class FakeVllmServer:
             found = store.get(go_key(offer.session, sequence))
             if found == GOODBYE.encode():
                 return
-            base = msgspec.json.decode(found, type=Announced).base
+            base = Announced.decoded(found).base
             self.bases.append(base)
             image = torch.empty(self.manifest.nbytes, dtype=torch.uint8) if base is None else self._live[rank].clone()
             for bucket in self.manifest.buckets(offer.bucket_bytes):

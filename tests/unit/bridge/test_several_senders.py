@@ -58,7 +58,7 @@ class Ranks:
         self.sequence = 0
 
     def begin(self, version: int) -> None:
-        self.store.set(go_key(self.session, self.sequence), msgspec.json.encode(Announced(version)).decode())
+        self.store.set(go_key(self.session, self.sequence), Announced(version).encoded())
 
     def send_buckets(self, sender: int, weights: Weights, buckets: slice = slice(None)) -> None:
         """What a rank sends of these buckets."""

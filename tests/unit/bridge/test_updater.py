@@ -94,7 +94,7 @@ class Trainer:
 
     def begin(self, version: int) -> None:
         announced = Announced(version, self.base)
-        self.store.set(go_key(self.session, self.sequence), msgspec.json.encode(announced).decode())
+        self.store.set(go_key(self.session, self.sequence), announced.encoded())
 
     def send_buckets(self, weights: Weights, buckets: slice = slice(None)) -> None:
         image = wire_image(weights)

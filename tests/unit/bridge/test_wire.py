@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from atroposlib.wire.bridge import (
     ALIGNMENT,
     AdapterOffer,
+    Announced,
     BroadcastOffer,
     Manifest,
     ManifestMismatch,
@@ -176,3 +177,10 @@ def test_whole_floats_are_integers_in_an_offer() -> None:
     assert parse_offer({**OFFER, "port": 9001.0, "lease_s": 300}, BroadcastOffer) == BroadcastOffer(
         **{**OFFER, "port": 9001, "lease_s": 300.0}
     )
+
+
+def test_a_whole_version_is_announced_as_protocol_1_does() -> None:
+    """Older servers read a number, and older trainers write one."""
+    assert Announced(7).encoded() == "7"
+    for announced in (Announced(7), Announced(0), Announced(8, base=7), Announced(1, base=0)):
+        assert Announced.decoded(announced.encoded().encode()) == announced
