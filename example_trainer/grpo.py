@@ -73,6 +73,7 @@ from example_trainer.sharded_checkpoint import Saves
 from example_trainer.timeline import Timeline
 from example_trainer.trained_rows import trained_rows
 from example_trainer.updates import Plan, Updates
+from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.written import remove_leftovers
 
 log = get_logger(__name__)
@@ -377,7 +378,10 @@ def connected(
     with contextlib.ExitStack() as resources:
         resources.callback(prepared.close)
         learner = Learner(config, device, ranks, prepared.storage)
-        learner.load(source)
+        if isinstance(prepared.storage, SharedRanks):
+            learner.load_over(source, prepared.storage.workers)
+        else:
+            learner.load(source)
         yield learner, resources.enter_context(contextlib.closing(prepared.connect(learner.trained)))
 
 

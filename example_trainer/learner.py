@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atroposlib.errors import AtroposError
-from atroposlib.wire.bridge import BroadcastOffer, Manifest
+from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank
 from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Sequence
 from example_trainer.bridges.direct import CannotSend, RowSender
@@ -27,6 +27,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.kernels import kernels_of_run, use_kernels
 from example_trainer.memory import settled_config
+from example_trainer.model import ModelError, load_tokenizer
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
@@ -35,10 +36,11 @@ from example_trainer.policy import token_logprobs
 from example_trainer.rank_parts import has_tp
 from example_trainer.rank_processes import Place
 from example_trainer.routing import routing_of
-from example_trainer.shard import fsdp_modules, reshard
+from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.tensor_parallel import sum_partial_gradients
-from example_trainer.weights.gathered import RankSends, RowExchange
+from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
+from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
@@ -57,7 +59,11 @@ class Learner:
     trained: TrainedModel
 
     def __init__(
-        self, config: TrainerConfig, device: torch.device, ranks: Ranks, storage: SharedWeights | None = None
+        self,
+        config: TrainerConfig,
+        device: torch.device,
+        ranks: Ranks,
+        storage: SharedWeights | SharedRanks | None = None,
     ) -> None:
         self.ranks = ranks
         self._config = config
@@ -79,14 +85,58 @@ class Learner:
     def load(self, source: str) -> None:
         """Load the model of `source`, a hub id or a directory. Raises ModelError or AdapterError."""
         if self.ranks.mesh is None:
+            assert not isinstance(self._storage, SharedRanks)
             self.trained = load_trained(self._config, source, self._device, self._storage)
         else:
-            sends = RankSends(self.join_senders, self.send_rows, self.leave_senders)
             self.trained = load_sharded(
-                self._config, source, self._device, self.ranks.mesh, self.gather, sends, self.prompt_logprobs
+                self._config, source, self._device, self.ranks.mesh, self.gather, self._sends, self.prompt_logprobs
             )
             parameters = dict(self.trained.model.named_parameters())
             self._sender = RowSender(parameters, self._device, self.ranks.mesh)
+
+    @property
+    def _sends(self) -> RankSends:
+        return RankSends(self.join_senders, self.send_rows, self.leave_senders)
+
+    @collective
+    def load_over(self, source: str, workers: list[SharedRank]) -> None:
+        """Load the model of `source` over the memory of vLLM's ranks, each over one: by `write_start` it gets its
+        values. Raises ModelError.
+        """
+        assert self.ranks.mesh is not None
+        worker = workers[self.ranks.rank]
+        self._copy = RankCopy(self._config, source, worker, self._device, self.ranks.mesh)
+        form = whole_model(self.gather, self._device)
+        self.trained = LiveModel(
+            self._copy.policy.model,
+            load_tokenizer(source),
+            form,
+            sharded=self._copy.policy,
+            gather=self.gather,
+            sends=self._sends,
+            device=self._device,
+            logprobs=self.prompt_logprobs,
+            write_start=self.write_start,
+            settle=self.settle,
+        )
+
+    @collective
+    def write_start(self) -> None:
+        """Write the start weights into vLLM's memory."""
+        self._copy.write_start()
+
+    @collective
+    def settle(self, first: bool) -> None:
+        """Return when every rank's device has written its weights, and all of them still lie in vLLM's memory. After
+        the first writing, check the model too. Raises ModelError.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        inside, count = self._copy.inside()
+        if inside != count:
+            raise ModelError(f"{count - inside} of {count} parameters no longer lie in vLLM's memory: report this")
+        if first:
+            expect_packed(self._copy.policy, self._device, torch.float32)
 
     @collective
     def begin(self, checkpoint: str, served_dtype: str = "float32") -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from example_trainer.errors import TrainerError
+from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import TrainedModel, remove_folder
 
@@ -79,7 +80,7 @@ class Prepared:
 
     connect: Callable[[TrainedModel], WeightBridge]
     close: Callable[[], None]
-    storage: SharedWeights | None = None
+    storage: SharedWeights | SharedRanks | None = None
 
 
 def remove_replaced(folders: Iterable[Path], policy_version: int) -> None:

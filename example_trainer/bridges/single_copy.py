@@ -3,8 +3,9 @@
     pause ──▶ optimizer step on the live weights ──▶ resume        (vLLM's engines/single_copy.py watches in between)
 
 Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc.
-GPU: CUDA IPC. With TP > 1, parameters that every rank has (norms, biases of row-split layers, shared key/value heads)
-are stepped once and copied.
+GPU: CUDA IPC. Where vLLM has several ranks, one process computes with the parts of all of them (weights/shared.py) and
+copies what every rank has alike; or, with --tp-size, one trainer rank for each computes with its own
+(weights/by_rank.py).
 """
 
 import math
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,8 +30,11 @@ from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_single_copy
 from example_trainer.model import check_packed_forward, meta_model
 from example_trainer.modes import SingleCopy
+from example_trainer.parallel import RanksLost, ToldElsewhere
+from example_trainer.rank_parts import local
+from example_trainer.weights.by_rank import LiveModel, SharedRanks
 from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
-from example_trainer.weights.source import shapes_of
+from example_trainer.weights.source import WeightSource, shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching.memory import cuda_ipc
 from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
@@ -56,6 +61,17 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     session = Session(vllm, offer)
     with ExitStack() as undo:
         undo.callback(session.close)
+        if config.tp_size > 1:
+            if config.tp_size != len(workers):
+                raise BridgeError(
+                    f"--tp-size {config.tp_size}, but the vLLM server at {vllm.url} has {len(workers)} rank(s): give"
+                    " the trainer as many, or --tp-size 1, which computes with the parts of all of them in one process"
+                )
+            count = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
+            check_single_copy(config, count // len(workers), False, device)
+            undo.pop_all()
+            connect = partial(_connect_ranks, config, session, manifest)
+            return Prepared(connect, session.close, SharedRanks(workers))
         buffers = [_open(worker) for worker in workers]
         if buffers[0].device.type != device.type:
             raise BridgeError(
@@ -65,7 +81,100 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
         storage = SharedWeights(shared_tensors(workers, buffers, partial(_as_parameter, mode.bf16_update)))
         start = StartWeights(source, storage.tensors.values())
         undo.pop_all()
-    return Prepared(partial(SingleCopyBridge, config, session, manifest, storage, start), session.close, storage)
+    return Prepared(partial(_connect, config, session, manifest, storage, start), session.close, storage)
+
+
+def _connect(
+    config: TrainerConfig,
+    session: Session,
+    manifest: Manifest,
+    storage: SharedWeights,
+    start: StartWeights,
+    trained: TrainedModel,
+) -> "SingleCopyBridge":
+    return SingleCopyBridge(config, session, manifest, storage, trained, OneProcess(start, trained))
+
+
+def _connect_ranks(
+    config: TrainerConfig, session: Session, manifest: Manifest, trained: TrainedModel
+) -> "SingleCopyBridge":
+    assert isinstance(trained, LiveModel)
+    return SingleCopyBridge(config, session, manifest, trained.source(manifest), trained, ByRanks(trained))
+
+
+class Writer(Protocol):
+    """Who writes to vLLM's memory."""
+
+    def write_start(self) -> None:
+        """Write the start weights."""
+
+    def writes(self) -> int:
+        """Rises with every write, as far as is known."""
+
+    def settle(self) -> int:
+        """Complete the writes, on every device; bytes copied between vLLM's ranks."""
+
+    def wait(self) -> None:
+        """Return when this process has nothing under way on a device."""
+
+    def check(self) -> None:
+        """Raise ModelError unless the model computes as it should, after the first sync."""
+
+
+class OneProcess:
+    """This process writes to every rank of vLLM."""
+
+    def __init__(self, start: StartWeights, trained: TrainedModel) -> None:
+        self._start = start
+        self._parameters = [piece.parameter for tensor in start.tensors for piece in tensor.pieces]
+        self._trained = trained
+
+    def write_start(self) -> None:
+        self._start.write()
+
+    def writes(self) -> int:
+        return sum(parameter._version for parameter in self._parameters)  # rises with every write to a tensor
+
+    def settle(self) -> int:
+        copied = copy_replicas(self._start.tensors)
+        self.wait()
+        return copied
+
+    def wait(self) -> None:
+        # nothing else orders this process's writes with vLLM's kernels
+        for device in {parameter.device for parameter in self._parameters}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def check(self) -> None:
+        check_packed_forward(self._trained.policy, self._trained.model.device)
+
+
+class ByRanks:
+    """Each trainer rank writes to its own rank of vLLM."""
+
+    def __init__(self, trained: LiveModel) -> None:
+        self._trained = trained
+        self._begun = 0
+
+    def write_start(self) -> None:
+        self._begun += 1
+        self._trained.write_start()
+
+    def writes(self) -> int:
+        own = sum(local(parameter.detach())._version for parameter in self._trained.model.parameters())
+        return own + self._begun
+
+    def settle(self) -> int:
+        self._trained.settle(False)
+        return 0
+
+    def wait(self) -> None:
+        if self._trained.device.type == "cuda":
+            torch.cuda.synchronize(self._trained.device)
+
+    def check(self) -> None:
+        self._trained.settle(True)
 
 
 class SingleCopyBridge(SessionBridge):
@@ -76,19 +185,19 @@ class SingleCopyBridge(SessionBridge):
         config: TrainerConfig,
         session: Session,
         manifest: Manifest,
-        storage: SharedWeights,
-        start: StartWeights,
+        source: WeightSource,
         trained: TrainedModel,
+        writer: Writer,
     ) -> None:
-        super().__init__(session, trained, manifest.tensors[0].dtype, (storage, manifest))
+        super().__init__(session, trained, manifest.tensors[0].dtype, (source, manifest))
         self._timeout_s = config.bridge_timeout_s
         self._first_s = manifest.nbytes / DISK_BYTES_PER_S
-        self._tensors = start.tensors
-        self._start: StartWeights | None = start  # until the first sync has written them
+        self._writer = writer
+        self._first = True  # until a sync has written the start weights
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
-        deadline_s = self._timeout_s + (self._first_s if self._start else 0)
+        deadline_s = self._timeout_s + (self._first_s if self._first else 0)
         log.info(
             "[Bridge] Pausing %s to write policy version %d into its memory, at most %.0f s",
             self._vllm.url,
@@ -96,19 +205,18 @@ class SingleCopyBridge(SessionBridge):
             deadline_s,
         )
         self._vllm.pause(self._session.id, policy_version, deadline_s)
-        untouched = self._writes()
+        untouched = self._writer.writes()
         try:
             start = time.perf_counter()
-            first = self._start is not None
-            if self._start is not None:
-                self._start.write()
-                self._start = None
+            if first := self._first:
+                self._writer.write_start()
+                self._first = False
             update()
             update_s = time.perf_counter() - start
-            copied = copy_replicas(self._tensors)
-            self._wait_for_devices()
-        except BaseException:
-            self._give_up(written=self._writes() != untouched)
+            copied = self._writer.settle()
+        except BaseException as error:
+            lost = isinstance(error, RanksLost | ToldElsewhere)  # another rank may have written
+            self._give_up(written=lost or self._writer.writes() != untouched)
             raise
         reply = self._vllm.resume(self._session.id, policy_version)
         log.info(
@@ -120,22 +228,12 @@ class SingleCopyBridge(SessionBridge):
             copied,
         )
         if first:
-            check_packed_forward(self._trained.policy, self._trained.model.device)
+            self._writer.check()
         return SyncReport(policy_version, update_s, reply.stall_s, 0.0, reply.update_s, copied)
-
-    def _writes(self) -> int:
-        # `_version` rises with every write to a tensor
-        return sum(piece.parameter._version for tensor in self._tensors for piece in tensor.pieces)
-
-    def _wait_for_devices(self) -> None:
-        # nothing else orders this process's writes with vLLM's kernels
-        for device in {piece.parameter.device for tensor in self._tensors for piece in tensor.pieces}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
 
     def _give_up(self, *, written: bool) -> None:
         with told("could not notify vLLM that the update failed"):
-            self._wait_for_devices()
+            self._writer.wait()
             if written:
                 self.close()  # so that vLLM refuses to serve what is half written
             else:

@@ -10,7 +10,7 @@ Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +76,19 @@ def shared_tensors(
     parts: dict[str, dict[int, list[Tensor]]] = {}
     described: dict[str, Shard] = {}
     for worker, buffer in zip(workers, buffers, strict=True):
-        for shard in worker.shards:
+        for shard, view in shared_views(worker, buffer):
             described.setdefault(shard.name, shard)
-            offset, shape, name = worker.layout[shard.vllm_name]
-            dtype = getattr(torch, name)
-            fused = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            view = fused.narrow(shard.dim, shard.start, shard.length) if fused.dim() else fused
             parts.setdefault(shard.name, {}).setdefault(shard.full_start, []).append(view)
     return {name: _whole(described[name], views, as_parameter) for name, views in parts.items()}
+
+
+def shared_views(worker: SharedRank, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+    """What a rank's `bridge_attach` reply describes, as views into its memory."""
+    for shard in worker.shards:
+        offset, shape, name = worker.layout[shard.vllm_name]
+        dtype = getattr(torch, name)
+        fused = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        yield shard, fused.narrow(shard.dim, shard.start, shard.length) if fused.dim() else fused
 
 
 def _whole(

@@ -24,9 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from atroposlib.wire.bridge import SharedRank
+from atroposlib.wire.processes import this_process
 from example_trainer import learner as learner_module
 from example_trainer import policy
 from example_trainer import step as step_module
@@ -38,7 +43,10 @@ from example_trainer.rank_parts import local
 from example_trainer.rank_processes import VARIABLE
 from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights import load
+from example_trainer.weights.shared import shared_tensors
+from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import as_records, item
+from vllm_patching.memory.shared_buffer import SharedBuffer
 
 GROUPS = 4
 MESHES: list[DeviceMesh] = []
@@ -122,7 +130,13 @@ def mutate(mutation: str | None) -> None:
 def lead(learner: Learner, job: dict[str, Any]) -> None:
     """Rank 0's part: it has the others load, learn and answer."""
     out, config, prompt = Path(job["out"]), learner._config, list(range(1, 30))
-    learner.load(job.get("source", config.model_name))
+    source = job.get("source", config.model_name)
+    memory = arenas(job["arenas"], config.tp_size) if "arenas" in job else []
+    if memory:
+        learner.load_over(source, [worker for worker, _ in memory])
+        learner.write_start()
+    else:
+        learner.load(source)
     trained = learner.trained
     found: list[dict[str, Any]] = []
     at_start: list[float] = []
@@ -153,7 +167,34 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         count = sum(parameter.numel() for parameter in trained.model.parameters())
         results["held"] = sum(local(each).numel() for each in trained.model.parameters()) / count
         results["moments"] = sum(local(each["exp_avg"]).numel() for each in learner.optimizer.state.values()) / count
+    if memory:
+        learner.settle(True)
+        results["inside"] = learner._copy.inside()
+        save_file(served(memory), out / "served.safetensors")
     (out / "results.json").write_text(json.dumps(results))
+
+
+def arenas(model: str, tp: int) -> list[tuple[SharedRank, SharedBuffer]]:
+    """The memory of vLLM's ranks that serve `model`, which other processes can open."""
+    workers, contents = ranks_of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), tp)
+    found = []
+    for worker, content in zip(workers, contents, strict=True):
+        buffer = SharedBuffer(worker.nbytes)
+        buffer.tensor.copy_(content)
+        found.append((structs.replace(worker, process=this_process(), fd=buffer.fd), buffer))
+    return found
+
+
+def served(memory: list[tuple[SharedRank, SharedBuffer]]) -> dict[str, torch.Tensor]:
+    """The weights in the ranks' memory, put together; ranks that hold the same must hold the same bits."""
+    workers, buffers = zip(*memory, strict=True)
+    tensors = shared_tensors(list(workers), [buffer.tensor for buffer in buffers], torch.nn.Parameter)
+    for tensor in tensors.values():
+        assert all(torch.equal(piece.parameter, same) for piece in tensor.pieces for same in piece.replicas), tensor
+    return {
+        name: torch.cat([piece.parameter.detach() for piece in tensor.pieces], tensor.dim).contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def held(learner: Learner) -> dict[str, Any]:

@@ -169,8 +169,8 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
             "--batch-invariant trains on one device, but this trainer has 2 ranks",
         ),
         (
-            {"tp_size": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True},
-            "trains in vLLM's own memory from one process, but this trainer has 2 ranks",
+            {"weight_bridge_mode": "shared_vllm", "single_copy": True},
+            "from one process, or from one for each of its ranks, but this trainer has 2 ranks: .* --tp-size and",
         ),
     ],
 )

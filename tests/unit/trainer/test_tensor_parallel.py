@@ -23,6 +23,7 @@ FAMILIES = {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}  # w
 STEPS, FEW = 6, 3
 BUDGET = 20  # tokens of a micro-batch
 LOSS, NORM, WEIGHTS = 1e-6, 1e-6, 1e-4  # float32 sums in another order; AdamW's first steps divide by small moments
+NORM_OF_FOUR = 2e-6
 TP: dict[str, Any] = {"tp_size": 2}
 ADAPTER = "model/adapter_model.safetensors"
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
@@ -38,6 +39,7 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
     "recomputed": Job("qwen2", settings={"old_logprobs": "recomputed"}, more={"batch": {"top_p": 0.8}}),
     "lora": Job("qwen3", settings=LORA),
 }
+STEADY = {"adam_eps": 1e-4}  # here an embedding has gradients so small that AdamW's first steps are their rounding
 BITS = {"compute_dtype": "bfloat16"}
 
 
@@ -93,10 +95,10 @@ def differences(one: Done, several: Done, path: str = "model/model.safetensors")
     }
 
 
-def expect_agreement(one: Done, several: Done, path: str = "model/model.safetensors") -> None:
+def expect_agreement(one: Done, several: Done, path: str = "model/model.safetensors", norm: float = NORM) -> None:
     found = differences(one, several, path)
     assert found["loss"] <= LOSS, found
-    assert found["norm"] <= NORM, found
+    assert found["norm"] <= norm, found
     assert found["weights"] <= WEIGHTS, found
     assert several.results["logprobs"] == pytest.approx(one.results["logprobs"], abs=1e-4)
 
@@ -177,18 +179,17 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
     jobs |= {f"{family} 2 x 2": Job(family, 4, STEPS, TP) for family in FAMILIES}
     jobs |= {name: Job("qwen3", 4, STEPS, TP | settings) for name, settings in four.items()}
     jobs |= {
-        "odd one": Job("odd", 1, STEPS),
-        "odd 2 x 2": Job("odd", 4, STEPS, TP),
+        "odd one": Job("odd", 1, STEPS, STEADY),
+        "odd 2 x 2": Job("odd", 4, STEPS, TP | STEADY),
         "lora one": Job("qwen3", 1, STEPS, LORA),
     }
     found = run(jobs, tmp_path)
     for family in (*FAMILIES, "odd"):
-        expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"])
+        expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"], norm=NORM_OF_FOUR)
     for name in four:
         whole = name != "lora"
-        expect_agreement(
-            found["qwen3 one" if whole else "lora one"], found[name], "model/model.safetensors" if whole else ADAPTER
-        )
+        one = found["qwen3 one" if whole else "lora one"]
+        expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER, NORM_OF_FOUR)
     shares = [found["2 x 2"].rank(rank)["parameters"] for rank in range(4)]
     for name, (_, whole) in shares[0].items():
         held = sum(torch.Size(share[name][0]).numel() for share in shares)

@@ -1,0 +1,56 @@
+"""One trainer rank for each of vLLM's, over its memory: one process's trajectory, and nothing leaves that memory."""
+
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
+from tests.unit.trainer.test_tensor_parallel import expect_agreement
+
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(600)]
+
+FAMILIES = {"llama": True, "qwen2": False, "qwen3": True}  # whether head and embedding are tied
+SINGLE: dict[str, Any] = {"tp_size": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True}
+STEPS = {"llama": 6, "qwen2": 6, "qwen3": 20}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    folder = tmp_path_factory.mktemp("single")
+    plain = {"micro_batch_tokens": 20, "dual_clip": 0, "share_prefixes": False}
+
+    def model(name: str, family: str, tied: bool, **changes: Any) -> str:
+        changes = {"vocab_size": 128, "initializer_range": 0.1} | changes
+        return model_folder(folder / "models" / name, family=family, tie_word_embeddings=tied, **changes)
+
+    jobs = {}
+    for family, tied in FAMILIES.items():
+        own, other = model(family, family, tied), model(f"{family} other", family, tied, seed=1)
+        more = {"chunk_rows": 5, "arenas": other}
+        jobs[f"{family} one"] = Job(own, 1, STEPS[family], plain, {"chunk_rows": 5})
+        jobs[f"{family} two"] = Job(own, 2, STEPS[family], plain | SINGLE, more)
+    padded = model("padded", "llama", True, vocab_size=100)
+    jobs["padded"] = Job(padded, 2, 1, plain | SINGLE, {"arenas": padded, "shown": False})
+    return run_jobs(jobs, folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_over_vllms_memory_agree_with_one_process(done: dict[str, Done], family: str) -> None:
+    expect_agreement(done[f"{family} one"], done[f"{family} two"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_stays_in_vllms_memory_which_holds_what_was_trained(done: dict[str, Done], family: str) -> None:
+    two = done[f"{family} two"]
+    inside, count = two.results["inside"]
+    assert inside == count == len(two.tensors())
+    assert largest_difference(two.tensors("served.safetensors"), two.tensors()) == 0
+    assert largest_difference(two.tensors("served.safetensors"), two.tensors("start/model.safetensors")) > 1e-3
+
+
+def test_a_vocabulary_that_vllm_pads_is_refused_with_the_remedy(done: dict[str, Done]) -> None:
+    assert (
+        "model.embed_tokens.weight [100, 32] from 0 on, and the trainer's would hold [50, 32]" in done["padded"].error
+    )
+    assert "train with one process (--tp-size 1)" in done["padded"].error
