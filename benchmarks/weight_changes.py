@@ -34,6 +34,7 @@ from benchmarks.weight_sync import _cpu_name, _start_server
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
+from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained
 from vllm_patching.version import VERSION
 
@@ -93,6 +94,7 @@ def _train(model: str, port: int, lr: float, delta: bool, steps: int) -> None:
     config = TrainerConfig.model_validate({"model_name": model, "vllm_port": port, "bridge": bridge_mode})
     cpu = torch.device("cpu")
     prepared = make_bridge(config)(model, cpu)
+    assert not isinstance(prepared.storage, SharedRanks)  # one process trains
     with closing(prepared):
         trained = load_trained(config, model, cpu, prepared.storage)
         with closing(prepared.connect(trained)) as bridge:

@@ -27,6 +27,7 @@ from atroposlib.logs import configure_logging
 from example_trainer.bridges import WeightBridge, make_bridge
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
+from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained
 
 CPU = "cpu"
@@ -94,6 +95,7 @@ def connect(config: TrainerConfig, source: str) -> tuple[WeightBridge, PreTraine
     """
     device = torch.device(CPU if config.device == "auto" else config.device)
     prepared = make_bridge(config)(source, device)
+    assert not isinstance(prepared.storage, SharedRanks)  # one process trains
     trained = load_trained(config, source, device, prepared.storage)
     return prepared.connect(trained), trained.model
 

@@ -17,7 +17,7 @@ from example_trainer.bridges import single_copy
 from example_trainer.bridges.base import WeightBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.model import meta_model
-from example_trainer.weights.shared import bind
+from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import tiny_model
@@ -91,7 +91,7 @@ def connected(
     monkeypatch.setattr(single_copy, "vllm_clients", lambda config: [vllm])
     config = TrainerConfig.model_validate({"model_name": str(tmp_path), "bridge": {"kind": "single_copy"}})
     prepared = single_copy.prepare(config, str(tmp_path), torch.device("cpu"))
-    assert prepared.storage is not None
+    assert isinstance(prepared.storage, SharedWeights)
     model = meta_model(str(tmp_path))
     bind(model, prepared.storage.tensors, gradient_checkpointing=False)
     yield prepared.connect(TrainedModel(model)), model
