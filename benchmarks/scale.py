@@ -7,9 +7,9 @@ Measured inputs are read from the pages that benchmarks wrote; assumptions are t
 the memory plan's word. A test compares the page with this program.
 """
 
+import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +246,10 @@ def with_tables(page: str) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--write"]:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="put them into docs/scale.md instead of printing them")
+    if parser.parse_args().write:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return
     for name, made in TABLES.items():

@@ -147,6 +147,8 @@ class Ranks:
                 args = msgspec.msgpack.decode(self._receive(call.nbytes), type=_arguments(method), dec_hook=_array)
                 self._agreed(functools.partial(method, owner, *args))
             self._calls += 1
+        with contextlib.suppress(RuntimeError):  # rank 0 waits for it for a moment only
+            self._store.add("left", 1)
         self.leave()
 
     def check(self) -> None:
@@ -177,6 +179,7 @@ class Ranks:
             try:
                 if self.leads:
                     self._store.set(self._key(), "")
+                    self._await_others()
             except RuntimeError as error:
                 log.warning("Could not tell the other trainer ranks that this one leaves: %s", describe(error))
             self._stop.set()
@@ -185,6 +188,12 @@ class Ranks:
             del self._store, self._control
         if self.mesh is not None:
             dist.destroy_process_group()
+
+    def _await_others(self) -> None:
+        """Keep the store, which is in rank 0, until the others know that they end; not if one of them may be lost."""
+        deadline = time.monotonic() + 2 * PULSE_S
+        while not self._parted and self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(LAST_PAUSE_S / 10)
 
     # --- sums over ranks ----------------------------------------------------------------------------------------------
 
