@@ -10,6 +10,7 @@ ranks execute it, and an error of one ends all. Between two calls the others wai
 waits for a batch; there each rank shows once a second that it lives. With one rank all of this is a plain method call.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
