@@ -37,7 +37,7 @@ class TransportError(AtroposError):
 
 
 class PeerLost(RuntimeError):
-    """A group has failed; the message is the short line that says which and how."""
+    """A process group has failed; the message names the group and the reason in one short line."""
 
 
 def describe(error: BaseException) -> str:

@@ -108,7 +108,7 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host) is None or not {*roles} <= {*ROLES}:
             raise ConfigError(f"{path}:{number}: {line.strip()!r} is not a host; write {LINE}")
         if host in [machine.host for machine in found]:
-            raise ConfigError(f"{path}:{number}: {host} is there twice; write each machine once")
+            raise ConfigError(f"{path}:{number}: {host} appears twice; name each machine once")
         found.append(Machine(host, not roles or "trainer" in roles, not roles or "vllm" in roles))
     if not found:
         raise ConfigError(f"--hosts {path} names no machine: write {LINE}")

@@ -38,7 +38,7 @@ def test_a_line_is_a_host_and_what_it_does(tmp_path: Path) -> None:
         ("", "names no machine"),
         ("a\nb gpu\n", "hosts.txt:2: 'b gpu' is not a host"),
         ("a\nb:9001\n", "hosts.txt:2: 'b:9001' is not a host"),
-        ("a\nb\na\n", "hosts.txt:3: a is there twice"),
+        ("a\nb\na\n", "hosts.txt:3: a appears twice"),
         ("a vllm\nb trainer\n", "a does not train"),
         ("a trainer\nb trainer\n", "no machine serves"),
         ("a\nb vllm\n", "give every machine both roles, or every machine one"),
