@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.server_process import mapped_shared_memory
-from tests.integration.namespaces import entering, inside, tied
+from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 240
@@ -232,3 +232,13 @@ def plain_server(request: pytest.FixtureRequest) -> Server:
     """The shared server of one rank; by night that of two as well, for what goes the same way there."""
     found: Server = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two network namespaces with a cable between them. Skips where the kernel refuses them."""
+    try:
+        with two_hosts() as pair:
+            yield pair
+    except PermissionError as refused:
+        pytest.skip(f"this machine lets nobody make network namespaces: {refused}")

@@ -21,7 +21,7 @@ from atroposlib.logs import RUN
 from example_trainer.launcher.service import trainer_name
 from example_trainer.rank_processes import LOST
 from tests.integration.conftest import REPOSITORY
-from tests.integration.namespaces import Host, entering, tied, two_hosts
+from tests.integration.namespaces import Host, entering, tied
 
 REMOTE_SHELL = str(Path(__file__).with_name("remote_shell.py"))
 PORT = 2222
@@ -34,15 +34,6 @@ SHORT = [
     *("--env.max_new_tokens", "16", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"),
     *("--trainer.checkpoint_interval", "1", "--trainer.threads", "1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except PermissionError as refused:
-        pytest.skip(f"this machine lets nobody make network namespaces: {refused}")
 
 
 @dataclass

@@ -12,19 +12,10 @@ import pytest
 import requests
 
 from tests.integration.conftest import Server, await_server, start_server, stop_server, workers_of
-from tests.integration.namespaces import Host, two_hosts
+from tests.integration.namespaces import Host
 from tests.integration.trainer_process import DEADLINE_S, TrainerProcess, trainer_process
 
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except PermissionError as refused:
-        pytest.skip(f"this machine lets nobody make network namespaces: {refused}")
 
 
 @pytest.fixture(scope="module")
