@@ -18,11 +18,10 @@ STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.sys
 # A part of the test's id, a part of the reason, and why CI cannot be made to run it.
 EXPECTED_SKIPS = (
     ("test_two_hosts.py", "lets nobody make network namespaces"),  # a privilege that containers seldom have
-    ("test_several_machines.py", "lets nobody make network namespaces"),
+    ("test_several_machines.py", "lets nobody make network namespaces"),  # both by a fixture of conftest.py
     ("test_sandbox.py", "calls of another ABI"),  # only x86-64 has one
     ("test_sandbox.py", "a sandbox that hides no file"),  # neither namespaces nor Landlock: containers on old kernels
     ("test_tokens.py", "only root can give a file away"),  # CI need not run as root
-    ("test_records.py", "only root can give a file away"),
     ("test_records.py", "only root can give a file away"),
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import Backend, _cleanup_process_group_global_state, _new_process_group_helper
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vllm_patching import transport
@@ -105,6 +105,7 @@ class FakeSglangServer:
                 size, body["rank_offset"], [], Backend(body["backend"]), stores[0], group_name=name, timeout=timeout
             )
             self._groups.insert(0, group._get_backend(torch.device("cpu")))
+            _cleanup_process_group_global_state(group)  # a profiler of another test would look for its ranks
 
         def other(rank: int) -> None:
             store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", stores[rank - 1]))
