@@ -8,12 +8,14 @@ Each run is `atropos train arithmetic` with real services, and vLLM serves bfloa
 In all arms but `exact` it multiplies in bfloat16 and keeps the rest in float32 (--kernels bfloat16), so its
 log-probabilities differ from vLLM's. Runs of one seed ask the same problems in the same order.
 
-A finished run leaves one file, ROWS/SETTING-ARM-SEED.json, and is not repeated; an interrupted run starts again. A file
-records the processor, the commit and the flags. A table never mixes processors, settings or numbers of steps.
+A finished run leaves one file, ROWS/PROCESSOR/SETTING-ARM-SEED.json, and is not repeated on that processor; an
+interrupted run starts again. A file records the processor, the commit and the flags. A table never mixes processors,
+settings or numbers of steps.
 """
 
 import json
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -109,7 +111,8 @@ def flags_of(config: Experiment, setting: Setting, arm: Arm, seed: int) -> list[
 def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
     """One run, unless its rows are there. Raises TrainerError if it fails or an exact run was not exact."""
     name = f"{setting}-{arm}-{seed}"
-    rows, folder, log = config.rows / f"{name}.json", config.runs / name, config.runs / f"{name}.log"
+    rows = config.rows / folder_of(processor()) / f"{name}.json"
+    folder, log = config.runs / name, config.runs / f"{name}.log"
     if rows.is_file():
         print(f"{name}: finished before, {rows}", flush=True)
         return
@@ -167,6 +170,11 @@ def processor() -> str:
     return f"{told['model name']}, {told['cpu family']}/{told['model']}/{told['stepping']}"
 
 
+def folder_of(processor: str) -> str:
+    """Such as amd-epyc-25-1-1."""
+    return re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
+
+
 def commit() -> str:
     """The checkout's, shortened."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -179,7 +187,7 @@ def commit() -> str:
 def read_finished(config: Experiment) -> dict[Compared, dict[Arm, list[FinishedRun]]]:
     """All finished runs, by what makes them comparable, then by arm, seeds in order."""
     found: dict[Compared, dict[Arm, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
-    paths = sorted(config.rows.glob("*.json"))
+    paths = sorted(config.rows.rglob("*.json"))
     if not paths:
         raise TrainerError(f"{config.rows} has no run: drop --report")
     for path in paths:

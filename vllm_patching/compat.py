@@ -56,12 +56,14 @@ __all__ = [
     "attend_without_amx",
     "cuda_kernels",
     "get_tp_group",
+    "has_bfloat16",
     "has_onednn_linear",
     "init_logger",
     "keep_plain_experts",
     "keep_plain_linears",
     "on_cpu",
     "onednn_linear",
+    "plain_linear",
     "replace_adapter_products",
     "replace_norm_and_activation",
     "replace_rotary",
@@ -179,18 +181,37 @@ def cpu_kernels() -> Any:
     return _custom_ops
 
 
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's product; float32's where this processor has no bfloat16 products."""
+    if x.dtype != torch.bfloat16 or has_bfloat16():
+        return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 def onednn_linear(weight: torch.Tensor) -> packed.Product:
     """Stock vLLM-CPU's product with a copy of weight [out, in] that oneDNN packs; torch's if oneDNN declines, as in
-    vLLM.
+    vLLM. Where this processor has no bfloat16 products the copy is float32.
     """
-    ops = cpu_kernels()
+    ops, widened = cpu_kernels(), weight.dtype == torch.bfloat16 and not has_bfloat16()
+    plain = weight.detach().float() if widened else weight.detach()
     try:
         # 32: how many kernels are kept, one for each number of rows; stock vLLM's value
-        handler = ops.create_onednn_mm(weight.detach().t(), 32)
+        handler = ops.create_onednn_mm(plain.t(), 32)
     except RuntimeError as error:
         init_logger("vllm.atropos_bridge").warning_once("oneDNN declines a weight %s: %s", tuple(weight.shape), error)
-        return torch.nn.functional.linear
+        return plain_linear
+    if widened:
+        return lambda x, weight, bias: ops.onednn_mm(handler, x.float(), None if bias is None else bias.float()).to(
+            x.dtype
+        )
     return lambda x, weight, bias: ops.onednn_mm(handler, x, bias)
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 here: on x86 from AVX-512 on. torch's own loop is a hundred times slower than
+    float32 (measured on Zen 3), and stock vLLM falls back to it.
+    """
+    return not torch.backends.mkldnn.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_onednn_linear() -> bool:

@@ -19,7 +19,6 @@ import msgspec
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch.nn.functional import linear
 
 from atroposlib.files import write_whole
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
@@ -44,8 +43,8 @@ def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
     again for new weights. A compiled model would keep the first packed weight forever, so it gets torch's product.
     """
     if enforce_eager and compat.has_onednn_linear():
-        return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
-    return lambda weight: linear
+        return lambda weight: packed.PackedLinear(compat.plain_linear, compat.onednn_linear)
+    return lambda weight: compat.plain_linear
 
 
 def _answered(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,10 @@ def test_the_same_input_gives_the_same_bits_and_nearly_those_of_torch(name: Any)
         assert (a - own).norm() <= TOLERANCE[name] * own.norm()
 
 
-def test_factors_are_rounded_to_bfloat16_and_nothing_else() -> None:
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_factors_are_rounded_to_bfloat16_and_nothing_else(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_bfloat16:
+        monkeypatch.setattr(kernels, "_has_bfloat16", lambda: False)
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 32, bias=False), torch.randn(7, 64)
     use_kernels(layer, "bfloat16")
