@@ -17,6 +17,7 @@ import json
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -278,6 +279,7 @@ def _band(axes: Any, curves: list[dict[int, float]], style: dict[str, Any]) -> N
 def main() -> int:
     """Run what is missing, then report."""
     config = load_config(Experiment, prog="exactness_experiment")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `train` ends the launcher, and that its services
     with one_line_errors("exactness_experiment"):
         if not config.report:
             for setting in config.settings:
