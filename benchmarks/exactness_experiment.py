@@ -17,10 +17,8 @@ import json
 import platform
 import re
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +29,7 @@ from pydantic import Field
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
+from benchmarks.shared.launched import launched
 from example_trainer.errors import TrainerError
 from example_trainer.plot import Rows, read_rows
 
@@ -113,27 +112,12 @@ def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
     """One run, unless its rows are there. Raises TrainerError if it fails or an exact run was not exact."""
     name = f"{setting}-{arm}-{seed}"
     rows = config.rows / folder_of(processor()) / f"{name}.json"
-    folder, log = config.runs / name, config.runs / f"{name}.log"
     if rows.is_file():
         print(f"{name}: finished before, {rows}", flush=True)
         return
-    shutil.rmtree(folder, ignore_errors=True)
-    config.runs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(config.runs / name, ignore_errors=True)
     flags = flags_of(config, setting, arm, seed)
-    place = ["--runs", str(config.runs.resolve()), "--run-name", name]
-    print(f"{name}: training {config.steps} steps, log {log}", flush=True)
-    with open(log, "w") as console:
-        command = [sys.executable, "-m", "example_trainer.launcher", *flags, *place]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT)
-        try:
-            process.wait(config.limit_s)
-        except BaseException as error:
-            process.terminate()  # the launcher ends its services
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-    if process.returncode != 0:
-        raise TrainerError(f"{name} ended with exit code {process.returncode}: see {log}")
+    folder = launched(config.runs, name, flags, config.limit_s)
     keep(rows, finished(folder, setting, arm, seed, flags))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # half a gigabyte per run
 
@@ -279,7 +263,6 @@ def _band(axes: Any, curves: list[dict[int, float]], style: dict[str, Any]) -> N
 def main() -> int:
     """Run what is missing, then report."""
     config = load_config(Experiment, prog="exactness_experiment")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `train` ends the launcher, and that its services
     with one_line_errors("exactness_experiment"):
         if not config.report:
             for setting in config.settings:

@@ -1,7 +1,7 @@
 """Runs every --algorithm preset on the quickstart's task, one after the other, and collects their results.
 
-    python benchmarks/objectives.py --out runs/objectives          # about 6 minutes per preset on two cores
-    python benchmarks/objectives.py --out runs/objectives --report # only the table and the plot, without a run
+    python -m benchmarks.objectives --out runs/objectives          # about 6 minutes per preset on two cores
+    python -m benchmarks.objectives --out runs/objectives --report # only the table and the plot, without a run
 
 Each run is `atropos train arithmetic` through real services, with the quickstart's model, steps and learning rate. Only
 the preset differs, so this shows that each learns and how its metrics look, and not which is best: each would need its
@@ -11,8 +11,6 @@ OUT gets `objectives.md` (held-out accuracy and other metrics, for docs/benchmar
 curves), and the directory and log of each run. Remove the directory of a failed run before you repeat it.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +19,11 @@ from pydantic import Field
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
+from benchmarks.shared.launched import launched
 from example_trainer.errors import TrainerError
 from example_trainer.objectives import Algorithm
 from example_trainer.plot import read_rows
 
-ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ("reward_mean", "grad_norm", "entropy", "ratio_clipped_frac", "ratio_max", "step_s")
 
 
@@ -50,26 +48,10 @@ def run_preset(config: ObjectivesConfig, algorithm: Algorithm) -> None:
     if len(rows_of(folder / "metrics.jsonl")) >= config.steps:
         print(f"{algorithm}: {folder} is complete", flush=True)
         return
-    log = config.out / f"{algorithm}.log"
-    print(f"{algorithm}: training {config.steps} steps, log {log}", flush=True)
-    command = [
-        *(sys.executable, "-m", "example_trainer.launcher", "train", "arithmetic", "--steps", str(config.steps)),
-        *("--runs", str(config.out.resolve()), "--run-name", algorithm, "--seed", str(config.seed)),
-        *("--trainer.algorithm", algorithm, "--trainer.checkpoint_interval", "0"),
-        *(f"--trainer.{flag.removeprefix('--')}" for flag in config.trainer),
-    ]
-    config.out.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as console:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT)
-        try:
-            process.wait(config.limit_s)
-        except BaseException as error:
-            process.terminate()  # the launcher ends its services
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-    if process.returncode != 0:
-        raise TrainerError(f"{algorithm} ended with exit code {process.returncode}: see {log}")
+    flags = ["train", "arithmetic", "--steps", str(config.steps), "--seed", str(config.seed)]
+    flags += ["--trainer.algorithm", algorithm, "--trainer.checkpoint_interval", "0"]
+    flags += [f"--trainer.{flag.removeprefix('--')}" for flag in config.trainer]
+    launched(config.out, algorithm, flags, config.limit_s)
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -111,7 +93,7 @@ def page(config: ObjectivesConfig) -> str:
     return f"""# The presets of --algorithm on the quickstart's task
 
 ```bash
-python benchmarks/objectives.py --steps {config.steps} --seed {config.seed}{typed}
+python -m benchmarks.objectives --steps {config.steps} --seed {config.seed}{typed}
 ```
 
 Held-out accuracy (64 problems, greedy) of SmolLM2-135M-Instruct on the `arithmetic` set, by step. One run of one seed

@@ -12,10 +12,9 @@ longer.
 
 import argparse
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+from benchmarks.shared.launched import launched
 from example_trainer.plot import Rows, read_rows
 
 ARMS = {
@@ -25,7 +24,7 @@ ARMS = {
 }
 
 
-def command(arm: str, steps: int, groups_at_once: int, runs: Path) -> list[str]:
+def command(arm: str, steps: int, groups_at_once: int) -> list[str]:
     """One run of an arm."""
     apart = ["--layout.cores.vllm", "[0]", "--layout.cores.trainer", "[1]", "--layout.cores.environments", "[0]"]
     quiet = [
@@ -37,8 +36,16 @@ def command(arm: str, steps: int, groups_at_once: int, runs: Path) -> list[str]:
         "0",
         "--no-view",
     ]
-    named = ["--run-name", folder(arm), "--runs", str(runs), "--steps", str(steps)]
-    return ["quickstart", *named, *apart, *quiet, "--env.max_num_workers", str(groups_at_once), *ARMS[arm]]
+    return [
+        "quickstart",
+        "--steps",
+        str(steps),
+        *apart,
+        *quiet,
+        "--env.max_num_workers",
+        str(groups_at_once),
+        *ARMS[arm],
+    ]
 
 
 def folder(arm: str) -> str:
@@ -79,13 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.read is None:
         for arm in ARMS:
-            run = [
-                sys.executable,
-                "-m",
-                "example_trainer.launcher",
-                *command(arm, options.steps, options.groups_at_once, options.runs),
-            ]
-            subprocess.run(run, check=True, timeout=3600)
+            launched(options.runs, folder(arm), command(arm, options.steps, options.groups_at_once), limit_s=3600)
     print(table(options.read or options.runs))
 
 
