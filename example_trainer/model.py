@@ -132,9 +132,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 @torch.no_grad()
-def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
-    model's own forward on each alone, up to the rounding of `dtype`.
+    model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters).
     """
     model = policy.model
     lengths, parents, begins = (4, 1, 3, 4), (-1, 0, 0, -1), (0, 4, 4, 0)
@@ -161,7 +161,7 @@ def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtyp
     except (TypeError, ValueError) as error:
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     difference = (found - expected).abs().max().item()
-    limit = PACKED_TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+    limit = PACKED_TOLERANCE[dtype or model.dtype] * max(1.0, expected.abs().max().item())
     if not difference <= limit:
         raise ModelError(
             f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"

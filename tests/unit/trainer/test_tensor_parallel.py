@@ -22,13 +22,14 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}  # whether head and embedding are tied
 STEPS, FEW = 6, 3
 BUDGET = 20  # tokens of a micro-batch
-LOSS, NORM, WEIGHTS = 1e-6, 1e-6, 1e-4  # float32 sums in another order; AdamW's first steps divide by small moments
-NORM_OF_FOUR = 2e-6
+# float32 sums in another order, on any processor; AdamW's first steps divide by small moments
+LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 1e-4
+STEADY = {"adam_eps": 1e-4}  # where an embedding has gradients so small that AdamW's first steps are their rounding
 TP: dict[str, Any] = {"tp_size": 2}
 ADAPTER = "model/adapter_model.safetensors"
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
 RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same run of one process
-    "odd vocabulary": Job("odd"),
+    "odd vocabulary": Job("odd", settings=STEADY),
     "biases": Job("biased"),
     "checkpointing": Job("qwen3", settings={"gradient_checkpointing": True}),
     "prefixes once": Job("qwen3", settings={"share_prefixes": True}),
@@ -39,7 +40,6 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
     "recomputed": Job("qwen2", settings={"old_logprobs": "recomputed"}, more={"batch": {"top_p": 0.8}}),
     "lora": Job("qwen3", settings=LORA),
 }
-STEADY = {"adam_eps": 1e-4}  # here an embedding has gradients so small that AdamW's first steps are their rounding
 BITS = {"compute_dtype": "bfloat16"}
 
 
@@ -95,10 +95,10 @@ def differences(one: Done, several: Done, path: str = "model/model.safetensors")
     }
 
 
-def expect_agreement(one: Done, several: Done, path: str = "model/model.safetensors", norm: float = NORM) -> None:
+def expect_agreement(one: Done, several: Done, path: str = "model/model.safetensors") -> None:
     found = differences(one, several, path)
     assert found["loss"] <= LOSS, found
-    assert found["norm"] <= norm, found
+    assert found["norm"] <= NORM, found
     assert found["weights"] <= WEIGHTS, found
     assert several.results["logprobs"] == pytest.approx(one.results["logprobs"], abs=1e-4)
 
@@ -134,7 +134,7 @@ def test_norms_of_queries_and_keys_must_be_summed_once(done: dict[str, Done], na
 def test_bfloat16_computes_about_the_same(done: dict[str, Done]) -> None:
     one, two = done["qwen3 one"], done["bfloat16"]
     assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
-    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.02)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.05)
     assert two.column("loss") != pytest.approx(one.column("loss"), abs=1e-6)
 
 
@@ -185,11 +185,11 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
     }
     found = run(jobs, tmp_path)
     for family in (*FAMILIES, "odd"):
-        expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"], norm=NORM_OF_FOUR)
+        expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"])
     for name in four:
         whole = name != "lora"
         one = found["qwen3 one" if whole else "lora one"]
-        expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER, NORM_OF_FOUR)
+        expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER)
     shares = [found["2 x 2"].rank(rank)["parameters"] for rank in range(4)]
     for name, (_, whole) in shares[0].items():
         held = sum(torch.Size(share[name][0]).numel() for share in shares)
