@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
+from atroposlib.logs import get_logger
 from atroposlib.wire.folders import LATEST, is_sharded
 from example_trainer.config import TrainerConfig
 from example_trainer.model import ModelError, meta_model
@@ -41,6 +42,8 @@ from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
 
 STATE = "trainer_state.pt"
+
+log = get_logger(__name__)
 
 
 @dataclass
@@ -188,21 +191,23 @@ def expect_same_model(folder: Path, config: TrainerConfig) -> None:
             )
 
 
-def expect_same_sharing(folder: Path, progress: Progress, config: TrainerConfig) -> None:
-    """Raise CheckpointError if the run of this checkpoint computed shared prefixes in the other way. One that does not
-    tell computed every sequence whole, and continues as configured.
+def sharing(folder: Path, progress: Progress, config: TrainerConfig) -> bool:
+    """Whether a resumed run shares prefixes: as the run of this checkpoint did. Raises CheckpointError if the flags ask
+    for the other way. A checkpoint that does not tell computed every sequence whole, and continues as configured.
     """
     if progress.share_prefixes is None:
-        progress.share_prefixes = config.share_prefixes
-    if progress.share_prefixes != config.share_prefixes:
+        log.warning("%s is older than shared prefixes; this run rounds differently where it shares them", folder)
+        return config.shares_prefixes
+    if config.share_prefixes not in (None, progress.share_prefixes):
         then, now = (
             "--share-prefixes" if share else "--no-share-prefixes"
             for share in (progress.share_prefixes, config.share_prefixes)
         )
         raise CheckpointError(
-            f"{folder} was computed with {then}, and this run has {now}, which rounds differently: give {then}, or "
-            "start a new run with the checkpoint as --model-name"
+            f"{folder} was computed with {then}, and this run has {now}, which rounds differently: leave out {now}, "
+            "or start a new run with the checkpoint as --model-name"
         )
+    return progress.share_prefixes
 
 
 def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, rank: int = 0) -> Progress:

@@ -96,13 +96,16 @@ class OptimizationSettings(Config):
     micro_batch_tokens: int = Field(
         2048,
         ge=1,
-        description="tokens packed into one forward pass, shared ones counted once; a longer sequence goes alone",
+        description=(
+            "tokens packed into one forward pass, shared ones counted once; a longer sequence goes alone, or with "
+            "those that share its prefix, up to a quarter more than it"
+        ),
     )
-    share_prefixes: bool = Field(
-        True,
+    share_prefixes: bool | None = Field(
+        None,
         description=(
             "compute what sequences of a micro-batch begin with once, such as a group's prompt: the same gradients up "
-            "to rounding, in less time. no computes each sequence whole"
+            "to rounding, in less time. no computes each sequence whole (default: as the checkpoint's run, else yes)"
         ),
     )
     logits_chunk_mb: int = Field(
@@ -479,6 +482,11 @@ class TrainerConfig(
     ModelSettings,
 ):
     """Train with GRPO on batches from the batching API, and hand new weights to vLLM after every step."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes are shared, unless a checkpoint says otherwise."""
+        return self.share_prefixes is not False
 
     @property
     def overlaps(self) -> bool:

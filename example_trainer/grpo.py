@@ -142,10 +142,11 @@ class Run:
         self.learner, self.bridge = resources.enter_context(connected(config, prepare, source, device, ranks))
         watched.append(self.bridge)
         self.trained = self.learner.trained
-        self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
         self.learner.begin(str(checkpoint or ""), self.bridge.served_dtype)
         self.progress = self.learner.progress
-        self.config = config = config.model_copy(update={"kernels": self.progress.kernels})
+        choices = {"kernels": self.progress.kernels, "share_prefixes": self.progress.share_prefixes}
+        self.config = config = config.model_copy(update=choices)
+        self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
         if self.progress.step >= config.training_steps:
             raise TrainerError(
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise "

@@ -22,7 +22,7 @@ from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank
 from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Sequence
 from example_trainer.bridges.direct import CannotSend, RowSender
-from example_trainer.checkpoint import Progress, expect_same_sharing, restore
+from example_trainer.checkpoint import Progress, restore, sharing
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.kernels import kernels_of_run, use_kernels
@@ -118,6 +118,7 @@ class Learner:
             logprobs=self.prompt_logprobs,
             write_start=self.write_start,
             settle=self.settle,
+            parted=lambda: self.ranks.parted,
         )
 
     @collective
@@ -126,9 +127,9 @@ class Learner:
         self._copy.write_start()
 
     @collective
-    def settle(self, first: bool) -> None:
-        """Return when every rank's device has written its weights, and all of them still lie in vLLM's memory. After
-        the first writing, check the model too. Raises ModelError.
+    def settle(self, first: bool) -> list[int]:
+        """Return when every rank's device has written its weights, and all of them still lie in vLLM's memory; how many
+        each rank has there. After the first writing, check the model too. Raises ModelError.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -137,6 +138,7 @@ class Learner:
             raise ModelError(f"{count - inside} of {count} parameters no longer lie in vLLM's memory: report this")
         if first:
             expect_packed(self._copy.policy, self._device, torch.float32)
+        return [int(each) for each in self.ranks.rows(torch.tensor([inside]))]
 
     @collective
     def begin(self, checkpoint: str, served_dtype: str = "float32") -> None:
@@ -148,10 +150,11 @@ class Learner:
         self._policy.routing = routing_of(self.trained.model, config.routing_replay)
         self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
-        self.progress = Progress(share_prefixes=config.share_prefixes)
+        self.progress = Progress(share_prefixes=config.shares_prefixes)
         if checkpoint:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
-            expect_same_sharing(Path(checkpoint), self.progress, config)
+            self.progress.share_prefixes = sharing(Path(checkpoint), self.progress, config)
+        self._config = config.model_copy(update={"share_prefixes": self.progress.share_prefixes})
         saved = self.progress.kernels if checkpoint else None
         kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved, served_dtype)
         use_kernels(self._policy, kernels)
@@ -175,7 +178,7 @@ class Learner:
         self.comparison = comparison.of_all(self.ranks)
         _, _, column = self.comparison.columns()
         return with_old_logprobs(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.share_prefixes
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.shares_prefixes
         )
 
     @collective
@@ -204,7 +207,7 @@ class Learner:
             return []
         config, (_, _, column) = self._config, comparison.columns()
         return of_sequences(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.share_prefixes
+            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.shares_prefixes
         )
 
     @collective
@@ -338,7 +341,7 @@ class Learner:
         """This rank's share of them."""
         config, ranks = self._config, self.ranks
         return micro_batches(
-            sequences, config.micro_batch_tokens, self._device, ranks.share, ranks.shares, config.share_prefixes
+            sequences, config.micro_batch_tokens, self._device, ranks.share, ranks.shares, config.shares_prefixes
         )
 
     def _before_pass(self, is_last: bool) -> None:

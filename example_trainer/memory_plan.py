@@ -29,6 +29,7 @@ from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
 from example_trainer.config import TrainerConfig
 from example_trainer.model_size import ModelSize
 from example_trainer.modes import MODES, Adapter, Broadcast, Grouped, SingleCopy
+from example_trainer.prefixes import most_tokens
 
 GB = 10**9
 GIB = 1 << 30
@@ -176,10 +177,18 @@ class Training:
 
     # --- what comes and goes ------------------------------------------------------------------------------------------
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a micro-batch."""
+        config = self.config
+        if config.shares_prefixes:
+            return most_tokens(config.micro_batch_tokens, config.seq_len)
+        return max(config.micro_batch_tokens, config.seq_len)
+
     @cached_property
     def activations(self) -> int:
         """Bytes that autograd saves in one micro-batch, and the largest gradients of them."""
-        layers, tokens = self.size.layers, self.config.micro_batch_tokens
+        layers, tokens = self.size.layers, self.tokens
         final = tokens * self.size.hidden * (3 * FLOAT32 + 4 * FLOAT32)  # its norm; hidden states for the head, twice
         if self.config.gradient_checkpointing:
             return layers * self.kept_of_layer + self.of_layer + self.largest_gradients + final
@@ -202,28 +211,26 @@ class Training:
         token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
         token += 2 * c * size.experts_per_token * size.hidden
         token += FLOAT32 * (size.heads or query // 64)
-        if self.config.share_prefixes:
+        if self.config.shares_prefixes:
             token += 2 * 2 * c * keys
         if any(name.endswith("q_norm.weight") for name in size.shapes):
             token += (FLOAT32 + c) * (query + keys)
-        return token * self.config.micro_batch_tokens
+        return token * self.tokens
 
     @property
     def kept_of_layer(self) -> int:
         """How much of it remains by --gradient-checkpointing: its input."""
-        return self.width * self.size.hidden * self.config.micro_batch_tokens
+        return self.width * self.size.hidden * self.tokens
 
     @property
     def largest_gradients(self) -> int:
         """Of the feed-forward part: three of its four values."""
-        return 3 * self.width * self.own.inner * self.config.micro_batch_tokens
+        return 3 * self.width * self.own.inner * self.tokens
 
     @property
     def logits(self) -> int:
         """Logits, their probabilities and gradient; the head's next gradient beside the sum of those before."""
-        chunk = min(
-            self.config.logits_chunk_mb * MIB, FLOAT32 * self.size.embedding[0] * self.config.micro_batch_tokens
-        )
+        chunk = min(self.config.logits_chunk_mb * MIB, FLOAT32 * self.size.embedding[0] * self.tokens)
         parts = chunk // self.tp if self.tp > 1 else 0  # which are put together
         return 2 * chunk + parts + max(chunk, 0 if self.adapter else FLOAT32 * self.own.head)
 
@@ -372,7 +379,12 @@ def _changes(training: Training) -> Iterator[tuple[str, Training]]:
         yield "--reshard-after-forward", training.having(reshard_after_forward=True)
     if config.kl_coef > 0:
         yield "--kl-coef 0 (no reference model)", training.having(kl_coef=0.0)
-    if config.optimizer == "adamw" and not config.bridge.trains_adapter and not training.is_sharded:
+    if (
+        config.optimizer == "adamw"
+        and not config.bridge.trains_adapter
+        and training.tp == 1
+        and not training.is_sharded
+    ):
         yield "--optimizer adafactor", training.having(optimizer="adafactor")
     if not config.bridge.trains_adapter and not config.bridge.same_devices:
         lora = MODES["lora"].model_validate({})

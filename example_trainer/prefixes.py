@@ -49,19 +49,27 @@ def tree_order(tokens: PySequence[Tokens]) -> tuple[list[int], list[int]]:
     return order, common
 
 
+def most_tokens(budget: int, longest: int) -> int:
+    """The most distinct tokens, and the most trained ones, of a micro-batch whose longest sequence has `longest`: else
+    sequences that are almost as long as the budget would share no prefix.
+    """
+    return max(budget, longest + longest // 4)
+
+
 def cut(lengths: PySequence[int], common: PySequence[int], trained: PySequence[int], budget: int) -> list[range]:
-    """Where to cut sequences in tree order into micro-batches of at most `budget` distinct tokens and `budget` trained
-    ones; a longer sequence goes alone. Of all cuts, those that compute the fewest tokens twice (a pass counts as PASS).
+    """Where to cut sequences in tree order into micro-batches of at most `most_tokens`. Of such cuts, the one that
+    computes the fewest tokens twice (a pass counts as PASS).
     """
     least = [0]  # cost of the first n sequences
     begins: list[int] = []  # of the micro-batch with the n-th
     for last in range(len(lengths)):
         best, begin = least[last] + common[last] + PASS, last
-        distinct, learned = lengths[last], trained[last]
+        distinct, learned, longest = lengths[last], trained[last], lengths[last]
         for first in range(last - 1, -1, -1):
             distinct += lengths[first] - common[first + 1]
             learned += trained[first]
-            if max(distinct, learned) > budget:
+            longest = max(longest, lengths[first])
+            if max(distinct, learned) > most_tokens(budget, longest):
                 break
             cost = least[first] + common[first] + PASS
             if cost <= best:

@@ -204,7 +204,7 @@ def model_of(family: str, dtype: torch.dtype, **sizes: int) -> PreTrainedModel:
 
 
 def planned(model: PreTrainedModel, ranks: int = 1, **flags: Any) -> Training:
-    config = TrainerConfig.model_validate({"model_name": "m", "bridge": {"kind": "broadcast"}, **flags})
+    config = TrainerConfig.model_validate({"model_name": "m", "bridge": {"kind": "broadcast"}, "seq_len": 2, **flags})
     chosen = getattr(model.config, "num_experts_per_tok", 0)
     size = size_of({n: p.shape for n, p in model.named_parameters()}, experts_per_token=chosen)
     return Training(config, size, ranks, on_gpu=False)
@@ -236,6 +236,14 @@ def test_activations_are_what_autograd_saves(family: str, dtype: str, checkpoint
     norm = tokens * 128 * (4 + plan.width)
     kept = plan.kept_of_layer if checkpointing else plan.of_layer
     assert layers * kept + norm == pytest.approx(sum(saved.values()), rel=0.05)
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_planned_for() -> None:
+    model = model_of("llama", torch.float32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=64)
+    short, long = (planned(model, micro_batch_tokens=100, seq_len=length) for length in (80, 200))
+    assert (short.tokens, long.tokens) == (100, 250)
+    assert planned(model, micro_batch_tokens=100, seq_len=200, share_prefixes=False).tokens == 200
+    assert long.activations == 2.5 * short.activations
 
 
 @pytest.mark.parametrize(("prompt", "answers"), [(20, [100, 100]), (100, [20] * 8)])

@@ -19,7 +19,7 @@ from example_trainer.batching import Sequence, make_batch
 from example_trainer.packed_attention import PACKED_SDPA, packed_sdpa
 from example_trainer.packing import MicroBatch, deal_shared, fed_length, micro_batches, with_old_logprobs
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
-from example_trainer.prefixes import PASS, cut, distinct_tokens, lay_out, tree_order
+from example_trainer.prefixes import PASS, cut, distinct_tokens, lay_out, most_tokens, tree_order
 from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_cuts_compute_as_little_twice_as_any_within_the_budget(
 
     def fits(part: range) -> bool:
         used = max(distinct_tokens(lengths, common, part), sum(trained[at] for at in part))
-        return len(part) == 1 or used <= budget
+        return used <= most_tokens(budget, max(lengths[at] for at in part))
 
     found = cut(lengths, common, trained, budget)
     assert [at for part in found for at in part] == list(range(len(tokens)))
@@ -93,7 +93,8 @@ def test_ranks_get_as_many_rows_and_every_trained_token_once(tokens: list[Any], 
     assert len({len(share) for share in shares}) == 1
     counted = [batch for share in shares for batch in share if batch.counted]
     for batch in counted:
-        assert len(batch.counts) == 1 or max(batch.input_ids.shape[1], len(batch.rows)) <= budget
+        longest = int(batch.position_ids.max()) + 1
+        assert max(batch.input_ids.shape[1], len(batch.rows)) <= most_tokens(budget, longest)
     assert sum(len(batch.counts) for batch in counted) == len(sequences)
     column = torch.cat([-batch.targets - 10.0 * batch.position_ids[0, batch.rows] for batch in counted])
     for found in with_old_logprobs(sequences, column.numpy(), budget, ranks, share=True):
@@ -111,6 +112,15 @@ def test_a_group_stays_together_where_it_fits() -> None:
     rows = micro_batches(sequences, 2048, CPU, share=True)
     assert [row.input_ids.shape[1] for row in rows] == [300 + 8 * 99] * 3
     assert [len(share) for share in deal_shared(sequences, 2, 2048)] == [2, 2]
+
+
+@pytest.mark.parametrize(("prompt", "answer", "computed"), [(1900, 100, 4600), (3000, 100, 3800)])
+def test_a_prompt_about_as_long_as_the_budget_is_shared(prompt: int, answer: int, computed: int) -> None:
+    generator = np.random.default_rng(0)
+    question = generator.integers(2, 90, prompt)
+    sequences = [sequence_of(np.concatenate([question, generator.integers(2, 90, answer)]), prompt) for _ in range(8)]
+    rows = micro_batches(sequences, 2048, CPU, share=True)
+    assert sum(row.input_ids.shape[1] for row in rows) == pytest.approx(computed, rel=0.01)
 
 
 def test_sequences_with_experts_of_their_own_share_nothing() -> None:

@@ -173,11 +173,16 @@ def test_training_raises_the_probability_of_rewarded_answers(model: str, tmp_pat
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_a_resumed_run_has_to_share_prefixes_as_before(model: str, tmp_path: Path) -> None:
-    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
-    with pytest.raises(CheckpointError, match=r"with --share-prefixes, and this run has --no-share-prefixes"):
-        train(model, tmp_path, first_step=1, training_steps=2, resume="latest", share_prefixes=False)
-    train(model, tmp_path, first_step=1, training_steps=2, resume="latest")
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_resumed_run_shares_prefixes_as_before(model: str, tmp_path: Path, shares: bool) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(model, straight, training_steps=2, share_prefixes=shares)
+    train(model, resumed, training_steps=1, checkpoint_interval=1, share_prefixes=shares)
+    with pytest.raises(CheckpointError, match=r"was computed with .*, and this run has .*, which rounds differently"):
+        train(model, resumed, first_step=1, training_steps=2, resume="latest", share_prefixes=not shares)
+    train(model, resumed, first_step=1, training_steps=2, resume="latest")
+    expected, found = (weights(folder / "checkpoints/final_model") for folder in (straight, resumed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
