@@ -118,6 +118,11 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def parted(self) -> bool:
+        """On rank 0, whether a call has begun that not every rank came out of: what the others did is not known."""
+        return self._parted
+
     # --- what every rank does -----------------------------------------------------------------------------------------
 
     def together(self, method: Callable[..., R], owner: HasRanks, *args: object) -> R:

@@ -30,7 +30,6 @@ from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_single_copy
 from example_trainer.model import check_packed_forward, meta_model
 from example_trainer.modes import SingleCopy
-from example_trainer.parallel import RanksLost, ToldElsewhere
 from example_trainer.rank_parts import local
 from example_trainer.weights.by_rank import LiveModel, SharedRanks
 from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
@@ -67,8 +66,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
                     f"--tp-size {config.tp_size}, but the vLLM server at {vllm.url} has {len(workers)} rank(s): give"
                     " the trainer as many, or --tp-size 1, which computes with the parts of all of them in one process"
                 )
-            count = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
-            check_single_copy(config, count // len(workers), False, device)
+            _check_ranks_memory(config, len(workers), manifest, device)
             undo.pop_all()
             connect = partial(_connect_ranks, config, session, manifest)
             return Prepared(connect, session.close, SharedRanks(workers))
@@ -109,7 +107,7 @@ class Writer(Protocol):
         """Write the start weights."""
 
     def writes(self) -> int:
-        """Rises with every write, as far as is known."""
+        """Changes with every write, and where another rank may have written."""
 
     def settle(self) -> int:
         """Complete the writes, on every device; bytes copied between vLLM's ranks."""
@@ -163,7 +161,8 @@ class ByRanks:
 
     def writes(self) -> int:
         own = sum(local(parameter.detach())._version for parameter in self._trained.model.parameters())
-        return own + self._begun
+        # a rank that failed before its first write may have been alone in that
+        return own + self._begun + self._trained.parted()
 
     def settle(self) -> int:
         self._trained.settle(False)
@@ -214,9 +213,8 @@ class SingleCopyBridge(SessionBridge):
             update()
             update_s = time.perf_counter() - start
             copied = self._writer.settle()
-        except BaseException as error:
-            lost = isinstance(error, RanksLost | ToldElsewhere)  # another rank may have written
-            self._give_up(written=lost or self._writer.writes() != untouched)
+        except BaseException:
+            self._give_up(written=self._writer.writes() != untouched)
             raise
         reply = self._vllm.resume(self._session.id, policy_version)
         log.info(
@@ -252,6 +250,12 @@ def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: 
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         ranks = sum(buffer.device == device for buffer in buffers)
         check_single_copy(config, count * ranks // manifest.tp_size, is_half, device)
+
+
+def _check_ranks_memory(config: TrainerConfig, ranks: int, manifest: Manifest, device: torch.device) -> None:
+    """The same for one trainer rank on each device; on a CPU all of them share its memory."""
+    count = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
+    check_single_copy(config, count if device.type == "cpu" else count // ranks, False, device)
 
 
 def _open(worker: SharedRank) -> torch.Tensor:

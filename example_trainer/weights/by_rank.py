@@ -45,7 +45,8 @@ class LiveModel(ShardedModel):
     """A model that lies in vLLM's memory, on rank 0, which has all ranks write to it."""
 
     write_start: Callable[[], None]
-    settle: Callable[[bool], None]  # the argument: whether this was the first writing
+    settle: Callable[[bool], list[int]]  # Learner.settle
+    parted: Callable[[], bool]  # whether a call has begun that not every rank came out of
 
 
 def open_rank(worker: SharedRank) -> Tensor:
@@ -57,6 +58,17 @@ def open_rank(worker: SharedRank) -> Tensor:
         return open_buffer(worker.process, worker.fd, worker.nbytes)
 
 
+def expect_device(rank: int, vllm: torch.device, trainer: torch.device) -> None:
+    """Raise ModelError unless a rank of the trainer is on the device of vLLM's."""
+    if vllm != trainer:
+        remedy = (
+            "give both the same GPUs in CUDA_VISIBLE_DEVICES, in the same order"
+            if vllm.type == trainer.type
+            else f"give the trainer --device {vllm.type}"
+        )
+        raise ModelError(f"vLLM's rank {rank} is on {vllm}, and trainer rank {rank} on {trainer}: {remedy}")
+
+
 class RankCopy:
     """This rank's part of the model of `source`, over the memory of vLLM's rank `worker`. Its values stay as they are
     until `write_start`. Raises ModelError.
@@ -66,11 +78,7 @@ class RankCopy:
         self, config: TrainerConfig, source: str, worker: SharedRank, device: torch.device, mesh: DeviceMesh
     ) -> None:
         self.buffer = open_rank(worker)
-        if self.buffer.device != device and device.type != "cpu":
-            raise ModelError(
-                f"vLLM's rank {worker.rank} is on {self.buffer.device}, and trainer rank {worker.rank} on {device}:"
-                " give both the same GPUs in CUDA_VISIBLE_DEVICES, in the same order"
-            )
+        expect_device(worker.rank, self.buffer.device, device)
         self._files: WeightFiles = open_weights(source)
         model = meta_model(source)
         prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)

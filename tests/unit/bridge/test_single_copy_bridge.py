@@ -45,6 +45,10 @@ class FakeVllm:
         self.told: list[tuple[Any, ...]] = []
         self.served: dict[int, list[Tensor]] = {}
 
+    def held(self) -> list[Tensor]:
+        """What lies in the memory of its ranks now."""
+        return [buffer.tensor.clone() for buffer in self.buffers]
+
     def wait_until_ready(self, deadline_s: float) -> ServerStatus:
         return ServerStatus("m", 0, enabled=True, tp_size=len(self.buffers))
 
@@ -63,7 +67,7 @@ class FakeVllm:
     def resume(self, session: str, policy_version: int | None) -> Resumed:
         self.told.append(("resume", policy_version))
         if policy_version is not None:
-            self.served[policy_version] = [buffer.tensor.clone() for buffer in self.buffers]
+            self.served[policy_version] = self.held()
         return Resumed(policy_version or 0, 0.002, 0.001, 0.001)
 
     def close_session(self, session: str, route: str) -> None:

@@ -7,6 +7,7 @@
 In a job's directory `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,20 +31,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from atroposlib.wire.bridge import SharedRank
+from atroposlib.wire.bridge import SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import this_process
 from example_trainer import learner as learner_module
 from example_trainer import policy
 from example_trainer import step as step_module
 from example_trainer.batching import PLAIN, Sequence, make_batch
+from example_trainer.bridges import single_copy
+from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.learner import Learner
-from example_trainer.parallel import Ranks, join
+from example_trainer.parallel import Ranks, collective, join
 from example_trainer.rank_parts import local
 from example_trainer.rank_processes import VARIABLE
 from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
+from tests.unit.bridge.test_single_copy_bridge import FakeVllm
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import as_records, item
 from vllm_patching.memory.shared_buffer import SharedBuffer
@@ -103,7 +107,9 @@ def main(job: dict[str, Any]) -> None:
     learner = Learner(config, device, ranks)
     try:
         with anonymous_memory() as memory:
-            if ranks.leads:
+            if ranks.leads and job.get("fails_alone"):
+                fail_alone(learner, job)
+            elif ranks.leads:
                 lead(learner, job)
             else:
                 ranks.follow(learner)
@@ -172,6 +178,35 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         results["inside"] = learner._copy.inside()
         save_file(served(memory), out / "served.safetensors")
     (out / "results.json").write_text(json.dumps(results))
+
+
+def fail_alone(learner: Learner, job: dict[str, Any]) -> None:
+    """Rank 0's part of a single copy in which its own update fails before its first write, and no other rank's does:
+    what vLLM is told, and into which of its ranks' memory a trainer rank has written.
+    """
+    config = learner._config
+    model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32)
+    vllm: Any = FakeVllm(model, config.tp_size)
+    manifest = vllm.manifest()
+    offer = SingleCopyOffer(**offered_by_us(20), manifest_digest=manifest.digest(), process=this_process())
+    learner.load_over(config.model_name, vllm.workers)
+    bridge = single_copy._connect_ranks(config, Session(vllm, offer), manifest, learner.trained)
+    bridge.sync(0, lambda: None)
+    learner.begin("")
+    learner.gradients(*sequences(0, loss=config))
+    learner.clip()
+
+    def update(own: Learner, rate: float) -> None:
+        raise MemoryError
+
+    setattr(Learner, "update", collective(update))  # noqa: B010  of this process alone
+    with contextlib.suppress(MemoryError):
+        bridge.sync(1, lambda: learner.update(config.lr))
+    before, give_up = vllm.served[0], time.monotonic() + JOB_S / 2
+    while (wrote := [not torch.equal(*pair) for pair in zip(before, vllm.held(), strict=True)]) != [False, True]:
+        assert time.monotonic() < give_up, wrote
+        time.sleep(0.01)
+    (Path(job["out"]) / "told.json").write_text(json.dumps(vllm.told))
 
 
 def arenas(model: str, tp: int) -> list[tuple[SharedRank, SharedBuffer]]:

@@ -109,6 +109,20 @@ def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
     single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
 
 
+@pytest.mark.parametrize(("device", "too_little"), [("cpu", 6), ("cuda", 1)])
+def test_a_single_copy_by_ranks_counts_all_ranks_of_a_cpu_and_one_of_a_gpu(
+    device: str, too_little: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest("m", 2, 4 * MILLION, (WireTensor("a", (MILLION,), "float32", "a", 0),))
+    free = 10_000_000 if device == "cpu" else 9_000_000
+    monkeypatch.setattr(memory, "free_room", lambda device, local_ranks: Room(free, free))
+    settings = config(bridge=SingleCopy(), tp_size=2)
+    with pytest.raises(TrainerError, match=rf"are free \({too_little} MB too little\)"):
+        single_copy._check_ranks_memory(settings, 2, manifest, torch.device(device))
+    free += too_little * 1_000_000
+    single_copy._check_ranks_memory(settings, 2, manifest, torch.device(device))
+
+
 def test_memory_that_is_not_given_is_one_line_with_the_flags_to_change() -> None:
     with (
         pytest.raises(

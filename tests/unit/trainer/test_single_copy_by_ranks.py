@@ -1,9 +1,13 @@
 """One trainer rank for each of vLLM's, over its memory: one process's trajectory, and nothing leaves that memory."""
 
+import json
 from typing import Any
 
 import pytest
+import torch
 
+from example_trainer.model import ModelError
+from example_trainer.weights.by_rank import expect_device
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 from tests.unit.trainer.test_tensor_parallel import expect_agreement
@@ -31,6 +35,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         jobs[f"{family} one"] = Job(own, 1, STEPS[family], plain, {"chunk_rows": 5})
         jobs[f"{family} two"] = Job(own, 2, STEPS[family], plain | SINGLE, more)
     padded = model("padded", "llama", True, vocab_size=100)
+    jobs["fails alone"] = Job(own, 2, 0, plain | SINGLE, {"fails_alone": True, "shown": False})
     jobs["padded"] = Job(padded, 2, 1, plain | SINGLE, {"arenas": padded, "shown": False})
     return run_jobs(jobs, folder)
 
@@ -47,6 +52,25 @@ def test_every_parameter_stays_in_vllms_memory_which_holds_what_was_trained(done
     assert inside == count == len(two.tensors())
     assert largest_difference(two.tensors("served.safetensors"), two.tensors()) == 0
     assert largest_difference(two.tensors("served.safetensors"), two.tensors("start/model.safetensors")) > 1e-3
+
+
+def test_an_update_that_fails_on_rank_0_alone_before_its_first_write_is_never_served(done: dict[str, Done]) -> None:
+    """The other rank has made it, so vLLM's ranks hold different versions: it is left while paused, and refuses."""
+    told = json.loads((done["fails alone"].folder / "told.json").read_text())
+    assert told == [["pause", 0], ["resume", 0], ["pause", 1], ["close"]]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "remedy"),
+    [
+        ("cpu", "give the trainer --device cuda"),
+        ("cuda:1", "give both the same GPUs in CUDA_VISIBLE_DEVICES, in the same order"),
+    ],
+)
+def test_another_device_than_vllms_is_refused_with_the_remedy(trainer: str, remedy: str) -> None:
+    with pytest.raises(ModelError, match=f"^vLLM's rank 0 is on cuda:0, and trainer rank 0 on {trainer}: {remedy}$"):
+        expect_device(0, torch.device("cuda:0"), torch.device(trainer))
+    expect_device(0, torch.device("cuda:0"), torch.device("cuda", 0))
 
 
 def test_a_vocabulary_that_vllm_pads_is_refused_with_the_remedy(done: dict[str, Done]) -> None:
