@@ -5,13 +5,16 @@
     the batch: 1 2 3 4 5 ──5───┘
 
 Gradients accumulate undivided, because what the batch divides by is known only when it is whole. A batch that does
-not hold a group that was computed early, because the queue has changed, is computed again.
+not hold a group that was computed early, because the queue has changed, or holds another one by its id, because an API
+without a journal has started again, is computed from the start.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+
+import numpy as np
 
 from atroposlib.logs import get_logger
 from example_trainer.batching import Batch
@@ -77,16 +80,24 @@ class EarlyGradients:
         """The batch, whose items have these ids, with the very sequences that were computed early. Where some of these
         are not in it, it is as it was, and nothing counts as computed.
         """
-        if not self._computed.keys() <= {*ids}:
-            log.info("%d groups computed early are not in the batch: computing it from the start", len(self._computed))
-            self._computed, self.parts = {}, []
-            self._learner.discard()
         sequences = list(batch.sequences)
         others = [identity for place, identity in enumerate(ids) if place not in batch.rejected]
         records = batch.records[len(batch.rejected) :]  # those of the rejected items come first
-        for identity, record in zip(others, records, strict=bool(ids)):
-            places = [place for place in record.places if place is not None]
-            for place, sequence in zip(places, self._computed.get(identity, ()), strict=identity in self._computed):
+        places = {
+            identity: [place for place in record.places if place is not None]
+            for identity, record in zip(others, records, strict=bool(ids))
+        }
+        absent = [
+            identity
+            for identity, computed in self._computed.items()
+            if not _are_the_same(computed, [sequences[place] for place in places.get(identity, ())])
+        ]
+        if absent:
+            log.info("%d groups computed early are not in the batch: computing it from the start", len(absent))
+            self._computed, self.parts = {}, []
+            self._learner.discard()
+        for identity, computed in self._computed.items():
+            for place, sequence in zip(places[identity], computed, strict=True):
                 sequences[place] = sequence
         return replace(batch, sequences=sequences)
 
@@ -94,6 +105,15 @@ class EarlyGradients:
         """Those that were not computed early."""
         done = {id(sequence) for part in self.parts for sequence in part.sequences}
         return [sequence for sequence in sequences if id(sequence) not in done]
+
+
+def _are_the_same(computed: Sequence[Sampled], sequences: Sequence[Sampled]) -> bool:
+    return len(computed) == len(sequences) and all(
+        np.array_equal(one.tokens, other.tokens)
+        and np.array_equal(one.trained, other.trained)
+        and np.array_equal(one.advantages, other.advantages)
+        for one, other in zip(computed, sequences, strict=True)
+    )
 
 
 def together(parts: Sequence[Part], loss_divisor: float) -> StepMetrics:

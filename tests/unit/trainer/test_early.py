@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import requests
 import torch
 
 from example_trainer import grpo
+from example_trainer.batching import Sequence as Sampled
 from example_trainer.config import TrainerConfig
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
@@ -134,15 +136,27 @@ def logprobs(folder: Path) -> list[list[float]]:
     return [values for row in sorted(rows, key=lambda row: str(row["group"])) for values in row["logprobs"] if values]
 
 
+OTHERS: dict[str, Callable[[dict[int, list[Sampled]]], dict[int, list[Sampled]]]] = {
+    # the queue changed: a returned batch, a minimum, a group that went stale
+    "another id": lambda groups: {identity + 1000: sequences for identity, sequences in groups.items()},
+    # an API without a journal has started again
+    "other tokens": lambda groups: {
+        identity: [replace(sequence, tokens=sequence.tokens[::-1].copy()) for sequence in sequences]
+        for identity, sequences in groups.items()
+    },
+    "fewer sequences": lambda groups: {identity: sequences[1:] for identity, sequences in groups.items()},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_a_batch_without_a_group_that_was_computed_early_is_computed_again(
-    model: str, tmp_path: Path, divisors: list[float]
+    model: str, tmp_path: Path, divisors: list[float], other: str
 ) -> None:
-    """The queue changed: a returned batch, a minimum, a group that went stale."""
     foreign: list[float] = []
 
     class Mistaken(EarlyGradients):
         def add(self, groups: Any) -> None:
-            super().add({identity + 1000: sequences for identity, sequences in groups.items()})
+            super().add(OTHERS[other](groups))
             foreign.append(len(self.parts))
 
     def until_computed(url: str, place: int) -> None:
