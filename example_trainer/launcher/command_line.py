@@ -187,12 +187,14 @@ def read_command_line(
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
     if given.host_memory is not None and "dry_run" not in typed:
         raise ConfigError("--host-memory is only for --dry-run; a run uses the memory that this machine has")
+    bridge = _typed(words.sections["bridge"], "kind") or given.bridge
     choice = Choice(
         device="gpu" if gpus else "cpu",
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
-        bridge=check_kind(given.bridge) if given.bridge else None,
+        bridge=check_kind(bridge) if bridge else None,
     )
-    sections, content = _with_sections(words.sections, read_run(source, choice), given)
+    content = _with_ranks_of_vllm(read_run(source, choice), given, words.sections["trainer"])
+    sections, content = _with_sections(words.sections, content, given)
     if given.vllm_port is not None:
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
     machines = _machines(given, "dry_run" in typed)
@@ -358,6 +360,23 @@ def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlag
         content = merge(content, {"layout": change})
     bridge = [f"--bridge.{word[2:]}" if word.startswith("--") else word for word in typed["bridge"]]
     return SectionFlags([*typed["trainer"], *bridge], typed["api"], environments), content
+
+
+def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[str]) -> Tree:
+    """`content` of a file without vLLM's tensor-parallel size where a typed --tp-size decides it: that of a single
+    copy (layout.py), which has as many.
+    """
+    mode = MODES.get(str((content.get("bridge") or {}).get("kind")))
+    ranks = _typed(typed, "tp-size") or given.tp_size
+    if mode is None or not mode.same_devices or ranks in (None, 1, "1"):
+        return content
+    return merge(content, {"vllm": {"tensor_parallel_size": None}})
+
+
+def _typed(words: Sequence[str], name: str) -> str | None:
+    """The value of a section's flag, as it was typed last; None where it was not."""
+    found = [value for word, value in _pairs(words) if word.replace("_", "-") == name]
+    return found[-1] if found else None
 
 
 def _with_servers(words: Sequence[str], content: Tree) -> Tree:

@@ -3,11 +3,13 @@
 no GPU            both on the CPU, in float32
 one GPU           both on it, vLLM with 0.4 of its memory
 more              vLLM on about half of them by tensor parallelism (1, 2, 4, ...), the trainer's ranks on the others;
-                  on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's
+                  on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's, as many
+                  as --tp-size if that is given
 several servers   as many GPUs each, unless they say otherwise; the trainer's ranks on the others
 several machines  all alike: each as above with one server, or all of its GPUs for its one role
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
@@ -39,6 +41,9 @@ from example_trainer.modes import MODES
 from example_trainer.rank_processes import ranks_on_cpu
 from vllm_patching.free_memory import available_memory
 
+VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py
+ONE_PROCESS = "train with one process (--tp-size 1), which takes any split and dtype, or choose --bridge broadcast"
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -58,6 +63,7 @@ class Placement:
     trainer: tuple[str, ...] = ()
     machines: int = 1  # that train
     apart: bool = False  # whether no machine both trains and serves
+    by_ranks: int = 1  # of a single copy with --tp-size: trainer ranks, one for each of vLLM's
 
     @property
     def vllm(self) -> tuple[str, ...]:
@@ -135,7 +141,7 @@ class Need:
         same = self.config.bridge.same_devices
         ranks = trainer_ranks(self.config, placement)
         served = 2 if self.dtype != "float32" else 4
-        split = len(placement.vllm) if same and placement.on_gpus else 1
+        split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
         host = (self.host_memory - self.host_staging(placement)) // max(1, ranks // placement.machines)
         if not placement.on_gpus:
@@ -149,6 +155,12 @@ class Need:
         """Why vLLM or the trainer does not fit the GPUs; None where both do."""
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
+        rows, multiple = self.size.embedding[0], math.lcm(VOCABULARY_MULTIPLE, placement.by_ranks)
+        if placement.by_ranks > 1 and self.size.shapes and rows % multiple:
+            return (
+                f"single copy with --tp-size {placement.by_ranks} takes a vocabulary that {multiple} divides, and vLLM"
+                f" pads that of this model, of {rows} tokens: {ONE_PROCESS}"
+            )
         if not placement.on_gpus:
             return None
         if why := self.serving_refusal(placement):
@@ -202,7 +214,7 @@ class Need:
         count = placement.servers_here
         servers = [
             MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
-            for item in self.serving(placement).items(cache)
+            for item in self.serving(placement).items(cache * placement.by_ranks)
             if count
         ]
         named = [
@@ -241,6 +253,11 @@ class Need:
         return self.serving_refusal(placement) is None and room.lacks(training) <= 0
 
 
+def ranks_of_single_copy(config: TrainerConfig) -> int:
+    """Of a single copy with --tp-size, which trains each of vLLM's ranks by one of its own; else 1."""
+    return config.tp_size if config.bridge.same_devices else 1
+
+
 def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     """Processes of the trainer."""
     alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
@@ -249,20 +266,25 @@ def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))
 
 
-def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Machines = THIS_ONE) -> Placement:
+def place(
+    run: RunFile, gpus: list[str], config: TrainerConfig, need: Need | None = None, machines: Machines = THIS_ONE
+) -> Placement:
     """The GPUs of vLLM and of the trainer: the first of `candidates` that fits `need`; the first of all where none
-    does. Of several machines each has these GPUs. Raises ConfigError where there are too few.
+    does. Of several machines each has these GPUs. Raises ConfigError where there are too few, and for settings that
+    single copy by ranks cannot have.
     """
-    training = len(machines.training)
+    training, ranks = len(machines.training), ranks_of_single_copy(config)
+    if ranks > 1:
+        _expect_by_ranks(run, gpus, ranks)
+        run = run.model_copy(update={"vllm": {**run.servers[0], "tensor_parallel_size": ranks}})
     if not gpus:
         if run.layout.names_gpus:
             raise ConfigError(
                 "layout names GPUs, but this machine shows none: remove it, or check CUDA_VISIBLE_DEVICES"
             )
-        return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart)
-    typed = need.config.trainer_ranks if need else run.trainer.get("trainer_ranks", "auto")
+        return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart, ranks)
+    typed, tp = config.trainer_ranks, config.tp_size
     most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
-    tp = need.config.tp_size if need else int(run.trainer.get("tp_size", 1))
     if machines.are_apart:
         found = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
     elif machines.several:
@@ -272,12 +294,38 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None, machines: Mac
             for placement in candidates(each, gpus, most, tp)
         ]
     else:
-        found = list(candidates(run, gpus, most, tp))
+        found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, tp)]
     if need is None:
         return found[0]
     sized = [_with_shares(placement, need) for placement in found]
     choice = next((placement for placement in sized if need.fits(placement, without_offload=True)), None)
     return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
+
+
+def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
+    """Raise ConfigError for what contradicts a single copy with as many trainer ranks."""
+    (server,), mode = run.servers, f"single copy with --tp-size {ranks}"
+    given = server.get("tensor_parallel_size")
+    if given and int(given) != ranks:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size {given}: {mode} trains each rank of vLLM by one of its own: give"
+            f" --vllm.tensor-parallel-size {ranks}, or {ONE_PROCESS}"
+        )
+    for name, dtype in (("dtype", run.dtype), ("vllm.dtype", server.get("dtype"))):
+        if dtype not in (None, "float32", "float"):
+            raise ConfigError(
+                f"{name} {dtype}: {mode} trains float32 weights in vLLM's memory: give --{name} float32, or"
+                f" {ONE_PROCESS}"
+            )
+    asked = run.layout
+    vllm = gpus[:ranks] if asked.vllm == "auto" else _named(asked.vllm, [ranks])[0]
+    trainer = vllm if asked.trainer == "auto" else asked.trainer
+    if gpus and (len(vllm) != ranks or trainer != vllm):
+        raise ConfigError(
+            f"layout: {mode} takes {ranks} GPUs, the same for vLLM and the trainer, but vLLM has {', '.join(vllm)} and"
+            f" the trainer {', '.join(trainer)}; the visible GPUs are {', '.join(gpus)}: give both {ranks}, or"
+            f" {ONE_PROCESS}"
+        )
 
 
 def candidates(run: RunFile, gpus: list[str], most: int, tp: int = 1) -> Iterator[Placement]:
@@ -400,14 +448,16 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
             )
 
 
-def served_dtype(run: RunFile, on_gpus: bool) -> str:
+def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     """What vLLM serves in."""
-    return run.dtype or ("bfloat16" if on_gpus else "float32")
+    return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
 
 
 def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, Any]:
     """The flags of a vLLM server that follow from the devices, below those of the run."""
-    flags: dict[str, Any] = {"dtype": served_dtype(run, placement.on_gpus)}
+    flags: dict[str, Any] = {"dtype": served_dtype(run, placement.on_gpus, placement.by_ranks)}
+    if placement.by_ranks > 1:
+        flags["tensor_parallel_size"] = placement.by_ranks
     if not placement.on_gpus:
         return flags | {"block_size": 32, "max_num_seqs": 64}
     flags["max_num_seqs"] = 256

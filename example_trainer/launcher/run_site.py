@@ -85,7 +85,7 @@ def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
     if len(run.servers) > 1:
         found["VLLM_BRIDGE_CONFIG_PATH"] = _bridge_config(site, name)
     if (cores := site.cores.vllm[index]) and not site.placement.on_gpus:
-        ranks = tensor_parallel_size(run.servers[index])
+        ranks = max(site.placement.by_ranks, tensor_parallel_size(run.servers[index]))
         found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
     return found
 

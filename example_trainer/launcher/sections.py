@@ -83,7 +83,11 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
     if "bridge" in run.trainer:
         raise ConfigError("trainer.bridge: set `bridge` at the top of the run file")
     config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
-    check_kind(config.bridge.kind)
+    if check_kind(config.bridge.kind) != run.kind:
+        raise ConfigError(
+            f"trainer.bridge.kind {config.bridge.kind}: `bridge` at the top of the run decides it, which is {run.kind}:"
+            " give --bridge"
+        )
     expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
     if site.cores.trainer:
         expected["cores"] = shown_cores(site.cores.trainer)

@@ -85,11 +85,11 @@ def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
             f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
             f" {machines}, or auto"
         )
-    if machines > 1:
+    if machines > 1 or site.placement.by_ranks > 1:
         try:
             check_ranks(trainer, ranks)
         except TrainerError as error:
-            raise ConfigError(f"--hosts: {error}") from None
+            raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
     return ranks // machines
 
 

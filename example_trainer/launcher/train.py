@@ -24,7 +24,15 @@ from example_trainer.launcher.command_line import PROG, Asked, make_parser, read
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.core_layout import place_cores
 from example_trainer.launcher.diagnosis import Diagnosis
-from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace, place, served_dtype
+from example_trainer.launcher.layout import (
+    Need,
+    Placement,
+    ServerNeed,
+    ServerPlace,
+    place,
+    ranks_of_single_copy,
+    served_dtype,
+)
 from example_trainer.launcher.machines import Machines
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
@@ -102,13 +110,19 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)} if machines.several else {}  # of this start alone
     environ = {**os.environ, **key}
     (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
-    anywhere = place(run, [], None, machines) if not asked.gpus else Placement((ServerPlace(),) * len(run.servers))
+    anywhere = Placement((ServerPlace(),) * len(run.servers))
     sites = [
         Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
         for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
     ]
-    placed = [replace(site, placement=place(run, asked.gpus, need_of(asked, site), machines)) for site in sites]
+    placed = [_placed(asked, site) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def _placed(asked: Asked, site: Site) -> Site:
+    """The site with the GPUs of vLLM and of the trainer. Raises ConfigError."""
+    config = resolve_trainer(asked.run, asked.sections, site)
+    return replace(site, placement=place(asked.run, asked.gpus, config, need_of(asked, site), site.machines))
 
 
 def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
@@ -161,7 +175,7 @@ def need_of(asked: Asked, site: Site) -> Need | None:
         length = int(server.get("max_model_len") or config.seq_len)
         on_host = server.get("bridge_staging") == "host"
         servers.append(ServerNeed(length, None if share is None else float(share), on_host))
-    dtype = served_dtype(run, bool(asked.gpus))
+    dtype = served_dtype(run, bool(asked.gpus), ranks_of_single_copy(config))
     return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
 
 

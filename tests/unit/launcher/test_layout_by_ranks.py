@@ -1,0 +1,134 @@
+"""Plans of a single copy with --tp-size: vLLM has as many ranks, in float32, and what contradicts that is refused
+before anything starts.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atroposlib.flags import ConfigError
+from example_trainer.launcher import train
+from example_trainer.launcher.layout import Need
+from example_trainer.launcher.services import Plan
+from tests.unit.launcher.plans import ask_for, no_processes, plan
+
+__all__ = ["no_processes"]
+
+pytestmark = pytest.mark.usefixtures("no_processes")
+QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
+ON_CPU = ("arithmetic", QWEN, "--bridge", "single_copy")
+ON_GPUS = ("gsm8k_single_copy", QWEN, "--gpus", "8x80", "--host-memory", "64")
+
+
+def vllm_of(made: Plan) -> dict[str, str]:
+    """The flags that vLLM is started with."""
+    (words,) = [service.command for service in made.services if service.name == "vllm"]
+    return {word: value for word, value in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+
+
+def need_of(*words: str) -> tuple[Need, Plan]:
+    made = plan(*words)
+    need = train.need_of(ask_for(*words), made.site)
+    assert need is not None
+    return need, made
+
+
+def test_vllm_has_as_many_ranks_in_float32_on_the_same_gpus() -> None:
+    made = plan(*ON_GPUS, "--tp-size", "2")
+    flags = vllm_of(made)
+    assert (flags["--tensor-parallel-size"], flags["--dtype"]) == ("2", "float32")
+    assert (made.site.placement.vllm, made.site.placement.trainer) == (("0", "1"), ("0", "1"))
+    train.expect_fit(made, ask_for(*ON_GPUS, "--tp-size", "2"))
+    alone = vllm_of(plan(*ON_GPUS))
+    assert (alone["--tensor-parallel-size"], alone["--dtype"]) == ("4", "bfloat16")
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--trainer.tp-size", "--trainer.tp_size"])
+@pytest.mark.parametrize("bridge", ["--bridge", "--bridge.kind"])
+def test_a_typed_size_beats_the_one_rank_of_the_recipe(flag: str, bridge: str) -> None:
+    flags = vllm_of(plan("arithmetic", QWEN, bridge, "single_copy", flag, "2"))
+    assert (flags["--tensor-parallel-size"], flags["--dtype"]) == ("2", "float32")
+    assert "--tensor-parallel-size" not in vllm_of(plan("arithmetic", QWEN, bridge, "single_copy", flag, "1"))
+    assert "--tensor-parallel-size" not in vllm_of(plan("arithmetic", QWEN, flag, "2"))  # by broadcast
+
+
+def test_the_kept_run_repeats_it(tmp_path: Path) -> None:
+    made = plan(*ON_CPU, "--tp-size", "2")
+    (tmp_path / "run.yaml").write_text(made.files["run.yaml"])
+    assert vllm_of(plan(str(tmp_path / "run.yaml"))) == vllm_of(made)
+
+
+def test_cores_are_shared_out_over_vllms_ranks() -> None:
+    made = plan(*ON_CPU, "--tp-size", "2", "--layout.cores.vllm", "0-1")
+    (vllm,) = [service for service in made.services if service.name == "vllm"]
+    assert vllm.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            [*ON_GPUS, "--vllm.tensor-parallel-size", "4"],
+            r"^vllm\.tensor_parallel_size 4: single copy with --tp-size 2 .* give --vllm\.tensor-parallel-size 2, or"
+            r" train with one process \(--tp-size 1\)",
+        ),
+        ([*ON_CPU, "--vllm.tensor-parallel-size", "1"], r"^vllm\.tensor_parallel_size 1: "),
+        ([*ON_GPUS, "--dtype", "bfloat16"], r"^dtype bfloat16: .* float32 weights .* give --dtype float32, or train"),
+        ([*ON_CPU, "--vllm.dtype", "auto"], r"^vllm\.dtype auto: .* give --vllm\.dtype float32, or train"),
+        ([*ON_GPUS[:2], "--gpus", "1x80"], r"takes 2 GPUs, .* vLLM has 0 and the trainer 0; .* give both 2, or train"),
+        ([*ON_GPUS, "--layout.trainer", "2,3"], r"vLLM has 0, 1 and the trainer 2, 3; .* give both 2, or train"),
+        ([*ON_GPUS, "--layout.vllm", "0,1,2"], r"vLLM has 0, 1, 2 and the trainer 0, 1, 2; "),
+        ([*ON_CPU, "--trainer-ranks", "4"], r"this trainer has 4 ranks: give --trainer-ranks 1, or --tp-size and"),
+        ([*ON_CPU, "--trainer-ranks", "1"], r"--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"),
+        ([*ON_CPU, "--batch-invariant"], r"--batch-invariant trains on one device, but this trainer has 2 ranks"),
+    ],
+)
+def test_what_contradicts_it_is_refused_with_the_value_and_the_remedy(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan(*words, "--tp-size", "2")
+
+
+def test_a_run_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"base: arithmetic.yaml\nmodel: {QWEN}\nbridge: single_copy\ntrainer: {{tp_size: 2}}\n")
+    with pytest.raises(ConfigError, match=r"^vllm\.tensor_parallel_size 1: "):
+        plan(str(mine))
+    mine.write_text(mine.read_text() + "vllm: {tensor_parallel_size: 2}\n")
+    assert vllm_of(plan(str(mine)))["--tensor-parallel-size"] == "2"
+
+
+def test_another_bridge_in_the_trainers_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.bridge\.kind single_copy: `bridge` at the top .* is broadcast"):
+        plan("arithmetic", QWEN, "--trainer.bridge.kind", "single_copy")
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(1024, False), (1000, True), (64 * 3, False)])
+def test_a_vocabulary_that_vllm_pads_is_refused(rows: int, refused: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "vocab_size": rows, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("arithmetic", str(tmp_path), "--bridge", "single_copy", "--tp-size", "2")
+    need, made = need_of(*words)
+    why = need.refusal(made.site.placement)
+    assert (why is not None) is refused, why
+    assert why is None or f"a vocabulary that 64 divides, and vLLM pads that of this model, of {rows} tokens" in why
+
+
+def test_on_a_cpu_the_ranks_have_the_weights_once_together() -> None:
+    need, made = need_of(*ON_CPU, "--tp-size", "2")
+    training, _ = need.training(made.site.placement)
+    assert (training.ranks, training.split) == (2, 2)
+    gradients = next(item.nbytes for item in training.states["device"] if item.what == "gradients")
+    assert 2 * gradients == 4 * need.size.count
+    lines = need.lines(made.site.placement, 10**9)
+    assert any("vLLM: KV cache                                     2.000 GB" in line for line in lines)  # of two ranks
+    (shown,) = [line for line in lines if "trainer of each of 2 ranks: gradients" in line]
+    assert f"{4 * need.size.count / 1e9:.3f} GB" in shown
+
+
+def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
+    large = ("gsm8k_single_copy", "Qwen/Qwen2.5-7B-Instruct", "--tp-size", "2", "--gpus", "8x80", "--host-memory", "64")
+    with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks") as raised:
+        train.expect_fit(plan(*large), ask_for(*large))
+    assert "adafactor" not in str(raised.value)  # it updates whole tensors
