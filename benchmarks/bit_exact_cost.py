@@ -9,7 +9,7 @@ same cores.
 
 Each arm is a process of its own (the switch must precede vLLM's import); the parent lets one work at a time,
 alternating, and takes each arm's best round. Generation: greedy, `--tokens` tokens for each of N prompts. Trainer:
-gradient of one packed row.
+gradient of one packed row, whose answers share their prompts.
 """
 
 import json
@@ -27,7 +27,16 @@ from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
 BATCHES = (8, 32)
 ARMS = ("stock", "server", "exact")
-TASKS = {"train": ("stock", "exact"), **dict.fromkeys(map(str, BATCHES), ARMS)}  # and the arms that do each
+ANSWERS = tuple(3 + 3 * answer for answer in range(8))
+ROWS = {  # of the trainer: segments, and those that they continue
+    "16 sequences of 64 tokens": ((64,) * 16, (-1,) * 16),
+    "8 prompts of 17 tokens, 8 answers of 3 to 24 each": (
+        (17, *ANSWERS) * 8,
+        tuple(parent for prompt in range(8) for parent in (-1, *[9 * prompt] * 8)),
+    ),
+    "a prompt of 1,000 tokens, 8 answers of 100": ((1000, *[100] * 8), (-1, *[0] * 8)),
+}
+TASKS = {**dict.fromkeys(ROWS, ("stock", "exact")), **dict.fromkeys(map(str, BATCHES), ARMS)}  # and who does each
 
 
 class CostConfig(Config):
@@ -36,7 +45,6 @@ class CostConfig(Config):
     model: str | None = Field(None, description="Hugging Face id or directory; default the quickstart's model")
     rounds: int = Field(3, ge=1, description="rounds per arm")
     tokens: int = Field(32, ge=2, description="tokens to generate per prompt")
-    trained: int = Field(1024, ge=64, description="tokens of the trainer's packed row, in sequences of 64")
     arm: str | None = Field(
         None, pattern="^(stock|server|exact)$", description="internal: run one arm, with commands on stdin"
     )
@@ -66,7 +74,7 @@ def serve_arm(config: CostConfig) -> None:
     print("READY", flush=True)
     for line in sys.stdin:
         task = line.strip()
-        seconds = train(model, config.trained) if task == "train" else generate(engine, int(task), config.tokens)
+        seconds = train(model, *ROWS[task]) if task in ROWS else generate(engine, int(task), config.tokens)
         print(f"SECONDS {seconds}", flush=True)
 
 
@@ -82,16 +90,20 @@ def generate(engine: Any, batch: int, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def train(model: Any, tokens: int) -> float:
+def train(model: Any, lengths: tuple[int, ...], parents: tuple[int, ...]) -> float:
     """Seconds for the gradient of one packed row."""
     import torch
 
-    lengths = (64,) * (tokens // 64)
     ids = torch.arange(sum(lengths))[None] % 1000
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    begins = [0 if parent < 0 else lengths[parent] for parent in parents]
+    places = [torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
     start = time.perf_counter()
     hidden = model.base_model(
-        input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False
+        input_ids=ids,
+        position_ids=torch.cat(places)[None],
+        packed_lengths=lengths,
+        packed_parents=parents if max(parents) >= 0 else None,
+        use_cache=False,
     ).last_hidden_state
     logits = model.get_output_embeddings()(hidden[0, ::2])
     logits.log_softmax(-1)[:, 7].sum().backward()
@@ -114,7 +126,7 @@ def ask(arm: subprocess.Popen[str], task: str | None, deadline_word: str) -> str
 
 def measure(config: CostConfig) -> dict[str, dict[str, float]]:
     """Best seconds of each arm for each task."""
-    flags = ["--rounds", str(config.rounds), "--tokens", str(config.tokens), "--trained", str(config.trained)]
+    flags = ["--rounds", str(config.rounds), "--tokens", str(config.tokens)]
     command = [sys.executable, str(Path(__file__).resolve()), "--model", str(config.model), *flags, "--arm"]
     arms = {
         name: subprocess.Popen(
@@ -155,8 +167,9 @@ def main() -> None:
             f"{name} {tokens:.1f} tokens/s ({tokens / rate['stock']:.2f})" for name, tokens in rate.items()
         )
         print(f"generation, batch {batch}: {shown}")
-    stock, exact = best["train"]["stock"], best["train"]["exact"]
-    print(f"trainer, {config.trained} tokens: stock {stock:.2f} s, exact {exact:.2f} s, ratio {exact / stock:.2f}")
+    for row in ROWS:
+        stock, exact = best[row]["stock"], best[row]["exact"]
+        print(f"gradient, {row}: stock {stock:.2f} s, exact {exact:.2f} s, ratio {exact / stock:.2f}")
     print(json.dumps(best))
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from example_trainer.packed_attention import tree_attention
 
 
 class Linear(torch.autograd.Function):
@@ -73,17 +74,11 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
-        query, key, value = ctx.saved_tensors
-        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
-        of_queries = []
-        pieces = zip(query.split(ctx.lengths, 1), grad.split(ctx.lengths), strict=True)
-        for (own, of_output), seen in zip(pieces, _places(ctx.lengths, ctx.parents), strict=True):
-            at = seen.to(key.device)
-            found = _attention_gradients(own, key[:, at], value[:, at], of_output.transpose(0, 1), ctx.scale)
-            of_queries.append(found[0])
-            of_key[:, at] += found[1]
-            of_value[:, at] += found[2]
-        return None, torch.cat(of_queries, 1), of_key, of_value, None, None, None
+        query, key, value = (tensor.detach()[None].requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = tree_attention(query, key, value, ctx.lengths, ctx.parents, ctx.scale)
+        found = torch.autograd.grad(output, (query, key, value), grad.transpose(0, 1)[None])
+        return None, found[0][0], found[1][0], found[2][0], None, None, None
 
 
 def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:
@@ -92,19 +87,6 @@ def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:
     for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parents, strict=True):
         found.append(own if parent < 0 else torch.cat([found[parent], own]))
     return found
-
-
-def _attention_gradients(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, ...]:
-    inputs = q, k, v = [tensor.detach()[None].requires_grad_() for tensor in (query, key, value)]
-    size, keys = query.shape[1], key.shape[1]
-    mask = None
-    if size < keys:  # the queries are the last of the sequence
-        mask = torch.ones(size, keys, dtype=torch.bool, device=query.device).tril(keys - size)
-    with torch.enable_grad():
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-    return tuple(found[0] for found in torch.autograd.grad(output, inputs, grad[None]))
 
 
 class Kernel(torch.autograd.Function):

@@ -46,9 +46,23 @@ def packed_sdpa(
     if attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     lengths = packed_lengths or (query.shape[2],)
-    blocks = attention_blocks(
-        lengths, packed_parents or (-1,) * len(lengths), sliding_window, query.device, query.dtype
-    )
+    parents = packed_parents or (-1,) * len(lengths)
+    return tree_attention(query, key, value, lengths, parents, scaling, sliding_window).transpose(1, 2), None
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    parents: tuple[int, ...],
+    scaling: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention output [batch, heads, T, d] of a row of segments, each of which sees itself and those that it
+    continues.
+    """
+    blocks = attention_blocks(lengths, parents, window, query.device, query.dtype)
     queries, keys, values = (tensor.split([block.size for block in blocks], 2) for tensor in (query, key, value))
     outputs = []
     for index, (block, of_block) in enumerate(zip(blocks, queries, strict=True)):
@@ -61,7 +75,7 @@ def packed_sdpa(
         else:
             result = _attention(of_block, *parts, block.mask, scaling)
         outputs.append(result)
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    return torch.cat(outputs, 2)
 
 
 def _attention(
