@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from example_trainer.bridges.parity import parity
+from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.live_weights import finding
+from example_trainer.weights.written import TrainedModel
 from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PROMPT
@@ -68,8 +74,10 @@ def train(server: Server, folder: Path, tp: int = 2, steps: int = STEPS, drill: 
 
 @pytest.mark.timeout(900)
 def test_twenty_steps_move_no_bytes_and_vllm_agrees(server: Server, tmp_path: Path) -> None:
-    """Each sync also checks that all parameters still lie in vLLM's memory (Learner.settle)."""
-    status, said = train(server, tmp_path)
+    """What no bytes rest on: after each sync all parameters lie in vLLM's memory, and what is in there is what the
+    trainer has written at its end.
+    """
+    status, said = train(server, tmp_path, drill="0 settle TELL")
     assert status == 0, said[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
     assert [row["sync_bytes"] for row in rows] == [0] * STEPS
@@ -78,15 +86,33 @@ def test_twenty_steps_move_no_bytes_and_vllm_agrees(server: Server, tmp_path: Pa
     assert len(found) == 2  # at the start, and after an update
     assert max(found) <= PARITY, found
     assert server.status()["policy_version"] == STEPS
+    parameters = len(load_file(f"{server.model}/model.safetensors"))
+    # of each rank, in each sync; the start weights are one, which is checked twice
+    assert re.findall(r"TOLD (.*)", said) == [f"[{parameters}, {parameters}]"] * (STEPS + 2)
+    final = str(tmp_path / "save/final_model")
+    vllm = VllmClient("127.0.0.1", server.port, API_KEY, 60.0)
+    compared = finding(vllm, final)
+    assert compared["level"] == "ok", compared
+    assert f"policy version {STEPS}, 0 of {parameters} tensors differ" in compared["found"]
+    assert finding(vllm, server.model)["level"] == "fail"  # the start weights, which it no longer holds
+    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
+    assert parity(TrainedModel(model), vllm) <= PARITY
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_killed_in_an_update_leaves_a_server_that_the_next_trainer_repairs(
-    server: Server, tmp_path: Path
+@pytest.mark.parametrize(
+    ("drill", "error"),
+    [
+        ("1 update KILL", "trainer rank 1 of 2 was ended by SIGKILL"),
+        ("0 update MemoryError", "out of memory"),  # before it writes, while the other rank may have written
+    ],
+)
+def test_a_rank_that_fails_in_an_update_leaves_a_server_that_the_next_trainer_repairs(
+    server: Server, tmp_path: Path, drill: str, error: str
 ) -> None:
-    status, said = train(server, tmp_path, drill="1 update KILL")
+    status, said = train(server, tmp_path, drill=drill)
     assert status == 1, said[-3000:]
-    assert "grpo: error: trainer rank 1 of 2 was ended by SIGKILL" in said
+    assert f"grpo: error: {error}" in said
     assert server.status()["poisoned"] is not None
     status, said = train(server, tmp_path, steps=1)
     assert status == 0, said[-3000:]

@@ -1,8 +1,9 @@
 """The trainer, in which one rank meets with an accident: DRILL="RANK WHERE ACT", e.g. "1 gradients KILL".
 
 WHERE is a method of Learner, at its second call; `sending`, in the middle of the second transfer of its rows to vLLM;
-`join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, or an
-error to raise. The command line is grpo.py's, and like that it starts its ranks by its own command.
+`join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
+error to raise, or TELL: then every call prints what it returns. The command line is grpo.py's, and like that it starts
+its ranks by its own command.
 """
 
 import os
@@ -26,6 +27,8 @@ ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("dri
 
 def drilled(act: str, method: Callable[..., Any], at_call: int) -> Callable[..., Any]:
     """`method`, which suffers `act` before its call number `at_call`, from 1."""
+    if act == "TELL":
+        return lambda *arguments: told(method(*arguments))
     calls = 0
 
     def called(*arguments: Any) -> Any:
@@ -42,6 +45,12 @@ def drilled(act: str, method: Callable[..., Any], at_call: int) -> Callable[...,
         return method(*arguments)
 
     return called
+
+
+def told(result: Any) -> Any:
+    """The result, which is printed: unlike lines of a log, each is."""
+    print(f"TOLD {result}", flush=True)
+    return result
 
 
 def drill_sending(act: str) -> None:
