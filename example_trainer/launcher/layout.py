@@ -84,9 +84,14 @@ class Placement:
         return not self.apart and bool({*server.gpus} & {*self.trainer})
 
     @property
+    def one_server_each(self) -> bool:
+        """Whether each machine that serves has one of the servers."""
+        return self.apart or self.machines > 1
+
+    @property
     def servers_here(self) -> int:
         """Servers on the machine of rank 0."""
-        return 0 if self.apart else len(self.servers) if self.machines == 1 else 1
+        return 0 if self.apart else 1 if self.one_server_each else len(self.servers)
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,10 @@ class Need:
         )
 
     def host_staging(self, placement: Placement) -> int:
-        """Bytes of host memory that all ranks of vLLM servers take for new weights, on the machine of rank 0."""
-        servers = (self.serving(placement, index) for index in range(placement.servers_here))
-        return sum(serving.ranks * serving.host_staging for serving in servers)
+        """Bytes of host memory that all ranks of vLLM servers take for new weights, on the machine with the most."""
+        servers = [self.serving(placement, index) for index in range(len(placement.servers))]
+        taken = [serving.ranks * serving.host_staging for serving in servers]
+        return max(taken) if placement.one_server_each else sum(taken)
 
     def training(self, placement: Placement) -> tuple[Training, Room]:
         """A rank of the trainer, with --offload resolved, and what it may take."""
@@ -143,7 +149,8 @@ class Need:
         served = 2 if self.dtype != "float32" else 4
         split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
-        host = (self.host_memory - self.host_staging(placement)) // max(1, ranks // placement.machines)
+        staged = 0 if placement.apart else self.host_staging(placement)
+        host = (self.host_memory - staged) // max(1, ranks // placement.machines)
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]

@@ -183,6 +183,24 @@ def test_the_guides_layout_of_72_billion_takes_host_memory_for_states_and_stagin
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves(tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text("a trainer\nb trainer\nc trainer\nd trainer\ne vllm\nf vllm\n")
+    apart = (*LARGE[:2], "--trainer.gradient-checkpointing", "--gpus", "8x80", "--hosts", str(tmp_path / "hosts.txt"))
+    on_host = (*apart, "--vllm.bridge-staging", "host")
+    with pytest.raises(
+        ConfigError, match=r"145\.4 GB of host memory for --bridge-staging host, and 100\.0 GB are free"
+    ):
+        expect_fit(*on_host, "--host-memory", "100")
+    expect_fit(*on_host, "--host-memory", "150")  # of each machine, and not of all servers
+    expect_fit(*apart, "--host-memory", "100")
+    site = plan(*on_host, "--host-memory", "150").site
+    need = train.need_of(ask_for(*on_host, "--host-memory", "150"), site)
+    assert need is not None
+    _, room = need.training(site.placement)
+    assert room.host == 150 * GB // 8  # nothing is staged where the trainer is
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_what_a_trainer_keeps_of_what_it_sent_is_in_the_plan() -> None:
     asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--bridge.delta")
     need = train.need_of(ask_for(*asked), plan(*asked, "--host-memory", "64").site)
