@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def main() -> int:
         flush=True,
     )
     if silent := watch(child, job["silence_s"]):
-        print(f"{job['name']}: ending it, because {silent}", flush=True)
+        with suppress(OSError):  # where nobody reads
+            write(f"{job['name']}: ending it, because {silent}\n".encode())
     end(child.pid, child)
     status = child.wait()
     return status if status >= 0 else 128 - status
@@ -103,6 +105,14 @@ def digest_of(path: str) -> str:
         return ""
 
 
+def write(text: bytes) -> None:
+    """Write to stdout, unless that would block: the service shares it, and may have filled it for a launcher that no
+    longer reads. It stays blocking, since the service would inherit O_NONBLOCK. Raises OSError where nobody reads.
+    """
+    if select.select([], [1], [], 0)[1]:
+        os.write(1, text)
+
+
 def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
     """Until the service has ended: an empty text; or why it has to."""
     heard = beat = time.monotonic()
@@ -111,7 +121,7 @@ def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
         if now >= beat:
             beat = now + BEAT_S
             try:
-                os.write(1, BEAT)
+                write(BEAT)
             except OSError as error:
                 return f"nobody reads its output: {error.strerror}"
         if now - heard > silence_s:

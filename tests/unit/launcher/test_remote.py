@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from example_trainer.launcher import far_end
 from example_trainer.launcher.far_end import FIRST_S
 
 pytestmark = pytest.mark.services
@@ -88,6 +89,24 @@ def test_the_service_ends_when_the_launcher_does_or_is_silent(number: int, withi
             service.wait(within_s)
         finally:
             near.kill()
+
+
+def test_the_service_ends_when_a_silent_launcher_has_let_its_output_fill_up(tmp_path: Path) -> None:
+    """As where the near end is stopped: it neither reads nor writes."""
+    endless = "import os, time; os.write(2, b'asleep ' * 10_000_000); time.sleep(60)"
+    job = {
+        **{"name": "vllm-2", "command": [sys.executable, "-c", endless], "environment": {}, "cores": []},
+        **{"files": {}, "sees": {}, "folder": str(tmp_path), "directory": str(tmp_path), "silence_s": SILENCE_S},
+    }
+    words = [sys.executable, "-I", "-S", far_end.__file__]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as far:
+        assert far.stdin is not None
+        try:
+            far.stdin.write(json.dumps(job).encode() + b"\n")
+            far.stdin.flush()
+            assert far.wait(SILENCE_S + 10) == 128 + signal.SIGTERM
+        finally:
+            far.kill()
 
 
 def test_a_machine_without_a_sign_of_life_is_named_with_the_remedy(tmp_path: Path) -> None:
