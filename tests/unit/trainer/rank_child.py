@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from collections.abc import Sequence as PySequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from msgspec import structs
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -40,10 +42,12 @@ from example_trainer.batching import PLAIN, Sequence, make_batch
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.config import LossSettings, TrainerConfig
+from example_trainer.early import Part, together
 from example_trainer.learner import Learner
-from example_trainer.parallel import Ranks, collective, join
+from example_trainer.parallel import collective, join
 from example_trainer.rank_parts import local
 from example_trainer.rank_processes import VARIABLE
+from example_trainer.step import StepMetrics
 from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
@@ -103,7 +107,7 @@ def main(job: dict[str, Any]) -> None:
     device = torch.device("cpu")
     ranks = join(config, device)
     MESHES.extend([ranks.mesh] if ranks.mesh is not None else [])
-    seconds = group_seconds(ranks)
+    seconds = group_seconds(ranks.mesh, [ranks._control] if ranks.size > 1 else [])
     learner = Learner(config, device, ranks)
     try:
         with anonymous_memory() as memory:
@@ -157,7 +161,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
             learner.gradients(batch, tokens)
             learner.clip()
             learner.update(config.lr)
-        measured = learner.gradients(batch, tokens)
+        measured = in_parts(learner, batch, tokens) if job.get("parts") else learner.gradients(batch, tokens)
         by_sequence = [values.tolist() for values in learner.by_sequence(batch, learner.comparison)]
         norm = learner.clip()
         if job.get("probe"):
@@ -178,6 +182,15 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         results["inside"] = learner._copy.inside()
         save_file(served(memory), out / "served.safetensors")
     (out / "results.json").write_text(json.dumps(results))
+
+
+def in_parts(learner: Learner, batch: list[Sequence], tokens: int) -> StepMetrics:
+    """What --overlap computes of a batch that arrives in two parts."""
+    parts = []
+    for part in (batch[:6], batch[6:]):
+        parts.append(Part(part, learner.gradients(part, 1.0), learner.comparison))
+    learner.divide(tokens)
+    return together(parts, tokens)
 
 
 def fail_alone(learner: Learner, job: dict[str, Any]) -> None:
@@ -239,8 +252,11 @@ def held(learner: Learner) -> dict[str, Any]:
     parameters = dict(learner.trained.model.named_parameters())
     state = learner.optimizer.state if hasattr(learner, "optimizer") else {}
     reference = getattr(learner, "_reference", None)
+    # of rank 0, the only one whose groups still exist
+    meshes = {each.device_mesh for each in parameters.values() if isinstance(each, DTensor) and learner.ranks.leads}
     of_reference = dict(reference.named_parameters()) if reference else {}
     return {
+        "mesh_seconds": {" ".join(mesh.mesh_dim_names or ()): group_seconds(mesh) for mesh in meshes},
         "parameters": {name: [list(local(each).shape), list(each.shape)] for name, each in parameters.items()},
         "reference": {name: [list(local(each).shape), list(each.shape)] for name, each in of_reference.items()},
         "moments": {
@@ -256,12 +272,11 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def group_seconds(ranks: Ranks) -> list[float]:
-    """The deadline of each process group that the ranks have."""
-    if ranks.mesh is None:
+def group_seconds(mesh: DeviceMesh | None, more: PySequence[dist.ProcessGroup] = ()) -> list[float]:
+    """The deadline of each process group of the mesh, and of the others."""
+    if mesh is None:
         return []
-    groups = [ranks.mesh.get_group(dim) for dim in range(ranks.mesh.ndim)]
-    groups += [ranks._control] if ranks.size > 1 else []
+    groups = [*map(mesh.get_group, range(mesh.ndim)), *more]
     deadlines: list[timedelta] = [
         group._get_backend(torch.device("cpu")).options._timeout
         for group in groups

@@ -60,7 +60,11 @@ SAME_RESULT = {  # ways to spread a run that must not change it
     "prefixes once, one rank": Job("llama", 1, settings={"share_prefixes": True}),
     "prefixes once": Job("llama", settings={"share_prefixes": True}),
     "a probe between gradient and update": Job("llama", more={"probe": True}),
+    "in two parts": Job("llama", more={"parts": True}),
+    "in two parts, one sum of gradients": Job("llama", settings={"sync_gradients": "last"}, more={"parts": True}),
+    "in two parts, all in host memory": Job("llama", settings={"offload": "all"}, more={"parts": True}),
 }
+SHARED_TOO = ("penalties", "clipped", "sequences' ratios", "token's corrections", "recomputed")
 BIG = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -101,6 +105,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
             f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | LORA_KL),
         }
+    for name in SHARED_TOO:
+        job = jobs[f"{name} 1"]
+        shared = dict(job.settings or {}) | {"share_prefixes": True}
+        jobs[f"{name}, prefixes once"] = Job("llama", 1, job.steps, shared, job.more)
     jobs |= {
         "bfloat16": Job("llama", 2, STEPS, BF16),
         "bfloat16, chunks of 2": Job("llama", 2, 1, BF16, {"chunk_rows": 2}),
@@ -212,6 +220,15 @@ def test_objectives_and_corrections_agree(done: dict[str, Done], name: str) -> N
     assert 0.05 < min(one.column(figure)) < max(one.column(figure)) < 0.95
     for column in (figure, "ratio_max", "ratio_mean", "pg_loss"):
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SHARED_TOO)
+def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: dict[str, Done], name: str) -> None:
+    whole, shared = done[f"{name} 1"], done[f"{name}, prefixes once"]
+    expect_agreement(whole, shared, weights=3 * WEIGHTS)
+    for column in ("ratio_max", "ratio_mean", "pg_loss", "entropy", "kl", "importance_masked_frac"):
+        if whole.results["steps"][0].get(column) is not None:
+            assert shared.column(column) == pytest.approx(whole.column(column), rel=1e-5, abs=1e-7)
 
 
 def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, Done]) -> None:
