@@ -11,8 +11,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+import yaml
+from transformers import LlamaConfig
 
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY, free_port, save_tiny_model
+from tests.integration.trainer_process import PARITY, parities
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -86,23 +89,58 @@ def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(bridge: str, 
     shutil.rmtree(run)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("bridge", ["broadcast", "reload", "lora"])
-def test_ranks_that_split_layers_hand_their_weights_over(bridge: str, llama_folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / f"split-{uuid.uuid4().hex[:8]}"
+def train_split(model: Path, folder: Path, steps: int, *flags: str) -> tuple[Path, str]:
+    """A run whose trainer ranks split layers, with a gradient in every step: its directory and the trainer's log."""
+    run = folder / f"split-{uuid.uuid4().hex[:8]}"
     ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
-    where = ["--runs", str(tmp_path), "--run-name", run.name, "--bridge", bridge, "--tp-size", "2"]
-    words = [str(llama_folder), "--steps", "2", "--trainer.lr", "1e-3", "--trainer.checkpoint-interval", "1"]
-    same = ["--env.ensure_scores_are_not_same", "false", "--trainer.entropy-coef", "0.01"]  # every step has a gradient
-    done = launch("train", "arithmetic", *words, *SHORT, *same, *ports, *where, cwd=tmp_path)
+    where = ["--runs", str(folder), "--run-name", run.name, "--tp-size", "2"]
+    words = [str(model), "--steps", str(steps), "--trainer.lr", "1e-3", "--trainer.checkpoint-interval", "1"]
+    same = ["--env.ensure_scores_are_not_same", "false", "--trainer.entropy-coef", "0.01"]
+    done = launch("train", "arithmetic", *words, *SHORT, *same, *ports, *where, *flags, cwd=folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["policy_version"] for row in rows] == [1, 2]
+    assert [row["policy_version"] for row in rows] == list(range(1, steps + 1))
     assert all(row["grad_norm"] > 0 for row in rows)
-    said = (run / "trainer.log").read_text()
-    assert "Got 2 trainer ranks" in said
-    assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2
     assert list(run.glob("checkpoints/final_*/*.safetensors"))
+    said = (run / "trainer.log").read_text()
+    assert len(parities(said)) == 2  # at the start, and of the new weights
+    return run, said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("bridge", "ranks"), [("broadcast", 2), ("broadcast", 4), ("reload", 2), ("lora", 2)])
+def test_ranks_that_split_layers_hand_their_weights_over(
+    bridge: str, ranks: int, llama_folder: Path, tmp_path: Path
+) -> None:
+    """Of four ranks, two share each half."""
+    run, said = train_split(llama_folder, tmp_path, 2, "--bridge", bridge, "--trainer-ranks", str(ranks))
+    assert f"Got {ranks} trainer ranks" in said
+    if bridge == "broadcast":
+        assert f"{ranks} trainer ranks send what they hold (direct)" in said
+        assert max(parities(said)) <= PARITY
+    shutil.rmtree(run)
+
+
+@pytest.mark.nightly
+def test_ranks_that_split_layers_train_the_memory_of_as_many_ranks_of_vllm(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=1024,  # which vLLM does not pad
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
+    model = save_tiny_model(tmp_path / "model", config)
+    run, said = train_split(model, tmp_path, 3, "--bridge", "single_copy")
+    assert "Got 2 trainer ranks" in said
+    flags = yaml.safe_load((run / "vllm.yaml").read_text())
+    assert flags[flags.index("--tensor-parallel-size") + 1] == "2"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["sync_bytes"] for row in rows] == [0, 0, 0]
+    assert max(parities(said)) <= PARITY
     shutil.rmtree(run)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,11 @@ CHILD = Path(__file__).with_name("several_child.py")
 PARITY = 2e-5  # as in test_bridge.py
 TIMEOUT_S = 12  # --bridge-timeout-s
 DEADLINE_S = 3 * TIMEOUT_S + 30  # transfer, fence, what the workers say, and a slow machine
+
+
+def parities(said: str) -> list[float]:
+    """By how much vLLM's and the trainer's log-probabilities differed, at each probe that a trainer's log has."""
+    return [float(value) for value in re.findall(r"log-probabilities differ by (\S+) nats", said)]
 
 
 @dataclass
