@@ -117,7 +117,7 @@ class ModelSize:
         """What one of `tp` ranks of tensor parallelism computes with."""
         if tp == 1:
             return self
-        shapes = split_shapes(self.shapes, tp)
+        shapes = split_shapes(self.shapes, tp, self.kv_heads or tp)
         whole, own = (sum(map(math.prod, each.values())) for each in (self.shapes, shapes))
         heads = None if self.heads is None else -(-self.heads // tp)
         return replace(self, count=self.count * own // whole, shapes=shapes, heads=heads)

@@ -3,6 +3,9 @@ tensor parallelism does, too.
 
     mesh (replicate, shard, tp): "tp" cuts a parameter into columns or into blocks of rows, "shard" the rows of each
     block into even chunks, the last ones shorter or empty; "replicate" holds all of it again
+
+Where there are fewer key-value heads than ranks along "tp", keys and values are over (replicate, shard, heads, copies)
+instead: "heads" cuts them into blocks of rows, "copies" holds each block again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 REPLICATE, SHARD, TP = "replicate", "shard", "tp"  # the dimensions of the mesh
+HEADS, COPIES = "heads", "copies"  # those of keys and values in the place of "tp": heads x copies ranks
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,7 @@ def part(parameter: Tensor) -> Part:
     """What this rank holds."""
     if not isinstance(parameter, DTensor):
         return Part(range(parameter.shape[0]) if parameter.ndim else range(0, 1))
-    mesh = parameter.device_mesh
-    return _part(parameter, {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or ()})
+    return _part(parameter, _own_place(parameter.device_mesh))
 
 
 def holders(parameter: Tensor, mesh: DeviceMesh) -> Iterator[tuple[int, Part]]:
@@ -53,8 +56,8 @@ def holders(parameter: Tensor, mesh: DeviceMesh) -> Iterator[tuple[int, Part]]:
     names = mesh.mesh_dim_names or ()
     split = _split_over(parameter)
     for place in torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).view(-1, mesh.ndim).tolist():
-        where = dict(zip(names, place, strict=True))
-        if not any(where[name] for name in names if name not in split):
+        where = _place_of(parameter, dict(zip(names, place, strict=True)))
+        if not any(index for name, index in where.items() if name not in split):
             yield int(mesh.mesh[tuple(place)]), _part(parameter, where)
 
 
@@ -66,7 +69,27 @@ def has_tp(mesh: DeviceMesh | None) -> bool:
 def is_first_holder(parameter: Tensor, mesh: DeviceMesh | None, *but: str) -> bool:
     """Whether no lower rank holds the same part; along the dimensions `but` others may."""
     split = _split_over(parameter) | {*but}
-    return mesh is None or not any(mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name not in split)
+    where = {} if mesh is None else _place_of(parameter, _own_place(mesh))
+    return not any(index for name, index in where.items() if name not in split)
+
+
+def copies(parameter: Tensor) -> int:
+    """How many neighbours along "tp" hold the same part of what "tp" cuts."""
+    if not isinstance(parameter, DTensor) or COPIES not in (names := parameter.device_mesh.mesh_dim_names or ()):
+        return 1
+    return parameter.device_mesh.size(names.index(COPIES))
+
+
+def _own_place(mesh: DeviceMesh) -> dict[str, int]:
+    return {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or ()}
+
+
+def _place_of(parameter: Tensor, where: Mapping[str, int]) -> dict[str, int]:
+    """A place of the ranks' mesh, by the dimensions that the parameter's own has."""
+    if (count := copies(parameter)) == 1:
+        return dict(where)
+    head, copy = divmod(where[TP], count)
+    return {name: index for name, index in where.items() if name != TP} | {HEADS: head, COPIES: copy}
 
 
 def _split_over(parameter: Tensor) -> set[str]:
@@ -83,14 +106,15 @@ def _part(parameter: Tensor, where: Mapping[str, int]) -> Part:
         return Part(range(rows))
     mesh, start, columns = parameter.device_mesh, 0, None
     names = mesh.mesh_dim_names or ()
-    if TP in names:
-        index = names.index(TP)
+    if cut := {TP, HEADS}.intersection(names):
+        (name,) = cut
+        index = names.index(name)
         dim = cast(Shard, parameter.placements[index]).dim
         size = parameter.shape[dim] // mesh.size(index)  # tensor_parallel.py splits evenly
         if dim == 0:
-            start, rows = size * where[TP], size
+            start, rows = size * where[name], size
         else:
-            columns = range(size * where[TP], size * (where[TP] + 1))
+            columns = range(size * where[name], size * (where[name] + 1))
     if SHARD in names:
         chunk = -(-rows // mesh.size(names.index(SHARD)))
         low, high = (min(rows, chunk * (where[SHARD] + each)) for each in (0, 1))

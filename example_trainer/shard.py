@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from example_trainer.adapters import name_in_files
 from example_trainer.model import ModelError, check_packed_forward, rebuild_buffers
 from example_trainer.policy import Policy
-from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp, local, part
+from example_trainer.rank_parts import REPLICATE, SHARD, has_tp, local, part
 from example_trainer.tensor_parallel import split
 from example_trainer.weights.files import WeightFiles
 
@@ -45,16 +45,23 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def shard(
-    policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, reshard_after_forward: bool = True, offload: bool = False
+    policy: Policy,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    offload: bool = False,
+    deadline_s: float = 600.0,
 ) -> None:
-    """Make every parameter a DTensor over `mesh`. Gradients are summed over ranks, not averaged.
+    """Make every parameter a DTensor over `mesh`. Gradients are summed over ranks, not averaged. New groups of
+    ranks have this deadline.
 
     Where tensor parallelism alone shares the weights, in float32 and on their device, FSDP2 has nothing to do: what
     every rank has whole stays a plain tensor.
     """
     device = torch.device(mesh.device_type)
     if has_tp(mesh):
-        split(policy.model, mesh[TP])
+        split(policy.model, mesh, deadline_s)
         mesh = mesh[REPLICATE, SHARD] if REPLICATE in (mesh.mesh_dim_names or ()) else mesh[SHARD]
         if mesh.size() == 1 and dtype is torch.float32 and not offload:
             return

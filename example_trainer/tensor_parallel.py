@@ -7,9 +7,11 @@ A split parameter is a DTensor with `Shard` along "tp"; what is computed with it
 tensor, so that attention, kernels and FSDP2 see ordinary layers. Everything else is whole on every rank, computed
 alike. Two kinds of whole parameters are the exception: what a rank applies to its own heads alone (norms of queries and
 keys, a half of each LoRA pair) has only a part of its gradient, which `sum_partial_gradients` sums once, before
-clipping.
+clipping. Of fewer key-value heads than ranks, neighbours hold the same one, as in vLLM, and each computes it for its
+own queries. So its gradient is a sum over these neighbours, which is made there, too.
 """
 
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -19,11 +21,11 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as AdaptedLinear
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from example_trainer.model import ModelError
-from example_trainer.rank_parts import TP, local
+from example_trainer.rank_parts import COPIES, HEADS, TP, copies, local
 from example_trainer.tp_plans import PLANS, family_refusal, size_refusal, sizes
 
 
@@ -82,15 +84,19 @@ def expect_divisible(model: PreTrainedModel, tp: int) -> None:
         raise ModelError(why)
 
 
-def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Make this rank's part of every split parameter of a meta model a DTensor over `mesh`, which has one dimension,
-    and have the modules compute with it. Raises ModelError.
+def split(model: PreTrainedModel, ranks: DeviceMesh, deadline_s: float) -> None:
+    """Make this rank's part of every split parameter of a meta model a DTensor over "tp" of the ranks' mesh, and have
+    the modules compute with it. New groups of ranks have this deadline. Raises ModelError.
     """
+    mesh = ranks[TP]
     expect_divisible(model, mesh.size())
     plan, group = PLANS[model.config.model_type], mesh.get_group()
+    kv_heads = model.config.num_key_value_heads
+    of_heads = _over_heads(ranks, kv_heads, deadline_s) if kv_heads < mesh.size() else mesh
     for layer in cast(nn.ModuleList, model.base_model.layers):
         for name in plan.columns:
-            _split_columns(layer.get_submodule(name), mesh)
+            _split_columns(layer.get_submodule(name), of_heads if name in plan.key_values else mesh)
+        cast(Any, layer.self_attn).num_key_value_groups = model.config.num_attention_heads // max(kv_heads, mesh.size())
         for name in plan.rows:
             module = layer.get_submodule(name)
             _split_rows(module, mesh, f"{type(model).__name__}'s {name}")
@@ -98,6 +104,21 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for name in plan.enter:
             layer.get_submodule(name).register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
     _split_vocabulary(model, mesh)
+
+
+def _over_heads(ranks: DeviceMesh, kv_heads: int, deadline_s: float) -> DeviceMesh:
+    """The ranks along "tp", the last dimension, as key-value heads x copies. Every rank of the mesh calls this."""
+    *names, _ = ranks.mesh_dim_names or ()
+    grid = ranks.mesh.reshape(*ranks.shape[:-1], kv_heads, -1)
+    made = [
+        dist.new_subgroups_by_enumeration(
+            grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist(), timeout=timedelta(seconds=deadline_s)
+        )[0]
+        for dim in (grid.ndim - 2, grid.ndim - 1)
+    ]
+    groups = [*map(ranks.get_group, names), *made]
+    whole = DeviceMesh.from_group(groups, ranks.device_type, mesh=grid, mesh_dim_names=(*names, HEADS, COPIES))
+    return whole[HEADS, COPIES]
 
 
 def _enter(
@@ -136,10 +157,10 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    own = parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
-    whole = DTensor.from_local(
-        own, mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    """Its part along the first dimension of the mesh, the same along another."""
+    own = parameter.detach().chunk(mesh.size(0), dim)[mesh.get_local_rank(0)].contiguous()
+    placements = [Shard(dim), *(Replicate() for _ in range(1, mesh.ndim))]
+    whole = DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
@@ -186,9 +207,17 @@ def partial_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sum_partial_gradients(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Sum them over "tp", once for all micro-batches of an update: they were summed over "shard" already, if at all."""
-    group = mesh.get_group(TP)
-    gradients = [local(parameter.grad) for parameter in partial_parameters(model) if parameter.grad is not None]
+    """Sum them over "tp", and those of keys and values over the copies of their heads, once for all micro-batches of an
+    update: they were summed over "shard" already, if at all.
+    """
+    _sum_gradients(partial_parameters(model), mesh.get_group(TP))
+    copied = [parameter for parameter in model.parameters() if parameter.requires_grad and copies(parameter) > 1]
+    if copied:
+        _sum_gradients(copied, cast(DTensor, copied[0]).device_mesh.get_group(COPIES))
+
+
+def _sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return

@@ -26,6 +26,7 @@ class TpPlan:
         "mlp.up_proj",
     )
     rows: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
+    key_values: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")  # the columns that have key-value heads
     norms: tuple[str, ...] = ()  # whole on every rank, and applied to its own heads: their gradients are parts of a sum
 
 
@@ -36,6 +37,7 @@ PLANS: dict[str, TpPlan] = {  # by Hugging Face's model_type
     "qwen3": TpPlan(norms=("self_attn.q_norm", "self_attn.k_norm")),
 }
 NAMES = "Llama, Mistral, Qwen2 and Qwen3"
+HEADS, KEY_VALUES = "attention heads", "key-value heads"
 
 
 def family_refusal(model_type: str, model: str) -> str | None:
@@ -49,17 +51,23 @@ def family_refusal(model_type: str, model: str) -> str | None:
 
 
 def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
-    """Why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can."""
+    """Why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can. Of fewer key-value
+    heads than ranks, each is held by as many ranks.
+    """
+
+    def can_split(what: str, tp: int) -> bool:
+        return sizes[what] % tp == 0 or (what == KEY_VALUES and tp % sizes[what] == 0)
+
     for what, size in sizes.items():
-        if size % tp:
-            ways = ", ".join(str(each) for each in range(1, size + 1) if all(n % each == 0 for n in sizes.values()))
-            return f"--tp-size {tp} does not divide the {size} {what} of {model}: give one of {ways}"
+        if not can_split(what, tp):
+            ways = [str(each) for each in range(1, sizes[HEADS] + 1) if all(can_split(name, each) for name in sizes)]
+            return f"--tp-size {tp} does not divide the {size} {what} of {model}: give one of {', '.join(ways)}"
     return None
 
 
 def sizes(heads: int, kv_heads: int, inner: int) -> dict[str, int]:
     """What tensor parallelism must divide, for `size_refusal`."""
-    return {"attention heads": heads, "key-value heads": kv_heads, "feed-forward features": inner}
+    return {HEADS: heads, KEY_VALUES: kv_heads, "feed-forward features": inner}
 
 
 def split_dim(name: str, shape: tuple[int, ...], tp: int) -> int | None:
@@ -78,11 +86,12 @@ def split_dim(name: str, shape: tuple[int, ...], tp: int) -> int | None:
     return None
 
 
-def split_shapes(shapes: Shapes, tp: int) -> dict[str, tuple[int, ...]]:
+def split_shapes(shapes: Shapes, tp: int, kv_heads: int) -> dict[str, tuple[int, ...]]:
     """The shapes that one of `tp` ranks holds."""
 
     def own(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         dim = split_dim(name, shape, tp)
-        return tuple(-(-size // tp) if index == dim else size for index, size in enumerate(shape))
+        parts = min(tp, kv_heads) if name.rpartition(".")[0].endswith(TpPlan().key_values) else tp
+        return tuple(-(-size // parts) if index == dim else size for index, size in enumerate(shape))
 
     return {name: own(name, shape) for name, shape in shapes.items()}

@@ -31,7 +31,7 @@ from atroposlib.wire.senders import (
     sender_ack_key,
 )
 from example_trainer.bridges.base import BridgeError
-from example_trainer.rank_parts import REPLICATE, SHARD, TP, local
+from example_trainer.rank_parts import REPLICATE, SHARD, TP, copies, local
 from example_trainer.rank_processes import Place
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.written import TrainedModel
@@ -242,6 +242,8 @@ def _placed(name: str, parameter: Tensor) -> dict[str, tuple[int, Placement]]:
         return {}
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
+    if copies(parameter) > 1:
+        raise CannotSend(f"several trainer ranks hold each key-value head, as of {name}")
     if not names or not set(names) <= {REPLICATE, SHARD, TP}:
         raise CannotSend(f"{name} is on a mesh with the dimensions {list(names)}, not {REPLICATE}, {SHARD} and {TP}")
     return {dim: (mesh.size(number), parameter.placements[number]) for number, dim in enumerate(names)}

@@ -83,7 +83,7 @@ class RankCopy:
         model = meta_model(source)
         prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
         self.policy = Policy(model)
-        shard(self.policy, mesh, dtype=torch.float32)
+        shard(self.policy, mesh, dtype=torch.float32, deadline_s=config.dist_timeout_s)
         views = {found.name: (found, view) for found, view in shared_views(worker, self.buffer)}
         over: dict[int, nn.Parameter] = {}  # tied ones once
         for name, parameter in list(model.named_parameters()):

@@ -119,6 +119,7 @@ def sharded_policy(
         dtype=compute_dtype(config, device),
         reshard_after_forward=config.reshard_after_forward,
         offload=config.offload == "all",
+        deadline_s=config.dist_timeout_s,
     )
     load_shards(policy, files, torch.device("cpu") if config.offload == "all" else device, adapter)
     expect_packed(policy, device, compute_dtype(config, device))

@@ -189,6 +189,13 @@ def test_weights_that_are_divided_otherwise_are_gathered(
         dist.destroy_process_group()
 
 
+def test_key_value_heads_that_several_ranks_hold_are_gathered() -> None:
+    with as_rank(1, {"shard": 1, "tp": 2}, tiny_model(num_key_value_heads=1)) as (parameters, _):
+        says = r"several trainer ranks hold each key-value head, as of model\.layers\.0\.self_attn\.k_proj\.weight"
+        with pytest.raises(CannotSend, match=says):
+            senders_of(parameters)
+
+
 def test_a_rank_that_holds_something_else_does_not_join() -> None:
     whole = tiny_model()
     manifest = served_as(whole, "float32")

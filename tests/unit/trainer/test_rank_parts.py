@@ -18,6 +18,7 @@ MESHES = {  # names and sizes
     "replicas": {"replicate": 2, "shard": 2},
     "tp": {"shard": 1, "tp": 2},
     "fsdp, tp": {"shard": 3, "tp": 2},
+    "tp of four": {"shard": 2, "tp": 4},
     "all three": {"replicate": 2, "shard": 2, "tp": 2},
 }
 
@@ -32,9 +33,12 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("vocabulary", [97, 98])
-def test_the_parts_of_the_first_holders_cover_a_parameter_once(mesh: DeviceMesh, vocabulary: int) -> None:
-    model = tiny_model("qwen3", vocab_size=vocabulary)
+@pytest.mark.parametrize(("vocabulary", "kv_heads"), [(97, 2), (98, 2), (98, 1)])
+def test_the_parts_of_the_first_holders_cover_a_parameter_once(
+    mesh: DeviceMesh, vocabulary: int, kv_heads: int
+) -> None:
+    """Where more ranks split a layer than it has key-value heads, too."""
+    model = tiny_model("qwen3", vocab_size=vocabulary, num_key_value_heads=kv_heads)
     shard(Policy(model), mesh, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert part(parameter).of(torch.empty(parameter.shape)).shape == local(parameter).shape, name

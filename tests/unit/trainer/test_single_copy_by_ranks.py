@@ -15,8 +15,9 @@ from tests.unit.trainer.test_tensor_parallel import expect_agreement
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True}  # whether head and embedding are tied
+ONE_HEAD = [f"one head {family}" for family in FAMILIES]  # which both of vLLM's ranks hold
 SINGLE: dict[str, Any] = {"tp_size": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True}
-STEPS = {"llama": 6, "qwen2": 6, "qwen3": 20}
+STEPS = {"llama": 6, "qwen2": 6, "qwen3": 20} | dict.fromkeys(ONE_HEAD, 6)
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +30,27 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         return model_folder(folder / "models" / name, family=family, tie_word_embeddings=tied, **changes)
 
     jobs = {}
-    for family, tied in FAMILIES.items():
-        own, other = model(family, family, tied), model(f"{family} other", family, tied, seed=1)
+    for name in STEPS:
+        family = name.split()[-1]
+        tied, changes = FAMILIES[family], {"num_key_value_heads": 1} if name in ONE_HEAD else {}
+        own, other = (model(f"{name} {seed}", family, tied, seed=seed, **changes) for seed in (0, 1))
         more = {"chunk_rows": 5, "arenas": other}
-        jobs[f"{family} one"] = Job(own, 1, STEPS[family], plain, {"chunk_rows": 5})
-        jobs[f"{family} two"] = Job(own, 2, STEPS[family], plain | SINGLE, more)
+        jobs[f"{name} one"] = Job(own, 1, STEPS[name], plain, {"chunk_rows": 5})
+        jobs[f"{name} two"] = Job(own, 2, STEPS[name], plain | SINGLE, more)
     padded = model("padded", "llama", True, vocab_size=100)
     jobs["fails alone"] = Job(own, 2, 0, plain | SINGLE, {"fails_alone": True, "shown": False})
     jobs["padded"] = Job(padded, 2, 1, plain | SINGLE, {"arenas": padded, "shown": False})
     return run_jobs(jobs, folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_over_vllms_memory_agree_with_one_process(done: dict[str, Done], family: str) -> None:
-    expect_agreement(done[f"{family} one"], done[f"{family} two"])
+@pytest.mark.parametrize("name", STEPS)
+def test_ranks_over_vllms_memory_agree_with_one_process(done: dict[str, Done], name: str) -> None:
+    expect_agreement(done[f"{name} one"], done[f"{name} two"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_stays_in_vllms_memory_which_holds_what_was_trained(done: dict[str, Done], family: str) -> None:
-    two = done[f"{family} two"]
+@pytest.mark.parametrize("name", STEPS)
+def test_every_parameter_stays_in_vllms_memory_which_holds_what_was_trained(done: dict[str, Done], name: str) -> None:
+    two = done[f"{name} two"]
     inside, count = two.results["inside"]
     assert inside == count == len(two.tensors())
     assert largest_difference(two.tensors("served.safetensors"), two.tensors()) == 0

@@ -12,7 +12,7 @@ import torch
 from example_trainer.model import ModelError, meta_model
 from example_trainer.packing import micro_batches
 from example_trainer.tensor_parallel import expect_divisible, partial_parameters
-from example_trainer.tp_plans import PLANS
+from example_trainer.tp_plans import PLANS, split_shapes
 from tests.unit.trainer.fakes import model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
@@ -39,6 +39,12 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
     "penalties": Job("qwen3", settings={"kl_coef": 0.1, "entropy_coef": 0.01}, more={"batch": {"given": True}}),
     "recomputed": Job("qwen2", settings={"old_logprobs": "recomputed"}, more={"batch": {"top_p": 0.8}}),
     "lora": Job("qwen3", settings=LORA),
+    # both ranks hold the one key-value head
+    "one head llama": Job("one llama"),
+    "one head qwen2": Job("one qwen2"),
+    "one head qwen3": Job("one qwen3"),
+    "one head offload all": Job("one qwen3", settings={"offload": "all"}),
+    "one head lora": Job("one qwen3", settings=LORA),
 }
 BITS = {"compute_dtype": "bfloat16"}
 
@@ -50,6 +56,14 @@ def run(jobs: dict[str, Job], folder: Path) -> dict[str, Done]:
         )
         for family, tied in FAMILIES.items()
     }
+    for family in ("llama", "qwen2", "qwen3"):
+        models[f"one {family}"] = model_folder(
+            folder / "models" / f"one {family}",
+            family=family,
+            vocab_size=98,
+            num_key_value_heads=1,
+            initializer_range=0.1,
+        )
     models["odd"] = model_folder(folder / "models" / "odd", tie_word_embeddings=True, initializer_range=0.1)
     models["biased"] = model_folder(folder / "models" / "biased", family="qwen2", vocab_size=98, initializer_range=0.1)
     plain = {"micro_batch_tokens": BUDGET, "dual_clip": 0, "share_prefixes": False}
@@ -80,6 +94,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         jobs[f"{name} two"] = Job(job.model, 2, FEW, settings | TP, job.more)
     jobs["never summed"] = Job("qwen3", 2, STEPS, TP, {"mutation": "never"})
     jobs["summed each time"] = Job("qwen3", 2, STEPS, TP, {"mutation": "each"})
+    jobs["copies never summed"] = Job("one llama", 2, FEW, TP, {"mutation": "never"})
+    jobs["copies summed each time"] = Job("one llama", 2, FEW, TP, {"mutation": "each"})
     jobs["bfloat16"] = Job("qwen3", 2, STEPS, TP | BITS)
     return run(jobs, tmp_path_factory.mktemp("tp"))
 
@@ -115,17 +131,27 @@ def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_settings_work_as_without(done: dict[str, Done], name: str) -> None:
     one, two = done[f"{name} one"], done[f"{name} two"]
-    expect_agreement(one, two, ADAPTER if name == "lora" else "model/model.safetensors")
+    expect_agreement(one, two, ADAPTER if "lora" in name else "model/model.safetensors")
     for column in {"penalties": ("kl", "entropy"), "recomputed": ("ratio_mean",)}.get(name, ()):
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["never summed", "summed each time"])
-def test_norms_of_queries_and_keys_must_be_summed_once(done: dict[str, Done], name: str) -> None:
+@pytest.mark.parametrize(
+    ("one", "name"),
+    [
+        ("qwen3 one", "never summed"),
+        ("qwen3 one", "summed each time"),
+        ("one head llama one", "copies never summed"),
+        ("one head llama one", "copies summed each time"),
+    ],
+)
+def test_norms_of_queries_and_keys_and_copies_of_heads_must_be_summed_once(
+    done: dict[str, Done], one: str, name: str
+) -> None:
     """Else the loss looks right, and the weights are not. The second way is that of a hook on the module's backward
     pass, which sums what it has summed before.
     """
-    found = differences(done["qwen3 one"], done[name])
+    found = differences(done[one], done[name])
     assert found["loss"] < 1e-2
     assert found["norm"] > 10 * NORM
     assert found["weights"] > 10 * WEIGHTS
@@ -161,13 +187,28 @@ def test_each_rank_holds_its_part_of_what_is_split_and_the_same_of_the_rest(done
     assert odd["model.embed_tokens.weight"] == [[97, 32], [97, 32]]
 
 
+def test_ranks_that_hold_the_same_head_hold_the_same_bits_of_it(done: dict[str, Done]) -> None:
+    first, second = (done["one head qwen2 two"].rank(rank) for rank in (0, 1))
+    copied = [name for name in first["parameters"] if "k_proj" in name or "v_proj" in name]
+    assert len(copied) == 2 * 4  # of two layers, weights and biases
+    for name in copied:
+        own, whole = first["parameters"][name]
+        assert own == whole == first["moments"][name]
+        assert first["digests"][name] == second["digests"][name], name
+    shapes = {name: tuple(whole) for name, (_, whole) in first["parameters"].items()}
+    counted = split_shapes(shapes, 2, 1)  # by the memory plan
+    assert counted == {name: tuple(own) for name, (own, _) in first["parameters"].items()}
+
+
 def test_groups_of_ranks_have_the_configured_deadline(done: dict[str, Done]) -> None:
     assert done["llama two"].rank(0)["seconds"] == [50.0] * 3
+    assert done["one head llama two"].rank(0)["mesh_seconds"] == {"tp": [50.0], "heads copies": [50.0] * 2}
 
 
 @pytest.mark.nightly
 def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Path) -> None:
     """Four ranks: two by two; two replicas of two that split; and every way in which FSDP2 may sum."""
+    copied = {"two heads": {"tp_size": 4}, "one head 2 x 2": {}, "one head replicas": {"fsdp_size": 1}}
     four: dict[str, dict[str, Any]] = {
         "2 x 2": {},
         "replicas": {"fsdp_size": 1},
@@ -178,6 +219,8 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
     jobs = {f"{family} one": Job(family, 1, STEPS) for family in FAMILIES}
     jobs |= {f"{family} 2 x 2": Job(family, 4, STEPS, TP) for family in FAMILIES}
     jobs |= {name: Job("qwen3", 4, STEPS, TP | settings) for name, settings in four.items()}
+    jobs |= {name: Job("qwen3" if "two" in name else "one qwen3", 4, STEPS, TP | copied[name]) for name in copied}
+    jobs["one head one"] = Job("one qwen3", 1, STEPS)
     jobs |= {
         "odd one": Job("odd", 1, STEPS, STEADY),
         "odd 2 x 2": Job("odd", 4, STEPS, TP | STEADY),
@@ -190,6 +233,8 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
         whole = name != "lora"
         one = found["qwen3 one" if whole else "lora one"]
         expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER)
+    for name in copied:
+        expect_agreement(found["qwen3 one" if "two" in name else "one head one"], found[name])
     shares = [found["2 x 2"].rank(rank)["parameters"] for rank in range(4)]
     for name, (_, whole) in shares[0].items():
         held = sum(torch.Size(share[name][0]).numel() for share in shares)
@@ -203,8 +248,12 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "tp", "says"),
     [
-        ({}, 3, "--tp-size 3 does not divide the 4 attention heads of LlamaForCausalLM: give one of 1, 2"),
-        ({}, 4, "--tp-size 4 does not divide the 2 key-value heads of LlamaForCausalLM: give one of 1, 2"),
+        ({}, 3, "--tp-size 3 does not divide the 4 attention heads of LlamaForCausalLM: give one of 1, 2, 4$"),
+        (
+            {"num_attention_heads": 6, "hidden_size": 48},
+            3,
+            "--tp-size 3 does not divide the 2 key-value heads of LlamaForCausalLM: give one of 1, 2, 6$",
+        ),
         ({"intermediate_size": 49}, 2, "--tp-size 2 does not divide the 49 feed-forward features .*: give one of 1$"),
         (
             {"family": "qwen3_moe"},

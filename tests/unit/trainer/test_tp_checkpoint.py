@@ -108,6 +108,39 @@ def test_a_missing_file_is_named(folder: Path, results: dict[str, Any], tmp_path
         files.expect("model.layers.0.mlp.down_proj.weight", (32, 48))
 
 
+def test_a_head_that_both_ranks_hold_is_written_once_and_goes_to_one_process_and_back(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", family="qwen2", num_key_value_heads=1)
+    plain = {"model_name": model, "micro_batch_tokens": 60, "keep_checkpoints": 0, "share_prefixes": False}
+
+    def job(name: str, settings: dict[str, Any], until: int, resume: str = "") -> dict[str, Any]:
+        where = {"save_path": str(tmp_path / name)} | ({"resume": str(tmp_path / resume)} if resume else {})
+        ranks = 2 if "tp_size" in settings else 1
+        return {"ranks": ranks, "steps": until, "save": [until], "config": plain | settings | where}
+
+    jobs = {
+        "one": job("one", SHARDED, 6),
+        "two": job("two", TP, 2),
+        "then one": job("then one", SHARDED, 4, "two/step_2"),
+        "then two": job("then two", TP, 6, "then one/step_4"),
+        "two hf": job("two hf", TP | WHOLE, 2),
+        "hf then two": job("hf then two", TP, 6, "two hf/step_2"),
+    }
+    found = train(tmp_path, jobs)
+    assert all(found[name]["status"] == [0] * jobs[name]["ranks"] for name in jobs), found["stderr"]
+    losses = found["one"]["losses"]
+    parts = {"two": losses[:2], "then one": losses[2:4], "then two": losses[4:], "hf then two": losses[2:]}
+    for name, expected in parts.items():
+        assert found[name]["losses"] == pytest.approx(expected, abs=1e-6), name
+    first, second = (load_file(tmp_path / f"two/step_2/shards/rank_{rank}.safetensors") for rank in (0, 1))
+    copied = {name for name in first if "k_proj" in name or "v_proj" in name}
+    assert len(copied) == 2 * 4 * 3  # of two layers; weights and biases; with two moments
+    assert not copied & second.keys()
+    export(tmp_path / "two/step_2", tmp_path / "exported")
+    exported, whole = (load_file(tmp_path / path / "model.safetensors") for path in ("exported", "two hf/step_2"))
+    assert exported.keys() == whole.keys()
+    assert all(torch.equal(exported[name], whole[name]) for name in whole)
+
+
 @pytest.mark.nightly
 def test_two_by_two_ranks_save_and_resume(folder: Path) -> None:
     runs = {"one": (1, SHARDED), "2x2": (4, TP), "2x2 hf": (4, TP | WHOLE)}
