@@ -2,7 +2,10 @@
 
 import re
 
+from atroposlib.api.settings import RunApiConfig
 from benchmarks import scale
+from example_trainer.bridges.direct import NCCL_SENDERS
+from example_trainer.modes import Lora
 
 
 def test_the_tables_are_those_that_the_program_computes() -> None:
@@ -24,6 +27,29 @@ def test_a_number_of_the_text_that_a_table_has_not_is_computed_too() -> None:
     assert f"fetching is {rates('fetched')[3] / rates('posted')[3]:.0f} times as fast as posting" in page
     assert f"takes {api.memory} times its bytes" in page
     assert f"1,024 groups of this size are {1024 * api.packed_bytes / 1e9:.2g} GB" in page
+
+
+def test_what_the_page_calls_set_is_what_the_code_sets() -> None:
+    page, settings = scale.PAGE.read_text(), RunApiConfig()
+    assert f"| registered environments | {settings.max_environments:,} |" in page
+    assert f"| connections | {settings.max_connections:,}, or" in page
+    assert f"| requests per second from one address | {settings.max_requests_per_second:,.0f} over 10 s |" in page
+    queued = f"{settings.max_queued_groups:,}, or {settings.max_queued_mb // 1024} GiB"
+    assert f"| queued and leased groups | {queued} |" in page
+    assert (NCCL_SENDERS, "more than eight\n  trainer ranks over NCCL (set)" in page) == (8, True)
+
+
+def test_the_shares_of_bytes_and_time_are_computed_from_shapes_and_from_the_measurement() -> None:
+    page, size, lora = scale.PAGE.read_text(), scale.MODELS["7B"], Lora()
+    adapter = 4 * size.adapter(lora.r, lora.target_modules) / (2 * size.count)
+    assert (lora.r, round(100 * adapter)) == (16, 1)
+    assert "about a hundredth of the bytes (computed: 7B, rank 16, in float32)" in page
+    text = (scale.DOCS / "benchmarks/weight_sync.md").read_text()
+    gathered, direct = (
+        float(re.findall(rf"^\| `--bridge-sends {sends}` \| idle \| ([\d.]+) ", text, re.M)[0])
+        for sends in ("gathered", "direct")
+    )
+    assert f"{100 * (1 - direct / gathered):.0f} % [measured](benchmarks/weight_sync.md) over Gloo" in page
 
 
 def test_a_refused_layout_has_no_number() -> None:
