@@ -51,7 +51,7 @@ class _Part:
     blocks: list[tuple[int, int, int]] = field(default_factory=list)  # start, end, and the segment that it continues
 
 
-@lru_cache(maxsize=4)  # each layer of a micro-batch asks for the same
+@lru_cache(maxsize=2)  # each layer of a micro-batch asks for the same, or for one of two windows
 def attention_blocks(
     lengths: tuple[int, ...], parents: tuple[int, ...], window: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Block, ...]:
@@ -63,7 +63,7 @@ def attention_blocks(
     for length, parent in zip(lengths, parents, strict=True):
         depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
         starts.append(starts[-1] + length)
-    on_gpu = device.type == "cuda"
+    on_gpu = knows_causal_contexts(device)
     stretches = _cheapest(lengths, parents, depths, MASKED_ON_GPU if on_gpu else 1.0).blocks
     copied = sum(_depth(parent, lengths, depths) for _, _, parent in stretches)
     of_start = {start: index for index, (start, _, _) in enumerate(stretches)}
@@ -81,6 +81,11 @@ def attention_blocks(
             block = replace(block, mask=mask, recomputed=block.recomputed or (on_gpu and len(inside) > 1))
         found.append(block)
     return tuple(found)
+
+
+def knows_causal_contexts(device: torch.device) -> bool:
+    """Whether torch computes queries behind a context without a mask: by FlashAttention, which then takes none."""
+    return device.type == "cuda"
 
 
 def _depth(segment: int, lengths: Sequence[int], depths: Sequence[int]) -> int:
@@ -138,7 +143,7 @@ def _mask(
     """
     longest = max(_depth(segment, lengths, depths) for segment in inside)
     before = depths[inside[0]]
-    known = not before or device.type == "cuda"
+    known = not before or knows_causal_contexts(device)
     if len(inside) == 1 and known and (window is None or longest <= window):
         return None
     sees = torch.eye(len(inside), dtype=torch.bool)  # of each segment: itself and those that it continues

@@ -159,8 +159,9 @@ def naive_attention(
 @given(tokens=trees, window=st.none() | st.integers(1, 9))
 @example(tokens=THREE_LEVELS, window=None)
 @example(tokens=THREE_LEVELS, window=2)
+@pytest.mark.parametrize("as_on_gpu", [False, True])
 def test_attention_and_its_gradients_are_those_of_each_sequence_alone(
-    prices: tuple[float, float], tokens: list[Any], window: int | None
+    prices: tuple[float, float], as_on_gpu: bool, tokens: list[Any], window: int | None
 ) -> None:
     row = lay_out(tokens)
     size = sum(row.lengths)
@@ -170,6 +171,7 @@ def test_attention_and_its_gradients_are_those_of_each_sequence_alone(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_blocks, "CALL", prices[0])
         patch.setattr(attention_blocks, "COPIED", prices[1])
+        patch.setattr(attention_blocks, "knows_causal_contexts", lambda device: as_on_gpu)
         attention_blocks.attention_blocks.cache_clear()
         output, _ = packed_sdpa(
             torch.nn.Identity(),
