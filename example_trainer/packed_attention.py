@@ -88,7 +88,8 @@ def _attention(
     if mask is None and size < keys:
         # FlashAttention, without a mask: attention_blocks leaves it away on GPUs alone
         bias = causal_lower_right(size, keys)
-    elif query.is_cuda and mask is not None:  # torch's kernels with masks take as many keys as queries
+    if query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # FlashAttention takes neither; torch's memory-efficient kernel takes as many heads of keys as of queries
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     return F.scaled_dot_product_attention(
         query,
