@@ -28,15 +28,16 @@ pytestmark = pytest.mark.nightly
 STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[2, 1])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of two ranks, for so many key-value heads: both hold the only one."""
     config = Qwen3Config(
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=request.param,
         head_dim=32,
         tie_word_embeddings=True,
         max_position_embeddings=512,
@@ -126,4 +127,4 @@ def test_another_number_of_ranks_is_refused_with_the_remedy(server: Server, tmp_
     status, said = train(server, tmp_path, tp=4)
     assert status == 1
     assert "--tp-size 4, but the vLLM server at" in said
-    assert "has 2 rank(s): give the trainer as many, or --tp-size 1" in said
+    assert "has 2 rank(s): give --tp-size 2, or --tp-size 1" in said
