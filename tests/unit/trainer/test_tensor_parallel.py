@@ -24,6 +24,7 @@ STEPS, FEW = 6, 3
 BUDGET = 20  # tokens of a micro-batch
 # float32 sums in another order, on any processor; AdamW's first steps divide by small moments
 LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 1e-4
+PLAIN_LOSS, PLAIN_NORM = 3e-7, 2e-6  # of the families alone; with AVX-512 and without, at most half of it was seen
 STEADY = {"adam_eps": 1e-4}  # where an embedding has gradients so small that AdamW's first steps are their rounding
 TP: dict[str, Any] = {"tp_size": 2}
 ADAPTER = "model/adapter_model.safetensors"
@@ -125,7 +126,11 @@ def test_the_runs_have_four_micro_batches_and_more() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
-    expect_agreement(done[f"{family} one"], done[f"{family} two"])
+    one, two = done[f"{family} one"], done[f"{family} two"]
+    expect_agreement(one, two)
+    found = differences(one, two)
+    assert found["loss"] <= PLAIN_LOSS, found
+    assert found["norm"] <= PLAIN_NORM, found
 
 
 @pytest.mark.parametrize("name", RUNS)
