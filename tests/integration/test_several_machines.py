@@ -1,16 +1,18 @@
 """One run on two machines, which are network namespaces joined by a cable: its launcher starts a vLLM server and a
-trainer rank on each, and continues after the cable was cut.
+trainer rank on each, and continues after the cable was cut. They share their files, or have a `runs` of their own.
 """
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +45,15 @@ class Machines:
     hosts: tuple[Host, Host]
     folder: Path
     name: str
+    shell: int  # the process on the other one that starts what runs there
 
     @property
     def run(self) -> Path:
         return self.folder / "runs" / self.name
+
+    def there(self, path: Path) -> Path:
+        """The same path as the other machine sees it."""
+        return Path(f"/proc/{self.shell}/root{path}")
 
     @property
     def remote_command(self) -> str:
@@ -119,12 +126,13 @@ class Launched:
             pytest.fail(f"it still runs after {within_s} s:\n{self.said[-6000:]}")
 
 
-@pytest.fixture
-def machines(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Machines]:
-    (tmp_path / "hosts.txt").write_text("".join(f"{host.address}\n" for host in hosts))
-    found = Machines(hosts, tmp_path, f"machines-{uuid.uuid4().hex[:8]}")
-    command = tied([sys.executable, REMOTE_SHELL, "serve", hosts[1].address, str(PORT)])
-    with subprocess.Popen(entering(hosts[1].namespace, command), stdout=subprocess.PIPE, cwd=tmp_path) as shell:
+@contextmanager
+def two_machines(hosts: tuple[Host, Host], folder: Path, first: tuple[str, ...] = ()) -> Iterator[Machines]:
+    """With a remote shell on the second one, which `first` may start."""
+    (folder / "hosts.txt").write_text("".join(f"{host.address}\n" for host in hosts))
+    command = [*first, *tied([sys.executable, REMOTE_SHELL, "serve", hosts[1].address, str(PORT)])]
+    with subprocess.Popen(entering(hosts[1].namespace, command), stdout=subprocess.PIPE, cwd=folder) as shell:
+        found = Machines(hosts, folder, f"machines-{uuid.uuid4().hex[:8]}", shell.pid)
         try:
             assert shell.stdout is not None
             assert shell.stdout.readline() == b"ready\n"
@@ -134,6 +142,21 @@ def machines(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Machines]:
                 process.kill()
             hosts[1].set_cable("up")
             shell.kill()
+
+
+@pytest.fixture
+def machines(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Machines]:
+    with two_machines(hosts, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def machines_with_own_files(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Machines]:
+    """`runs` of the second machine is a file system of its own: `ip netns exec` makes a mount namespace, too."""
+    (tmp_path / "runs").mkdir()
+    mounting = ("sh", "-c", 'mount -t tmpfs -o size=256m none "$0" && exec "$@"', str(tmp_path / "runs"))
+    with two_machines(hosts, tmp_path, mounting) as found:
+        yield found
 
 
 def agents(machines: Machines, drill: str) -> list[dict[str, object]]:
@@ -203,7 +226,9 @@ def test_a_run_on_two_machines_continues_after_the_cable_was_cut(machines: Machi
     first.says("Step 2/6")
     assert f"Machine {far.address}: vllm-2 on port 9001, trainer rank 1 of 2" in first.said
     assert f"Trainer ranks meet at {near.address}:29500" in first.said
-    assert "served by 2 of 2 servers" in (machines.run / "trainer.log").read_text()
+    said = (machines.run / "trainer.log").read_text()
+    assert "served by 2 of 2 servers" in said
+    assert "2 trainer ranks send what they hold (direct)" in said  # each to the servers of both machines
     far.set_cable("down")
     cut = time.monotonic()
     first.ends(1, within_s=SILENCE_S + 30)
@@ -237,3 +262,38 @@ def test_a_rank_that_is_killed_on_one_machine_ends_the_run_with_its_name(
     assert f"grpo: error: trainer rank 1 on {far.address} was ended by SIGKILL" in run.said
     assert "trainer (pid" not in run.said.partition("died")[2].partition("died")[0]
     machines.expect_all_gone(20)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_machines_without_a_shared_file_system_train_and_resume_from_a_copied_checkpoint(
+    machines_with_own_files: Machines, llama_folder: Path
+) -> None:
+    """As docs/devices.md describes; what it says to do is asked for where it was not done."""
+    machines = machines_with_own_files
+    saved, run = machines.run / "checkpoints", ("arithmetic", str(llama_folder), "--run-name", machines.name, *SHORT)
+    refused = machines.launch(*run, "--steps", "2")
+    refused.ends(1)
+    assert f"the launcher's {machines.run}/run.json is not on " in refused.said, refused.said[-3000:]
+    assert "give --trainer.checkpoint-format hf" in refused.said
+    machines.expect_all_gone(20)
+    shutil.rmtree(machines.run)
+
+    first = machines.launch(*run, "--steps", "2", "--trainer.checkpoint-format", "hf")
+    first.ends(0)
+    assert (saved / "latest").is_file()
+    assert machines.there(machines.run).is_dir()
+    assert not machines.there(saved).exists()
+
+    resume = ("--resume", f"runs/{machines.name}", "--steps", "4")
+    refused = machines.launch(*resume)
+    refused.ends(1)
+    assert f"every rank reads the checkpoint: copy {saved} " in refused.said, refused.said[-3000:]
+    machines.expect_all_gone(20)
+
+    shutil.copytree(saved, machines.there(saved))
+    machines.launch(*resume).ends(0)
+    rows = [json.loads(line) for line in (machines.run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert list(saved.glob("final_model/*.safetensors"))
+    machines.expect_all_gone(10)
