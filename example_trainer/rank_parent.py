@@ -157,7 +157,7 @@ class _Parent:
     def _killed(self, rank: _Rank) -> str:
         assert rank.end is not None
         name = signal.Signals(-rank.end).name
-        hint = " (the kernel's, if memory ran out)" if name == "SIGKILL" else ""
+        hint = " (by the kernel, if memory ran out)" if name == "SIGKILL" else ""
         return f"trainer rank {self._of_all(rank)} was ended by {name}{hint}; the others have ended with it"
 
     def _silent(self, rank: _Rank) -> str:

@@ -59,8 +59,8 @@ def _run(config: LaunchConfig, program: object, program_args: list[str]) -> None
     except DistError as error:
         raise TrainerError(
             f"the {config.max_nodes} machines did not meet at {config.rdzv_endpoint} within"
-            f" {config.rdzv_configs['timeout']} s: start the command on each of them, and check that a firewall lets"
-            f" this port through ({str(error).splitlines()[0]})"
+            f" {config.rdzv_configs['timeout']} s: check in the trainer log of each machine that its agent started, and"
+            f" that the firewall admits this port ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -73,7 +73,7 @@ def explain(failures: Mapping[int, ProcessFailure], host: str) -> int:
     if first.exitcode >= 0:  # it has printed its error
         return first.exitcode or 1
     name = signal.Signals(-first.exitcode).name
-    hint = " (the kernel's, if memory ran out)" if first.exitcode == -signal.SIGKILL else ""
+    hint = " (by the kernel, if memory ran out)" if first.exitcode == -signal.SIGKILL else ""
     print_error("grpo", f"trainer rank {rank} on {host} was ended by {name}{hint}, pid {first.pid}")
     return 1
 

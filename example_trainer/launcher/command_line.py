@@ -220,7 +220,7 @@ def _on_machines(content: Tree, machines: Machines) -> Tree:
     mode = MODES.get(str((content.get("bridge") or {}).get("kind", "broadcast")))
     if mode is not None and not mode.feeds_several:
         raise ConfigError(
-            f"--hosts: bridge {mode.shown()} reaches a vLLM server on the trainer's machine only: choose --bridge"
+            f"--hosts needs a bridge that feeds several vLLM servers, and {mode.shown()} feeds one: choose --bridge"
             " broadcast"
         )
     return {**content, "vllm": on_machines(content.get("vllm") or {}, len(machines.serving))}

@@ -191,7 +191,7 @@ class Need:
             share = f" of which it may take {taken:.0%}"
             elsewhere = replace(serving, staging_on_host=True)
             on_host = (
-                f", --bridge-staging host ({amount(serving.ranks * elsewhere.host_staging)} of host memory)"
+                f", stage in host memory (--bridge-staging host, {amount(serving.ranks * elsewhere.host_staging)})"
                 if not serving.staging_on_host and elsewhere.least <= taken * self.gpu
                 else ""
             )
@@ -199,8 +199,8 @@ class Need:
             return (
                 f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
                 f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
-                f"give vLLM more GPUs (--tensor-parallel-size){on_host}, mode lora, which needs no staging, or use a"
-                " smaller model",
+                f"give vLLM more GPUs (--tensor-parallel-size){on_host}, choose mode lora, which needs no"
+                " staging, or use a smaller model",
             )
         return None
 
@@ -371,7 +371,7 @@ def _candidates_apart(run: RunFile, gpus: list[str], most: int, training: int) -
     given = run.servers[0].get("tensor_parallel_size")
     for size in [int(given)] if given else [1 << power for power in reversed(range(len(theirs).bit_length()))]:
         if size > len(theirs):
-            raise ConfigError(f"vllm.tensor_parallel_size {size} takes as many GPUs, but a machine has {len(theirs)}")
+            raise ConfigError(f"vllm.tensor_parallel_size {size} needs {size} GPU(s), but a machine has {len(theirs)}")
         server = ServerPlace(tuple(theirs[:size]))
         yield Placement((server,) * len(run.servers), tuple(mine[:most]), training, apart=True)
 
@@ -450,7 +450,7 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
         if len(server) < size or (given and len(server) != int(given)):
             which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
             raise ConfigError(
-                f"vllm.{which}tensor_parallel_size {size} takes as many GPUs, but {who} has"
+                f"vllm.{which}tensor_parallel_size {size} takes exactly {size} GPU(s), but {who} has"
                 f" {', '.join(server) or 'none'}; {shown}"
             )
 

@@ -24,7 +24,7 @@ from atroposlib.flags import ConfigError
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}"
 ROLES = ("trainer", "vllm")
-LINE = "one host per line, with `trainer` or `vllm` behind it where it has one of the two alone"
+LINE = "one host per line, followed by `trainer` or `vllm` if it has only that role"
 LOOPBACK = "127.0.0.1"
 
 
@@ -35,10 +35,17 @@ class MachineFlags(Config):
         None, description="file with one host per line, this machine first: train on all of them (docs/devices.md)"
     )
     remote_command: str = Field(
-        SSH, min_length=1, description="with --hosts: what runs a command on another machine, with {host} for its name"
+        SSH,
+        min_length=1,
+        description=(
+            "with --hosts: command that starts another command on a machine; {host} is replaced by the machine's name"
+        ),
     )
     host_timeout: float = Field(
-        30.0, ge=5, le=3600, description="with --hosts: seconds without a sign of life after which a machine is lost"
+        30.0,
+        ge=5,
+        le=3600,
+        description="with --hosts: seconds without a sign of life after which a machine counts as lost",
     )
 
 
@@ -131,11 +138,13 @@ def _check(machines: Machines, path: Path) -> None:
             f"{path}: {machines.first} does not train, but rank 0 runs on the first machine; put one that trains first"
         )
     if not machines.serving:
-        raise ConfigError(f"{path}: no machine serves; write `vllm` behind one, or nothing behind any")
+        raise ConfigError(
+            f"{path}: no machine serves vLLM: write `vllm` in place of `trainer` behind a host, or no roles at all"
+        )
     if len({machine.trains and machine.serves for machine in machines.all}) > 1:
         raise ConfigError(
-            f"{path}: some machines both train and serve, and others do one of the two, so that their GPUs would be"
-            " shared out differently: give every machine both roles, or every machine one"
+            f"{path}: some machines have both roles and others only one, so their GPUs would be divided differently:"
+            " give all machines both roles, or each exactly one"
         )
 
 
@@ -145,9 +154,9 @@ def _expect_here(host: str, path: Path) -> None:
     own = {held.address for each in psutil.net_if_addrs().values() for held in each if held.family == socket.AF_INET}
     if not wanted & own:
         raise ConfigError(
-            f"{path}: the first machine, {host} ({', '.join(sorted(wanted))}), is not this one, which has"
-            f" {', '.join(sorted(own - {LOOPBACK})) or 'no address but loopback'}: type the command there, or put this"
-            " machine first"
+            f"{path}: the first machine, {host} ({', '.join(sorted(wanted))}), is not this machine, whose addresses are"
+            f" {', '.join(sorted(own - {LOOPBACK})) or 'loopback only'}: run the command there, or list this machine"
+            " first"
         )
     if all(address.startswith("127.") for address in wanted):
         raise ConfigError(f"{path}: {host} is loopback, where no other machine reaches it; write another address")

@@ -51,7 +51,8 @@ def run(asked: argparse.Namespace) -> int:
     host = asked.host
     entering = remote_words(asked.remote_command, host)
     words = [*entering, sys.executable, "-I", "-S", far_end.__file__]
-    print(f"Starting {asked.name} on {host}, at most {FIRST_S:.0f} s: {shlex.join(words)}", flush=True)
+    wait = f"waiting at most {FIRST_S:.0f} s for a sign of life"
+    print(f"Starting {asked.name} on {host}, {wait}: {shlex.join(words)}", flush=True)
     started = time.monotonic()
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdin is not None

@@ -22,7 +22,10 @@ def on_machine(
         return service
     for path in (sys.executable, far_end.__file__):
         if shlex.quote(path) != path:
-            raise ConfigError(f"--hosts: a shell on {host} would read {path!r} differently; install under another path")
+            raise ConfigError(
+                f"--hosts: the shell on {host} would not take the path {path!r} literally: install Atropos under a path"
+                " without spaces and special characters"
+            )
     flags = ["--host", host, "--name", service.name, "--remote-command", machines.remote]
     flags += ["--silence-s", f"{machines.silence_s:g}", "--folder", str(site.run_dir)]
     flags += ["--variables", ",".join(sorted(service.environment)), "--cores", ",".join(map(str, service.cores))]

@@ -17,6 +17,7 @@ from example_trainer.launcher.core_layout import expect_ranks_share
 from example_trainer.launcher.document import document, dumped, without_secrets
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.layout import seen, trainer_ranks
+from example_trainer.launcher.machines import LOOPBACK
 from example_trainer.launcher.remote_service import on_machine
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.run_site import Site, argv, server_variables, variables, vllm_flags
@@ -173,15 +174,15 @@ def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
     saved = trainer.save_path
     if trainer.checkpoint_format != "hf":
         remedy = (
-            f"each rank writes its part of a checkpoint to {saved}. Have --runs on a file system that all machines"
-            " share, or give --trainer.checkpoint-format hf, with which rank 0 writes all of it"
+            f"each rank writes its part of a checkpoint to {saved}: put --runs on a file system that all machines"
+            " share, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
         )
         return {str(site.run_dir / "run.json"): remedy}
     latest = saved / LATEST
     if trainer.resume is None or not latest.is_file():
         return {}
     newest = saved / latest.read_text().strip()
-    remedy = f"every rank reads the checkpoint: copy {saved} of {site.machines.first} there, under the same path"
+    remedy = f"every rank reads the checkpoint: copy {saved} from {site.machines.first} to the same path there"
     return {str(newest / MANIFEST): remedy}
 
 
@@ -198,10 +199,10 @@ def machine_lines(plan: Plan) -> list[str]:
     for number, host in enumerate(machines.training):
         ranks = f"ranks {number * each} to {(number + 1) * each - 1}" if each > 1 else f"rank {number}"
         where[host].append(f"trainer {ranks} of {each * len(machines.training)}")
-    where[machines.first].append(f"batching API on port {site.api_port} of loopback, environments")
+    where[machines.first].append(f"batching API on {LOOPBACK}:{site.api_port}, environments")
     lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
     if len(machines.training) > 1:
         lines.append(
-            f"Trainer ranks meet at {machines.first}:{site.meeting_port}, at most {plan.trainer.dist_timeout_s:.0f} s"
+            f"Trainer ranks meet at {machines.first}:{site.meeting_port} within {plan.trainer.dist_timeout_s:.0f} s"
         )
     return lines

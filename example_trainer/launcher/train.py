@@ -271,8 +271,9 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
         draw([site.run_dir], site.run_dir / "reward.png")
     elif site.machines.several and (site.run_dir / "run.yaml").is_file():
         console.say(
-            f"To continue from the last checkpoint once all machines answer, or with a hosts file without the lost one:"
-            f" atropos train --resume {os.path.relpath(site.run_dir)} --hosts {asked.given.model_dump().get('hosts')}"
+            "To continue from the last checkpoint, wait until all machines answer or remove the lost one from the hosts"
+            f" file, then run: atropos train --resume {os.path.relpath(site.run_dir)}"
+            f" --hosts {asked.given.model_dump().get('hosts')}"
         )
     return status
 

@@ -170,7 +170,7 @@ SAVING = ("--trainer.gradient-checkpointing", "--vllm.gpu-memory-utilization", "
 
 @pytest.mark.usefixtures("no_processes")
 def test_the_guides_layout_of_72_billion_takes_host_memory_for_states_and_staging() -> None:
-    with pytest.raises(ConfigError, match=r"--bridge-staging host \(145\.4 GB of host memory\)"):
+    with pytest.raises(ConfigError, match=r"stage in host memory \(--bridge-staging host, 145\.4 GB\)"):
         expect_fit(*LARGE, *SAVING, "--host-memory", "1320")
     on_host = (*LARGE, *SAVING, "--vllm.bridge-staging", "host")
     expect_fit(*on_host, "--host-memory", "1320")

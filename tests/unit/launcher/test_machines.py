@@ -40,8 +40,8 @@ def test_a_line_is_a_host_and_what_it_does(tmp_path: Path) -> None:
         ("a\nb:9001\n", "hosts.txt:2: 'b:9001' is not a host"),
         ("a\nb\na\n", "hosts.txt:3: a appears twice"),
         ("a vllm\nb trainer\n", "a does not train"),
-        ("a trainer\nb trainer\n", "no machine serves"),
-        ("a\nb vllm\n", "give every machine both roles, or every machine one"),
+        ("a trainer\nb trainer\n", "no machine serves vLLM"),
+        ("a\nb vllm\n", "give all machines both roles, or each exactly one"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_by_line(text: str, why: str, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_remote_command_names_the_host(command: str, why: str, tmp_path: Path)
 
 
 def test_the_first_machine_is_this_one_and_not_by_loopback(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*is not this one, which has"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*is not this machine, whose addresses are"):
         read_machines(Path(hosts(tmp_path, "192.0.2.1\n198.51.100.9\n")), SSH, 30)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is loopback"):
         read_machines(Path(hosts(tmp_path, "127.0.0.1\n198.51.100.9\n")), SSH, 30)
@@ -100,10 +100,9 @@ def test_trainer_and_environment_know_every_server_and_the_key(tmp_path: Path) -
     ]
     assert {each["api_key_env"] for each in environment.resolved["openai"]} == {"VLLM_API_KEY"}
     assert machine_lines(made) == [
-        "Machine 10.0.0.1: vllm-1 on port 9001, trainer rank 0 of 2, batching API on port 8000 of loopback,"
-        " environments",
+        "Machine 10.0.0.1: vllm-1 on port 9001, trainer rank 0 of 2, batching API on 127.0.0.1:8000, environments",
         "Machine 10.0.0.2: vllm-2 on port 9001, trainer rank 1 of 2",
-        "Trainer ranks meet at 10.0.0.1:29500, at most 600 s",
+        "Trainer ranks meet at 10.0.0.1:29500 within 600 s",
     ]
 
 
@@ -129,7 +128,7 @@ def test_gpus_are_those_of_each_machine(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--bridge", "single_copy"], "reaches a vLLM server on the trainer's machine only"),
+        (["--bridge", "single_copy"], "--hosts needs a bridge that feeds several vLLM servers"),
         (["--trainer-ranks", "3"], "3 cannot be shared out evenly over 2 machines"),
         (["--batch-invariant"], "--batch-invariant trains on one device, but this trainer has 2 ranks"),
     ],

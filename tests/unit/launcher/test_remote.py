@@ -55,7 +55,8 @@ def test_what_the_service_writes_arrives_with_its_exit_status(tmp_path: Path) ->
     )
     assert done.returncode == 3
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"Starting vllm-2 on gpu02, at most {FIRST_S:.0f} s: env MACHINE=gpu02 ")
+    wait = f"waiting at most {FIRST_S:.0f} s for a sign of life"
+    assert lines[0].startswith(f"Starting vllm-2 on gpu02, {wait}: env MACHINE=gpu02 ")
     assert lines[1].startswith("Running vllm-2 on ")
     assert lines[2:] == ["gpu02 secret own"]
     assert "\0" not in done.stdout

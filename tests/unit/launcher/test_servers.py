@@ -249,7 +249,7 @@ def test_a_server_that_shares_a_gpu_with_the_trainer_takes_less_of_it(monkeypatc
         (4, "--layout.vllm [[0,1],[1]]", "layout.vllm: the servers 1 and 2 both have GPU 1"),
         (4, "--layout.vllm 0,1,2", r"layout.vllm: 3 GPUs \(0, 1, 2\) are not 1 \+ 1"),
         (4, "--layout.vllm [[0],[1],[2]]", "layout.vllm: 3 lists of GPUs, but this run has 2 vLLM server"),
-        (4, "--layout.vllm [[0],[1]] --vllm.2.tensor_parallel_size 2", "vllm.2.tensor_parallel_size 2 takes as many"),
+        (4, "--layout.vllm [[0],[1]] --vllm.2.tensor_parallel_size 2", "vllm.2.tensor_parallel_size 2 takes exactly 2"),
         (
             3,
             "--vllm.tensor_parallel_size 2",

@@ -70,8 +70,8 @@ def check(outcome: Outcome, status: int, *errors: str, closed: bool = True) -> N
 
 def killed(rank: int) -> str:
     return (
-        f"grpo: error: trainer rank {rank} of 2 was ended by SIGKILL (the kernel's, if memory ran out); the others have"
-        " ended with it"
+        f"grpo: error: trainer rank {rank} of 2 was ended by SIGKILL (by the kernel, if memory ran out); the others"
+        " have ended with it"
     )
 
 

@@ -24,7 +24,7 @@ def test_ranks_that_only_miss_another_leave_the_explanation_to_its_machine(capsy
 def test_a_killed_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(failures(LOST, -signal.SIGKILL), "gpu02") == 1
     assert capsys.readouterr().err == (
-        "grpo: error: trainer rank 1 on gpu02 was ended by SIGKILL (the kernel's, if memory ran out), pid 101\n"
+        "grpo: error: trainer rank 1 on gpu02 was ended by SIGKILL (by the kernel, if memory ran out), pid 101\n"
     )
 
 
