@@ -135,7 +135,10 @@ class Learner:
             torch.cuda.synchronize(self._device)
         inside, count = self._copy.inside()
         if inside != count:
-            raise ModelError(f"{count - inside} of {count} parameters no longer lie in vLLM's memory: report this")
+            raise ModelError(
+                f"{count - inside} of {count} parameters no longer lie in vLLM's memory. This is a bug: please report"
+                " it"
+            )
         if first:
             expect_packed(self._copy.policy, self._device, torch.float32)
         return [int(each) for each in self.ranks.rows(torch.tensor([inside]))]

@@ -144,7 +144,7 @@ class Broadcast(_Session, Grouped):
     def _changes_are_sent_by_one_rank(self) -> "Broadcast":
         if self.delta and self.sends == "direct":
             raise ValueError(
-                "--bridge-delta and --bridge-sends direct cannot be combined: what has changed is sent by rank 0; use"
+                "--bridge-delta and --bridge-sends direct cannot be combined, because rank 0 alone sends changes: use"
                 " --bridge-sends auto or gathered, or drop --bridge-delta"
             )
         return self

@@ -150,9 +150,9 @@ def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
     shard = config.fsdp_size or size // tp
     if size > tp and not config.bridge.several_ranks:
         raise TrainerError(
-            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory from one process, or from one for"
-            f" each of its ranks, but this trainer has {size} ranks: give --trainer-ranks 1, or --tp-size and"
-            " --trainer-ranks as vLLM's --tensor-parallel-size, or choose another mode"
+            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory, with one trainer rank or one per"
+            f" vLLM rank, but this trainer has {size} ranks: give --trainer-ranks 1, or set --tp-size and"
+            " --trainer-ranks to vLLM's --tensor-parallel-size, or choose another mode"
         )
     if size > 1 and config.batch_invariant:
         raise TrainerError(

@@ -141,7 +141,7 @@ def _split_columns(module: Any, mesh: DeviceMesh) -> None:
 def _split_rows(module: Any, mesh: DeviceMesh, name: str) -> None:
     for linear in (module.base_layer, *module.lora_A.values()) if isinstance(module, AdaptedLinear) else (module,):
         if linear.bias is not None:
-            raise ModelError(f"--tp-size splits no layer with a bias on its sum, as {name} has: give --tp-size 1")
+            raise ModelError(f"--tp-size cannot split {name}, which adds a bias to a sum over ranks: give --tp-size 1")
         _compute_with_part(linear, mesh, 1)
 
 

@@ -119,8 +119,8 @@ def expect_layouts(manifest: Manifest, bucket_bytes: int, senders: Senders) -> N
     for sender, given in enumerate(senders.layouts):
         if (own := layout_digest(buckets, senders, sender)) != given:
             raise ValueError(
-                f"sender {sender} cuts the tensors otherwise (layout {given[:12]}, here {own[:12]}): run trainer and"
-                " vLLM from the same version"
+                f"sender {sender} divides the tensors differently (layout {given[:12]}, here {own[:12]}): run trainer"
+                " and vLLM from the same version"
             )
 
 

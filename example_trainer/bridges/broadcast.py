@@ -64,7 +64,9 @@ class BroadcastBridge(WeightBridge):
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
         self._source = trained.source(self._manifest)
         protocols = {vllm.url: vllm.status().protocol for vllm in self._servers}
-        self._direct = chosen(self._mode.sends_by, trained, self._backend, rendezvous.address, protocols)
+        self._direct = chosen(
+            self._mode.sends_by, trained, self._backend, rendezvous.address, protocols, self._mode.delta
+        )
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:

@@ -55,14 +55,19 @@ class Direct:
 
 
 def chosen(
-    sends: str, trained: TrainedModel, backend: str, address: str, protocols: Mapping[str, int]
+    sends: str,
+    trained: TrainedModel,
+    backend: str,
+    address: str,
+    protocols: Mapping[str, int],
+    only_changes: bool = False,
 ) -> Direct | None:
     """How the weights are sent, by --bridge-sends: None where rank 0 sends them all. Logs why.
 
-    Gathering moves most bytes twice, so every rank sends where it can. `protocols` are the servers', by URL. Raises
-    BridgeError if `sends` is direct and that cannot be.
+    Gathering moves most bytes twice, so every rank sends where it can. `protocols` are the servers', by URL; with
+    `only_changes`, `sends` is gathered. Raises BridgeError if `sends` is direct and that cannot be.
     """
-    why_not = "--bridge-sends gathered"
+    why_not = "with --bridge-delta, only rank 0 sends changes" if only_changes else "--bridge-sends gathered"
     if sends != "gathered":
         try:
             direct = _direct(trained, address, protocols)
@@ -74,7 +79,7 @@ def chosen(
             if sends == "direct":
                 raise BridgeError(f"--bridge-sends direct: {error}; use auto or gathered") from error
             why_not = str(error)
-    log.info("[Bridge] Trainer rank 0 sends all weights (not direct): %s", why_not)
+    log.info("[Bridge] Trainer rank 0 sends the weights of all ranks: %s", why_not)
     return None
 
 
@@ -85,7 +90,10 @@ def _direct(trained: TrainedModel, address: str, protocols: Mapping[str, int]) -
     if senders.count == 1:
         raise CannotSend("one trainer rank holds all weights")
     if old := [url for url, protocol in protocols.items() if protocol < PROTOCOL]:
-        raise CannotSend(f"the vLLM server at {old[0]} knows protocol {protocols[old[0]]}, and this is {PROTOCOL}")
+        raise CannotSend(
+            f"the vLLM server at {old[0]} speaks protocol {protocols[old[0]]}, and this trainer protocol {PROTOCOL}"
+            " (run both from the same version)"
+        )
     if ipaddress.ip_address(address).is_loopback and not Place.of_this_process().is_on_one_machine:
         raise CannotSend(f"trainer ranks on other machines do not reach --master-addr {address}")
     return Direct(senders, trained.sends)

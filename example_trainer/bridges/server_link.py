@@ -121,12 +121,11 @@ class ServerLink:
 
     def transfer(self, version: int, read: Callable[[Sequence[Bucket]], Generator[torch.Tensor, None, None]]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation continues meanwhile."""
+        size = f"{self._manifest.nbytes / 1e6:.1f} MB"
         log.info(
-            "[Bridge] Broadcasting policy version %d%s: %.1f MB in %d buckets to %d worker(s) of %s,"
-            " at most %.0f s a bucket",
+            "[Bridge] Broadcasting policy version %d%s in %d buckets to %d worker(s) of %s, at most %.0f s per bucket",
             version,
-            "" if self._base is None else f", what has changed since {self._base},",
-            self._manifest.nbytes / 1e6,
+            f": {size}" if self._base is None else f" (changes since {self._base}; {size} in all)",
             len(self._buckets),
             self._manifest.tp_size,
             self.vllm.url,
@@ -164,7 +163,7 @@ class ServerLink:
             sent.nbytes / 1e6,
             self._manifest.nbytes / 1e6,
             self.vllm.url,
-            "everything, for the first time"
+            "all weights, in the first sync of this session"
             if self.words_changed is None
             else f"{self.words_changed:.2%} of the words changed",
         )

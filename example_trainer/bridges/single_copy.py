@@ -62,9 +62,10 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
         undo.callback(session.close)
         if config.tp_size > 1:
             if config.tp_size != len(workers):
+                alone = ", or --tp-size 1, with which one process trains the parts of all ranks"
                 raise BridgeError(
                     f"--tp-size {config.tp_size}, but the vLLM server at {vllm.url} has {len(workers)} rank(s): give"
-                    " the trainer as many, or --tp-size 1, which computes with the parts of all of them in one process"
+                    f" --tp-size {len(workers)}{alone if len(workers) > 1 else ''}"
                 )
             _check_ranks_memory(config, len(workers), manifest, device)
             undo.pop_all()

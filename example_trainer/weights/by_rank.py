@@ -119,8 +119,8 @@ def _over(parameter: nn.Parameter, found: Shard, view: Tensor) -> nn.Parameter:
     start = part(parameter).start[found.dim]
     if view.shape != local(parameter).shape or start != found.full_start:
         raise ModelError(
-            f"vLLM's rank holds {list(view.shape)} of {found.name} {list(parameter.shape)} from {found.full_start} on,"
-            f" and the trainer's would hold {list(local(parameter).shape)} from {start} on, as where vLLM pads the"
+            f"vLLM's rank holds {list(view.shape)} of {found.name} {list(parameter.shape)}, from {found.full_start} on;"
+            f" the trainer's rank would hold {list(local(parameter).shape)}, from {start} on. vLLM probably pads the"
             f" vocabulary: {REMEDY}"
         )
     if not isinstance(parameter, DTensor):

@@ -41,7 +41,7 @@ class BroadcastEngine(StagingEngine):
         await super().fits(offer)
         if offer.senders is not None:
             if offer.delta:
-                raise Refused("what has changed comes from one sender: use --bridge-sends gathered", 422)
+                raise Refused("--bridge-delta needs one sender: use --bridge-sends gathered", 422)
             if offer.senders.count > MAX_SENDERS:
                 raise Refused(f"{offer.senders.count} senders: a server takes at most {MAX_SENDERS}", 422)
             try:

@@ -118,8 +118,8 @@ class WeightUpdater:
             committed = self._committed
         if receiver.base is not None and committed != (offer.session, receiver.base):
             raise RuntimeError(
-                f"policy version {version} came as what has changed since {receiver.base}, which is not live on rank"
-                f" {rank}: a new session is sent all of it"
+                f"policy version {version} was sent as changes since {receiver.base}, which rank {rank} does not serve:"
+                " a new session sends all weights"
             )
         self._show(receiver, "receiving")
         log.info(

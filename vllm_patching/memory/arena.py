@@ -97,7 +97,7 @@ class Arena:
 
     def _unused_host_buffer(self) -> HostBuffer:
         if self._unused.empty():
-            log.info("Waiting for a former session to let go of the staging buffer, at most %.0f s", HANDOVER_S)
+            log.info("Waiting for a former session to release the staging buffer, at most %.0f s", HANDOVER_S)
         try:
             return self._unused.get(timeout=HANDOVER_S)
         except queue.Empty:

@@ -217,7 +217,7 @@ async def test_a_lease_ends_unless_it_is_renewed(
         ({"world_size": 4}, 422, "world_size 4: this server has 2 worker(s), so it must be 3"),
         ({"manifest_digest": "0" * 64}, 409, "trainer and vLLM have different models"),
         ({"lease_s": -1.0}, 400, "lease_s"),
-        ({"senders": {"shard_size": 2, "layouts": ["x", "x"]}}, 422, "sender 0 cuts the tensors otherwise"),
+        ({"senders": {"shard_size": 2, "layouts": ["x", "x"]}}, 422, "sender 0 divides the tensors differently"),
         ({"senders": {"shard_size": 2}}, 422, "0 layouts for 2 senders"),
         ({"senders": {"shard_size": 64, "tp_size": 32}}, 422, "2048 senders: a server takes at most 1024"),
         ({"senders": {"shard_size": 0}}, 400, "shard_size"),

@@ -120,7 +120,7 @@ def test_tensors_of_two_dtypes_are_packed_where_each_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("senders", "says"),
     [
-        (Senders(2, 1, {}, ("x", "x")), r"sender 0 cuts the tensors otherwise \(layout x, here \w{12}\)"),
+        (Senders(2, 1, {}, ("x", "x")), r"sender 0 divides the tensors differently \(layout x, here \w{12}\)"),
         (Senders(2, 1, {}, ("x",)), "1 layouts for 2 senders"),
         (Senders(1, 2, {"t9": 0}, ("x", "x")), "tensor parallelism cuts t9, which does not exist"),
         (Senders(1, 2, {"t0": 2}, ("x", "x")), "tensor parallelism cuts t0 along dimension 2, but it has 2"),

@@ -285,7 +285,7 @@ def test_what_has_changed_since_another_version_than_the_live_one_fails_the_sess
     trainer.begin(3)
     wait_for_state(ranks, "failed")
     for rank in ranks:
-        says = f"came as what has changed since {trainer.base}, which is not live on rank {rank.rank}"
+        says = f"was sent as changes since {trainer.base}, which rank {rank.rank} does not serve"
         assert says in rank.status()["error"]
         assert rank.serves(weights(1))
     again = Trainer("b", ranks, only_changes=True)
@@ -318,7 +318,7 @@ def test_host_memory_goes_from_session_to_session(caplog: pytest.LogCaptureFixtu
     threading.Timer(0.3, held.clear).start()
     with caplog.at_level("INFO", logger="vllm.atropos_bridge"):
         assert second().buffer.data_ptr() == place
-    assert "Waiting for a former session to let go of the staging buffer, at most 6 s" in caplog.text
+    assert "Waiting for a former session to release the staging buffer, at most 6 s" in caplog.text
 
 
 def test_a_session_that_does_not_let_go_of_host_memory_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

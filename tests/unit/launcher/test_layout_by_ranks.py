@@ -79,7 +79,7 @@ def test_cores_are_shared_out_over_vllms_ranks() -> None:
         ([*ON_GPUS[:2], "--gpus", "1x80"], r"takes 2 GPUs, .* vLLM has 0 and the trainer 0; .* give both 2, or train"),
         ([*ON_GPUS, "--layout.trainer", "2,3"], r"vLLM has 0, 1 and the trainer 2, 3; .* give both 2, or train"),
         ([*ON_GPUS, "--layout.vllm", "0,1,2"], r"vLLM has 0, 1, 2 and the trainer 0, 1, 2; "),
-        ([*ON_CPU, "--trainer-ranks", "4"], r"this trainer has 4 ranks: give --trainer-ranks 1, or --tp-size and"),
+        ([*ON_CPU, "--trainer-ranks", "4"], r"this trainer has 4 ranks: give --trainer-ranks 1, or set --tp-size and"),
         ([*ON_CPU, "--trainer-ranks", "1"], r"--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"),
         ([*ON_CPU, "--batch-invariant"], r"--batch-invariant trains on one device, but this trainer has 2 ranks"),
     ],

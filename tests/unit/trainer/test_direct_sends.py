@@ -123,7 +123,9 @@ def test_several_ranks_send_for_themselves_where_all_servers_can(caplog: pytest.
         assert direct.senders == Senders(2)
         assert "2 trainer ranks send what they hold (direct)" in caplog.text
         assert chosen("gathered", sharded(parameters), "gloo", "127.0.0.1", NEW) is None
-        assert "Trainer rank 0 sends all weights (not direct): --bridge-sends gathered" in caplog.text
+        assert "Trainer rank 0 sends the weights of all ranks: --bridge-sends gathered" in caplog.text
+        assert chosen("gathered", sharded(parameters), "gloo", "127.0.0.1", NEW, only_changes=True) is None
+        assert "ranks: with --bridge-delta, only rank 0 sends changes" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_several_ranks_send_for_themselves_where_all_servers_can(caplog: pytest.
     [
         ({"shard": 1}, "gloo", NEW, "one trainer rank holds all weights"),
         ({"replicate": 2, "shard": 1}, "gloo", NEW, "one trainer rank holds all weights"),
-        ({"shard": 2}, "gloo", {"http://a": 2, "http://b": 1}, "the vLLM server at http://b knows protocol 1"),
+        ({"shard": 2}, "gloo", {"http://a": 2, "http://b": 1}, "the vLLM server at http://b speaks protocol 1"),
     ],
 )
 def test_rank_0_sends_where_ranks_or_servers_cannot(
@@ -141,7 +143,7 @@ def test_rank_0_sends_where_ranks_or_servers_cannot(
     with as_rank(0, sizes, tiny_model()) as (parameters, _mesh):
         trained = sharded(parameters)
         assert chosen("auto", trained, backend, "127.0.0.1", protocols) is None
-        assert f"Trainer rank 0 sends all weights (not direct): {says}" in caplog.text
+        assert f"Trainer rank 0 sends the weights of all ranks: {says}" in caplog.text
         with pytest.raises(BridgeError, match=f"--bridge-sends direct: {says}.*; use auto or gathered"):
             chosen("direct", trained, backend, "127.0.0.1", protocols)
 

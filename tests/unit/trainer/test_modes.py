@@ -119,7 +119,7 @@ def test_the_resolved_configuration_shows_the_choice_and_is_read_again(tmp_path:
         (["--bridge.bukket-mb", "3"], "did you mean 'bridge.bucket_mb'?"),
         (
             [*BROADCAST, "--bridge-delta", "--bridge-sends", "direct"],
-            "--bridge-delta and --bridge-sends direct cannot be combined: what has changed is sent by rank 0",
+            "--bridge-delta and --bridge-sends direct cannot be combined, because rank 0 alone sends changes",
         ),
         (
             [*BROADCAST, "--bridge-bucket-mb", "0"],

@@ -179,7 +179,7 @@ def test_a_server_that_knows_one_sender_alone_gets_gathered_weights(drills: Dril
     with Trainer(drills, GRPO, *PLAIN) as trainer:
         trainer.ends(0)
     drills.server.protocol = PROTOCOL
-    assert "Trainer rank 0 sends all weights (not direct): the vLLM server at" in trainer.log
+    assert "Trainer rank 0 sends the weights of all ranks: the vLLM server at" in trainer.log
     assert (drills.server.senders, drills.server.version) == (1, 2)
 
 

@@ -119,7 +119,7 @@ def test_auto_is_one_rank_per_gpu_and_one_on_a_cpu(gpus: list[str], monkeypatch:
         ({"trainer_ranks": 2, "batch_invariant": True}, "--batch-invariant trains on one device"),
         (
             {"trainer_ranks": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True},
-            "--single-copy trains in vLLM's own memory from one process, or from one for each of its ranks,",
+            "--single-copy trains in vLLM's own memory, with one trainer rank or one per vLLM rank,",
         ),
         (
             {"trainer_ranks": 2, "device": "cpu", "optimizer": "adafactor"},

@@ -78,6 +78,6 @@ def test_another_device_than_vllms_is_refused_with_the_remedy(trainer: str, reme
 
 def test_a_vocabulary_that_vllm_pads_is_refused_with_the_remedy(done: dict[str, Done]) -> None:
     assert (
-        "model.embed_tokens.weight [100, 32] from 0 on, and the trainer's would hold [50, 32]" in done["padded"].error
+        "model.embed_tokens.weight [100, 32], from 0 on; the trainer's rank would hold [50, 32]" in done["padded"].error
     )
     assert "train with one process (--tp-size 1)" in done["padded"].error
