@@ -66,7 +66,9 @@ class Experiment(Config):
     arms: list[Arm] = Field(list(get_args(Arm)), min_length=1, description="arms to run")
     seeds: list[int] = Field([1, 2, 3], min_length=1, description="seeds to run")
     steps: int = Field(10, ge=1, description="training steps of each run")
-    runs: Path = Field(Path("runs/exactness"), description="directory of the runs; what an interrupted one left goes")
+    runs: Path = Field(
+        Path("runs/exactness"), description="directory of the runs; leftovers of an interrupted run are deleted"
+    )
     rows: Path = Field(
         ROOT / "docs/benchmarks/exactness_experiment", description="directory of the finished runs' rows"
     )

@@ -62,9 +62,9 @@ class ModelSettings(Config):
     kernels: Literal["auto"] | Kernels = Field(
         "auto",
         description=(
-            "what multiplies matrices on a CPU: PyTorch's own product (torch: MKL on x86), oneDNN, or oneDNN on factors"
-            " rounded to bfloat16 (bfloat16), with float32 sums and weights. auto times them once per machine"
-            " and model, bfloat16 only if vLLM computes in it, or keeps those of the checkpoint"
+            "kernels of matrix products on a CPU: torch (PyTorch's own, MKL on x86), onednn, or bfloat16 (oneDNN on"
+            " factors rounded to bfloat16; sums and weights stay float32). auto takes those of the checkpoint, else the"
+            " fastest, timed once per machine and model; it times bfloat16 only if vLLM computes in it"
         ),
     )
     kernel_cache: Path = Field(

@@ -28,12 +28,12 @@ class VllmServers(Config):
     vllm_host: str = Field(
         "localhost",
         min_length=1,
-        description="host of the vLLM server; for servers on several machines a list with commas of host[:port]",
+        description="host of the vLLM server; for servers on several machines a comma-separated list of host[:port]",
     )
     vllm_ports: tuple[Port, ...] = Field(
         (9001,),
         validation_alias=AliasChoices("vllm_port", "vllm_ports"),
-        description="port of the vLLM server; for several servers a list with commas, e.g. 9001,9002",
+        description="port of the vLLM server; for several servers a comma-separated list, e.g. 9001,9002",
     )
     vllm_api_key: SecretStr | None = Field(
         None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}

@@ -173,7 +173,8 @@ class Training:
         config = self.config
         sends_changes = isinstance(config.bridge, Broadcast) and config.bridge.delta
         sent = self.served * self.size.count * len(config.vllm_servers) if sends_changes else 0
-        return _real([*self.states["host"], MemoryItem("what was sent last, --bridge-delta", -(-sent // self.ranks))])
+        kept = MemoryItem("copy of the weights last sent (--bridge-delta)", -(-sent // self.ranks))
+        return _real([*self.states["host"], kept])
 
     # --- what comes and goes ------------------------------------------------------------------------------------------
 

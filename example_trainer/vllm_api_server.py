@@ -142,9 +142,8 @@ def own_flags() -> argparse.ArgumentParser:
         choices=("device", "host", "none"),
         default="device",
         help=(
-            "Where new weights are received while the old ones serve: on the device, which leaves that much less for"
-            " the KV cache; in host memory, from where a pause copies them; or none, for a single copy"
-            " (default: %(default)s)."
+            "Where the server receives new weights while it serves the old ones: device, which takes memory from the"
+            " KV cache; host, from whose memory a pause copies them; or none, for a single copy (default: %(default)s)."
         ),
     )
     group.add_argument(
