@@ -1,7 +1,7 @@
 """What bit-exactness and exchangeable weights cost: generation and trainer step compared with stock, alternating on the
 same cores.
 
-    stock    unmodified vLLM; plain transformers
+    stock    unmodified vLLM; the trainer without the mode
     server   vLLM with weights that a trainer can exchange, which is what every bridge but restart serves
     exact    the same, batch-invariant, and the exact trainer
 
@@ -60,8 +60,11 @@ def serve_arm(config: CostConfig) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import torch
 
+    from example_trainer.config import TrainerConfig
     from example_trainer.exact_model import make_exact
+    from example_trainer.kernels import kernels_of_run, use_kernels
     from example_trainer.model import load_model
+    from example_trainer.parallel import Ranks
     from vllm_patching import compat, worker
 
     assert config.model is not None
@@ -71,6 +74,9 @@ def serve_arm(config: CostConfig) -> None:
     model = load_model(config.model, torch.device("cpu"))
     if exact:
         make_exact(model, torch.float32)
+    else:
+        trainer = TrainerConfig.model_validate({"model_name": config.model})
+        use_kernels(model, kernels_of_run(trainer, model, torch.device("cpu"), Ranks(), None))
     print("READY", flush=True)
     for line in sys.stdin:
         task = line.strip()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from example_trainer.kernels import exact_product
 from example_trainer.packed_attention import tree_attention
 
 
@@ -30,16 +31,22 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         # a GPU sums products of bfloat16 in float32 by itself; a CPU would emulate each of them
-        computed = torch.float32 if x.device.type == "cpu" else x.dtype
+        on_cpu = x.device.type == "cpu"
+        computed, product = (torch.float32, exact_product()) if on_cpu else (x.dtype, _product)
         wide = grad.reshape(-1, grad.shape[-1]).to(computed)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_x = (wide @ weight.to(x.dtype).to(computed)).to(x.dtype).view(x.shape)
+            of_x = product(wide, weight.to(x.dtype).to(computed).t()).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[2]:
-            of_weight = (wide.T @ x.reshape(-1, x.shape[-1]).to(computed)).to(weight.dtype)
+            columns = x.reshape(-1, x.shape[-1]).to(computed).t()
+            of_weight = product(wide.t(), columns).to(weight.dtype)
         if ctx.needs_input_grad[3]:
             of_bias = grad.reshape(-1, grad.shape[-1]).float().sum(0).to(ctx.bias_dtype)
         return None, of_x, of_weight, of_bias
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right.t()
 
 
 class PackedAttention(torch.autograd.Function):

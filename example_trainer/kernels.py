@@ -2,7 +2,8 @@
 them timed; a checkpoint keeps its run's, so that a resumed run computes the same bits.
 
     torch      PyTorch's own: MKL on x86
-    onednn     oneDNN's in float32: as accurate, other roundings, faster on AMD processors (measured on Zen 4)
+    onednn     oneDNN's in float32: as accurate, other roundings, faster on AMD processors with AVX-512 (measured: 2.2
+               times on Zen 5, 1.1 times on Zen 4)
     bfloat16   oneDNN's, of factors rounded to bfloat16; sums are float32, and so is everything else. Its gradients are
                less accurate, so `auto` takes it only where the sampler computes in bfloat16, too
 
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dtype = dtype
-        product = _onednn(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype))
+        product = onednn_product(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype))
         return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -64,28 +65,49 @@ class _Linear(torch.autograd.Function):
         narrow = rows.to(ctx.dtype)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_x = _onednn(narrow, weight.to(ctx.dtype).t()).view(x.shape)
+            of_x = onednn_product(narrow, weight.to(ctx.dtype).t()).view(x.shape)
         if ctx.needs_input_grad[2]:
-            of_weight = _torch(narrow.t(), x.reshape(-1, x.shape[-1]).to(ctx.dtype).t())  # oneDNN gains nothing here
+            columns = x.reshape(-1, x.shape[-1]).to(ctx.dtype).t()
+            # measured: in bfloat16, torch's call of oneDNN is the faster one where both factors are transposed
+            product = onednn_product if ctx.dtype == torch.float32 else _torch
+            of_weight = product(narrow.t(), columns)
         if ctx.needs_input_grad[3]:
             of_bias = rows.sum(0)
         return None, of_x, of_weight, of_bias
 
 
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
+def onednn_product(left: Tensor, right: Tensor) -> Tensor:
     """left [m, k] times right [n, k] transposed, in float32."""
     if left.dtype == torch.bfloat16 and not _has_bfloat16():
         return _torch(left, right)
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "").float())
+    product = torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), None, "none", [], "")
+    return cast(Tensor, product.float())
+
+
+def _dense(factor: Tensor) -> Tensor:
+    """The same without gaps between rows or columns: oneDNN has only a slow loop for others."""
+    return factor if factor.is_contiguous() or factor.t().is_contiguous() else factor.contiguous()
 
 
 def _torch(left: Tensor, right: Tensor) -> Tensor:
-    """As `_onednn`, by PyTorch. A processor without AVX-512 multiplies the rounded factors in float32, which is a
-    hundred times as fast as PyTorch's own loop over bfloat16, and rounds the result.
+    """As `onednn_product`, by PyTorch. A processor without AVX-512 multiplies the rounded factors in float32, which is
+    a hundred times as fast as PyTorch's own loop over bfloat16, and rounds the result.
     """
     if left.dtype == torch.bfloat16 and not _has_bfloat16():
         return (left.float() @ right.float().t()).bfloat16().float()
     return (left @ right.t()).float()
+
+
+@cache
+def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
+    """The float32 products, left [m, k] times right [n, k] transposed, with which the bit-exact mode computes
+    gradients: oneDNN's where measurements found it faster, without timing anything, as a run's bits must not depend on
+    a clock.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    faster = is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    return onednn_product if faster else _torch
 
 
 def _has_bfloat16() -> bool:
@@ -98,7 +120,7 @@ def _product(kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
     if kernels == "torch":
         return lambda left, right: left @ right.t()
     dtype = DTYPES[kernels]
-    return lambda left, right: _onednn(left.to(dtype), right.to(dtype))
+    return lambda left, right: onednn_product(left.to(dtype), right.to(dtype))
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
@@ -216,9 +238,9 @@ def fastest(
 
 
 def timed(shapes: Shapes, candidates: tuple[Kernels, ...] = ("torch", "onednn")) -> dict[str, float]:
-    """CPU seconds that the products of all layers take for ROWS tokens, by each of `candidates`: outputs and gradients
-    of inputs, the least of several rounds in which they take turns. What else runs on a machine falsifies CPU seconds
-    less than those of a clock.
+    """CPU seconds that the products of all layers take for ROWS tokens, by each of `candidates`: outputs, gradients of
+    inputs and of weights, the least of several rounds in which they take turns. What else runs on a machine falsifies
+    CPU seconds less than those of a clock.
     """
     products = {name: _product(name) for name in candidates}
     least: dict[tuple[str, tuple[int, int]], float] = {}
@@ -231,6 +253,7 @@ def timed(shapes: Shapes, candidates: tuple[Kernels, ...] = ("torch", "onednn"))
                 before = time.process_time()
                 product(x, weight)
                 product(grad, weight.t())
+                product(grad.t(), x.t())
                 spent = (time.process_time() - before) * (outs * ins) / (size * width)
                 if nth:  # the first round warms up
                     least[name, (outs, ins)] = min(spent, least.get((name, (outs, ins)), spent))
