@@ -40,6 +40,7 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
     "penalties": Job("qwen3", settings={"kl_coef": 0.1, "entropy_coef": 0.01}, more={"batch": {"given": True}}),
     "recomputed": Job("qwen2", settings={"old_logprobs": "recomputed"}, more={"batch": {"top_p": 0.8}}),
     "lora": Job("qwen3", settings=LORA),
+    "in two parts": Job("qwen3", more={"parts": True}),
     # both ranks hold the one key-value head
     "one head llama": Job("one llama"),
     "one head qwen2": Job("one qwen2"),
