@@ -160,6 +160,7 @@ def accept_routed_experts() -> None:
         finally:
             platform.is_out_of_tree = in_tree
 
+    cast(Any, verified).__wrapped__ = stock
     cast(Any, VllmConfig)._verify_aux_output_compatibility = verified
 
 

@@ -170,7 +170,7 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
         ),
         (
             {"weight_bridge_mode": "shared_vllm", "single_copy": True},
-            "from one process, or from one for each of its ranks, but this trainer has 2 ranks: .* --tp-size and",
+            "with one trainer rank or one per vLLM rank, but this trainer has 2 ranks: give .* --tp-size and",
         ),
     ],
 )
