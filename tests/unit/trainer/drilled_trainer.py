@@ -2,14 +2,17 @@
 
 WHERE is a method of Learner, at its second call; `sending`, in the middle of the second transfer of its rows to vLLM;
 `join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
-error to raise, or TELL: then every call prints what it returns. The command line is grpo.py's, and like that it starts
-its ranks by its own command.
+error to raise, or TELL: then every call prints what it returns. DRILL="all transfers MEMORY" harms nobody: each rank
+prints what it holds while weights are handed over. The command line is grpo.py's, and like that it starts its ranks by
+its own command.
 """
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from example_trainer.before_torch import check_before_torch
@@ -21,6 +24,7 @@ from example_trainer import grpo, learner, parallel
 from example_trainer.bridges.direct import RowSender
 from example_trainer.errors import TrainerError
 from example_trainer.rank_processes import Place
+from tests.unit.trainer.process_memory import anonymous_memory
 
 ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("drilled"), "MemoryError": MemoryError()}
 
@@ -67,22 +71,56 @@ def drill_sending(act: str) -> None:
     setattr(RowSender, "send", sending)  # noqa: B010
 
 
+def replace(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have every rank run the changed method of Learner."""
+    method = getattr(learner.Learner, name)
+    inner = change(method.__wrapped__)
+    for attribute in ("__name__", "__annotations__"):
+        setattr(inner, attribute, getattr(method, attribute))
+    setattr(learner.Learner, name, parallel.collective(inner))
+
+
+def watch_transfers(until_the_end: ExitStack) -> None:
+    """After each call of which a transfer consists, print by how much this rank's anonymous memory has risen at most
+    since the first of them.
+    """
+    seen: list[list[int]] = []
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if not seen:
+                seen.append(until_the_end.enter_context(anonymous_memory()))
+            result = method(*arguments)
+            (first, most), rank = seen[0], Place.of_this_process().rank
+            print(f"ROSE {json.dumps({'rank': rank, 'call': method.__name__, 'bytes': most - first})}", flush=True)
+            return result
+
+        return call
+
+    for name in ("join_senders", "send_rows", "bring_rows"):
+        replace(name, watched)
+
+
 def main() -> int:
     rank, where, act = os.environ["DRILL"].split()
-    if Place.of_this_process().rank == int(rank):
-        if where == "join":
-            setattr(parallel, "_meet", drilled(act, parallel._meet, 1))  # noqa: B010  mypy forbids the assignment
-        elif where == "sending":
-            drill_sending(act)
-        elif where == "code":
-            setattr(parallel, "_digest", lambda: "another")  # noqa: B010
-        else:
-            method = getattr(learner.Learner, where)
-            inner = drilled(act, method.__wrapped__, 2)
-            for name in ("__name__", "__annotations__"):
-                setattr(inner, name, getattr(method, name))
-            setattr(learner.Learner, where, parallel.collective(inner))
-    return grpo.main()
+    with ExitStack() as until_the_end:
+        if where == "transfers":
+            watch_transfers(until_the_end)
+        elif Place.of_this_process().rank == int(rank):
+            drill(where, act)
+        return grpo.main()
+
+
+def drill(where: str, act: str) -> None:
+    """Arrange the accident of this rank."""
+    if where == "join":
+        setattr(parallel, "_meet", drilled(act, parallel._meet, 1))  # noqa: B010  mypy forbids the assignment
+    elif where == "sending":
+        drill_sending(act)
+    elif where == "code":
+        setattr(parallel, "_digest", lambda: "another")  # noqa: B010
+    else:
+        replace(where, lambda method: drilled(act, method, 2))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator
 from collections.abc import Sequence as PySequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +51,7 @@ from example_trainer.weights.shared import shared_tensors
 from tests.unit.bridge.test_single_copy_bridge import FakeVllm
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import as_records, item
+from tests.unit.trainer.process_memory import anonymous_memory
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
 GROUPS = 4
@@ -295,31 +293,6 @@ def counted(name: str) -> list[int]:
 
     setattr(dist, name, call)
     return calls
-
-
-@contextmanager
-def anonymous_memory() -> Iterator[list[int]]:
-    """Bytes of anonymous memory that this process had: at first, and at most, looked at every few milliseconds."""
-    seen = [_anonymous(), 0]
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.003):
-            seen[1] = max(seen[1], _anonymous())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        done.set()
-        thread.join()
-        seen[1] = max(seen[1], _anonymous())
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def run_forked(job: dict[str, Any]) -> None:
