@@ -42,7 +42,7 @@ KEPT = (  # columns of metrics.jsonl
     *("bit_exact/differing_tokens", "bit_exact/tokens"),
 )
 Arm = Literal["plain", "truncated", "masked", "exact"]
-Setting = Literal["base", "off-policy", "fp8"]
+Setting = Literal["base", "high-lr", "long", "off-policy", "fp8"]
 Compared = tuple[str, Setting, int]  # processor, setting, number of steps
 RECOMPUTED = ["--trainer.kernels", "bfloat16", "--trainer.old_logprobs", "recomputed"]
 ARMS: dict[Arm, list[str]] = {
@@ -53,6 +53,8 @@ ARMS: dict[Arm, list[str]] = {
 }
 SETTINGS: dict[Setting, list[str]] = {
     "base": [],
+    "high-lr": ["--trainer.lr", "6e-5"],
+    "long": ["--env.max_new_tokens", "96"],
     "off-policy": ["--trainer.lr", "6e-5", "--trainer.updates_per_batch", "4"],
     "fp8": ["--vllm.kv_cache_dtype", "fp8_e5m2"],
 }

@@ -8,7 +8,7 @@ AdamW step on given gradients per sync: one to warm up, one during which memory 
 no other work, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of
 the model's bytes in one thread, and a bare Gloo broadcast of them between two processes over loopback. Memory is the
 sum of PSS over the server's and the trainer's processes, so that shared pages count once. `--out` is the page that the
-tables are written to.
+tables are written to. `--model random` has SmolLM2's size and heads that `--vllm-tp 2` can split.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
@@ -37,10 +37,11 @@ from typing import Any
 import psutil
 import requests
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
@@ -135,9 +136,12 @@ PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="local directory or hub id")
+    parser.add_argument("--model", required=True, help="local directory, hub id, or random")
     parser.add_argument("--modes", default=",".join(ARMS), help="comma-separated list of " + ", ".join(ARMS))
     parser.add_argument("--dtype", default="float32", choices=PARITY, help="dtype that vLLM serves")
+    parser.add_argument(
+        "--vllm-tp", type=int, default=1, help="ranks of vLLM in the modes whose server is started here"
+    )
     parser.add_argument("--syncs", type=int, default=10, help="of each kind, idle and under load")
     parser.add_argument("--clients", type=int, default=3, help="generations kept in flight during the loaded syncs")
     parser.add_argument("--out", type=Path, help="markdown page to write, beside printing it")
@@ -150,7 +154,11 @@ def main() -> None:
         _train(json.loads(options.arm))
     else:
         configure_logging("benchmark")
-        _compare(options)
+        with tempfile.TemporaryDirectory() as folder:
+            options.named = options.model.replace(str(Path.home()), "~")
+            if options.model == "random":
+                options.model = _save_random(Path(folder))
+            _compare(options)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -183,7 +191,12 @@ def _measure(name: str, options: argparse.Namespace) -> Result:
         server = (
             None
             if mode.server is None
-            else _start_server(options.model, port, [*mode.server, "--dtype", options.dtype], folder)
+            else _start_server(
+                options.model,
+                port,
+                [*mode.server, "--dtype", options.dtype, "--tensor-parallel-size", str(options.vllm_tp)],
+                folder,
+            )
         )
         alone = _pss([server.pid]) if server else None
         arm = {
@@ -412,12 +425,12 @@ def _page(
     seconds: float,
 ) -> str:
     """The benchmark's page, whole."""
-    model = options.model.replace(str(Path.home()), "~")
-    flags = f"{model} --modes {options.modes}" if options.modes != ",".join(ARMS) else model
+    flags = f"{options.named} --modes {options.modes}" if options.modes != ",".join(ARMS) else options.named
     flags += f" --dtype {options.dtype}" if options.dtype != "float32" else ""
+    flags += f" --vllm-tp {options.vllm_tp}" if options.vllm_tp != 1 else ""
     return PAGE.format(
         command=f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients {options.clients}",
-        model=f"{Path(model).name}, {nbytes / 1e6:.1f} MB of weights in {options.dtype}",
+        model=f"{Path(options.named).name}, {nbytes / 1e6:.1f} MB of weights in {options.dtype}",
         machine=f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
         load=f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",
         limits=", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in limits.items()),
@@ -489,6 +502,24 @@ def _goals(  # noqa: C901  one goal after the other
 
 def _median_and_worst(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ({max(seconds) * 1e3:.1f})"
+
+
+def _save_random(folder: Path) -> str:
+    """A model of SmolLM2-135M's size, with 8 heads and 4 key-value heads instead of 9 and 3."""
+    shape = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def _model_bytes(model: str, dtype: torch.dtype) -> int:
