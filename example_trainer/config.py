@@ -97,8 +97,8 @@ class OptimizationSettings(Config):
         2048,
         ge=1,
         description=(
-            "tokens packed into one forward pass, shared ones counted once; a longer sequence goes alone, or with "
-            "those that share its prefix, up to a quarter more than it"
+            "tokens packed into one forward pass, shared ones counted once. A longer sequence goes alone; where "
+            "prefixes are shared, others join it, up to a quarter more tokens than it has"
         ),
     )
     share_prefixes: bool | None = Field(

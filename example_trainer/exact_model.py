@@ -1,9 +1,9 @@
 """A transformers model that computes what a batch-invariant vLLM computes, bit for bit, with gradients.
 
 `make_exact(model, dtype, tp_size)` replaces what the modules of a loaded Llama, Qwen2 or Qwen3 compute; parameters,
-names and checkpoints do not change. Forward passes are those of vllm_patching/batch_invariant; each backward is plain
-torch, as accurate as the model's own. Parameters may be float32 masters of a model served in bfloat16: they are rounded
-on the way in. This module is for CPUs; exact_cuda.py does the same on a GPU.
+names and checkpoints do not change. Forward passes are those of vllm_patching/batch_invariant; backward passes are
+ordinary formulas, as accurate as the model's own. Parameters may be float32 masters of a model served in bfloat16: they
+are rounded on the way in. This module is for CPUs; exact_cuda.py does the same on a GPU.
 """
 
 import re

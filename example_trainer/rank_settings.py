@@ -34,7 +34,7 @@ class RankSettings(Config):
         le=64,
         description=(
             "ranks that split each layer (tensor parallelism) and compute the same micro-batches; must divide the "
-            "model's attention heads, key-value heads and feed-forward features"
+            "model's attention heads and feed-forward features, and divide its key-value heads or be a multiple of them"
         ),
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(

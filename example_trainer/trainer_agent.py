@@ -1,11 +1,11 @@
-"""torchrun for one machine of several: starts this machine's trainer ranks, and says in one line how they ended.
+"""torchrun for one machine of several: starts this machine's trainer ranks, and reports in one line how they ended.
 
     python -m example_trainer.trainer_agent --nnodes 2 --node-rank 1 --nproc-per-node 8 \\
         --master-addr 10.0.0.1 --master-port 29500 --rdzv-conf timeout=600 example_trainer/grpo.py --config trainer.yaml
 
-Takes torchrun's flags, and is torchrun but for two things. It waits for the other machines at most as long as its
-deadline (`--rdzv-conf timeout=600`), with a log line before and one error after. And its exit status tells the machine
-on which something happened from those that only miss it: 70 means that all ranks here lost contact with one elsewhere.
+It takes torchrun's flags and differs in two points. It logs that it waits for the other machines, and ends with one
+error if they do not come before its deadline (`--rdzv-conf timeout=600`). And its exit status shows whether something
+failed on this machine: 70 means that all ranks here lost contact with one elsewhere.
 """
 
 import os
@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, size = args.local_addr or platform.node(), config.max_nodes
     configure_logging("trainer agent")
     log.info(
-        "Waiting for %d machines at %s, at most %s s; this is machine %d, %s, with %d trainer ranks",
+        "Waiting at most %s s for all %d machines to meet at %s; this is machine %d, %s, with %d trainer ranks",
+        config.rdzv_configs["timeout"],
         size,
         config.rdzv_endpoint,
-        config.rdzv_configs["timeout"],
         int(args.node_rank) + 1,
         host,
         config.nproc_per_node,

@@ -143,7 +143,8 @@ def own_flags() -> argparse.ArgumentParser:
         default="device",
         help=(
             "Where the server receives new weights while it serves the old ones: device, which takes memory from the"
-            " KV cache; host, from whose memory a pause copies them; or none, for a single copy (default: %(default)s)."
+            " KV cache; host memory, from which they are copied during a pause; or none, for a single copy"
+            " (default: %(default)s)."
         ),
     )
     group.add_argument(

@@ -235,6 +235,41 @@ def test_the_table_of_the_page_is_the_plan() -> None:
     assert missing == [], "\n".join(rows)
 
 
+def activations_of(model: str, *, checkpointing: bool) -> float:
+    """GB of a micro-batch of the page's table, on one of eight ranks."""
+    config = TrainerConfig.model_validate({"model_name": model, "gradient_checkpointing": checkpointing})
+    return Training(config, published(model), 8).activations / GB
+
+
+def test_what_the_page_says_of_activations_is_the_plan() -> None:
+    shown = [
+        f"{activations_of(name, checkpointing=False):.0f} GB instead of"
+        f" {activations_of(name, checkpointing=True):.1f} GB for {name.removeprefix('Qwen2.5-')}"
+        for name in ("Qwen2.5-14B", "Qwen2.5-72B")
+    ]
+    assert f"take much more: {shown[0]}, and {shown[1]}." in (ROOT / "docs/gpu.md").read_text(), shown
+
+
+LEAST = [  # rows of the page's table of trainer GPUs: model, trainer GPUs, all GPUs, GB of host memory, flags
+    ("14B", 4, 5, 64, ("--trainer.gradient-checkpointing",)),
+    ("14B", 6, 7, 64, ()),
+    ("14B", 1, 2, 240, ()),
+    ("72B", 1, 5, 1170, ("--trainer.gradient-checkpointing",)),
+]
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("size", "mine", "gpus", "host", "flags"), LEAST)
+def test_no_fewer_gpus_than_those_of_the_page_are_enough(
+    size: str, mine: int, gpus: int, host: int, flags: tuple[str, ...]
+) -> None:
+    model = f"Qwen/Qwen2.5-{size}-Instruct"
+    made = plan("gsm8k", model, "--gpus", f"{gpus}x80", "--host-memory", f"{host}", *flags)
+    assert len(made.site.placement.trainer) == mine
+    assert fits(size, f"{gpus}x80", "broadcast", host, *flags)
+    assert not fits(size, f"{gpus - 1}x80", "broadcast", host, *flags)
+
+
 SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
 COLUMNS = (("broadcast", 64), ("broadcast", 256), ("broadcast", 1200), ("lora", 64), ("single_copy", 64))
 CELLS = [
