@@ -107,6 +107,8 @@ def _clip_over(mesh: DeviceMesh, parameters: list[nn.Parameter], max_grad_norm: 
     first = [is_first_holder(parameter, mesh, REPLICATE) for parameter in held]
     counted = [gradient for gradient, counts in zip(gradients, first, strict=True) if counts]
     norms = torch.nn.utils.get_total_norm(counted)
+    if gradients:  # of nothing it is on the CPU, where the other ranks do not sum
+        norms = norms.to(gradients[0].device)
     square = norms.double() ** 2
     for name in (SHARD, TP):
         dist.all_reduce(square, group=mesh.get_group(name))

@@ -1,13 +1,16 @@
 """The one update of a step: which gradients it refuses, how far it scales them, and each update's learning rate."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from example_trainer import optimizer
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch
 from example_trainer.optimizer import (
@@ -48,6 +51,24 @@ def test_gradients_without_a_finite_norm_are_refused_before_any_weight_changes(
     with pytest.raises(BadBatch, match=f"the gradient norm is {norm}; the weights were not changed"):
         expect_finite(clip_gradients(optimizer, 1.0))
     assert all(parameter.eq(0).all() for parameter in parameters)
+
+
+def test_a_rank_whose_gradients_others_count_sums_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of adapters of key-value heads alone, some ranks hold copies only. A sum on the CPU would meet nobody."""
+    held = nn.Parameter(torch.zeros(2, device="meta"))
+    held.grad = torch.zeros(2, device="meta")
+    sums: list[str] = []
+
+    def summed(square: torch.Tensor, group: object) -> None:
+        sums.append(square.device.type)
+        raise InterruptedError
+
+    monkeypatch.setattr(optimizer, "is_first_holder", lambda *given: False)
+    monkeypatch.setattr(dist, "all_reduce", summed)
+    mesh: Any = SimpleNamespace(get_group=lambda name: name)
+    with pytest.raises(InterruptedError):
+        optimizer._clip_over(mesh, [held], 1.0)
+    assert sums == ["meta"]
 
 
 @pytest.mark.parametrize(("largest", "factor"), [(1.0, 0.2), (5.0, 1.0), (10.0, 1.0)])
