@@ -142,11 +142,12 @@ class BridgeWorker(RoutingWorker):
             "a bucket of weights on its way to host memory" if on_host else "the staging buffer",
         )
         if found <= staging:
+            what, elsewhere = ("a bucket", "") if on_host else ("the staging buffer", ", --bridge-staging host")
             raise RuntimeError(
-                f"rank {self._tp_rank}: {found / 1e9:.1f} GB of GPU memory are left for the KV cache, and the staging"
-                f" buffer of the weight bridge takes {staging / 1e9:.1f} GB of them: use more GPUs"
-                " (--tensor-parallel-size), a higher --gpu-memory-utilization or --bridge-staging host; a single copy"
-                " needs no staging (--bridge-staging none)"
+                f"rank {self._tp_rank}: {found / 1e9:.1f} GB of GPU memory are left for the KV cache, and {what} of the"
+                f" weight bridge takes {staging / 1e9:.1f} GB of them: use more GPUs (--tensor-parallel-size)"
+                f"{elsewhere} or a higher --gpu-memory-utilization; a single copy needs no staging"
+                " (--bridge-staging none)"
             )
         return found - staging
 

@@ -70,9 +70,16 @@ def test_on_a_cpu_the_cache_has_its_own_size(worker: Any) -> None:
 
 def test_a_gpu_without_room_for_both_is_refused_at_the_start(worker: Any) -> None:
     worker._arena.nbytes = FOUND
-    remedies = r"use more GPUs \(--tensor-parallel-size\), .*--bridge-staging host; .*--bridge-staging none"
+    remedies = r"use more GPUs \(--tensor-parallel-size\), --bridge-staging host or a .*; .*--bridge-staging none"
     with pytest.raises(RuntimeError, match=rf"0\.0 GB of GPU memory .*{remedies}"):
         worker.determine_available_memory()
+
+
+def test_a_gpu_without_room_for_a_bucket_is_not_sent_where_it_is_already(worker: Any) -> None:
+    worker._arena.staging_on_host = True
+    with pytest.raises(RuntimeError, match=r"a bucket of the weight bridge takes 0\.3 GB") as refused:
+        worker.determine_available_memory()
+    assert "--bridge-staging host" not in str(refused.value)
 
 
 async def test_a_server_without_a_staging_buffer_refuses_a_broadcast(tmp_path: Path) -> None:
