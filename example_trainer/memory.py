@@ -5,6 +5,7 @@ still runs out. Importing this module loads no torch.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from atroposlib.errors import AtroposError, reason
@@ -76,8 +77,16 @@ def planned(config: TrainerConfig, device: "torch.device", ranks: Ranks) -> Trai
     """The plan of a rank, from the model's config.json."""
     from example_trainer.model import meta_model
 
-    shapes = {name: weight.shape for name, weight in meta_model(config.model_name).named_parameters()}
-    return Training(config, size_of(shapes), ranks.size, on_gpu=device.type == "cuda")
+    model = meta_model(config.model_name)
+    about = model.config.get_text_config()
+    heads = getattr(about, "num_attention_heads", None)
+    size = size_of(
+        {name: weight.shape for name, weight in model.named_parameters()},
+        heads=heads,
+        kv_heads=getattr(about, "num_key_value_heads", None) or heads,
+        experts_per_token=getattr(about, "num_experts_per_tok", None) or 0,
+    )
+    return Training(config, size, ranks.size, on_gpu=device.type == "cuda")
 
 
 def plan_of_run(config: TrainerConfig) -> list[str]:
@@ -91,7 +100,10 @@ def plan_of_run(config: TrainerConfig) -> list[str]:
     ranks = Place.of_this_process().size if "WORLD_SIZE" in os.environ else ranks_to_start(config) or 1
     host = available_memory() // ranks
     room = Room(gpu_bytes(gpus) if gpus else host, host)
-    chosen = settled(Training(config, size, ranks, on_gpu=bool(gpus)), room)
+    training = Training(config, size, ranks, on_gpu=bool(gpus))
+    if config.bridge.same_devices and config.tp_size > 1:  # by ranks, each over the float32 weights of one of vLLM's
+        training = replace(training, served=4, split=config.tp_size)
+    chosen = settled(training, room)
     lines = trainer_table(chosen, room)
     return [*lines, refusal(chosen, room, "this machine")] if room.lacks(chosen) > 0 else lines
 
@@ -114,13 +126,13 @@ def smallest_room(room: Room, ranks: Ranks) -> Room:
     return Room(int(device), int(host))
 
 
-def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: "torch.device") -> None:
-    """Log what training `count` of vLLM's own weights takes on `device`. Raises TrainerError if it does not fit beside
-    them.
+def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: "torch.device", ranks: int = 1) -> None:
+    """Log what `ranks` that train `count` of vLLM's own weights together take on `device`. Raises TrainerError if it
+    does not fit beside them.
     """
     items = [
         *single_copy(config, count, is_half),
-        MemoryItem("logits, --logits-chunk-mb", 3 * config.logits_chunk_mb << 20),
+        MemoryItem("logits, --logits-chunk-mb", ranks * (3 * config.logits_chunk_mb << 20)),
     ]
     free = free_room(device, 1).device
     for line in table(f"Memory on {device}, activations on top", items, free):
@@ -156,10 +168,11 @@ def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
 
 def _beside_vllm(config: TrainerConfig) -> str:
     stochastic = isinstance(config.bridge, SingleCopy) and config.bridge.bf16_update == "stochastic"
+    by_ranks = config.tp_size > 1  # which takes AdamW and a float32 server alone
     ways = [
         "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)",
-        "" if config.optimizer == "adafactor" else "use --optimizer adafactor",
-        "" if stochastic else "--bf16-update stochastic with a bfloat16 server",
+        "" if by_ranks or config.optimizer == "adafactor" else "use --optimizer adafactor",
+        "" if by_ranks or stochastic else "--bf16-update stochastic with a bfloat16 server",
         "drop --kl-coef (no reference model)" if config.kl_coef > 0 else "",
         "use a smaller model",
     ]

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from example_trainer.tp_plans import size_refusal, sizes, split_shapes
+from example_trainer.tp_plans import family_refusal, size_refusal, sizes, split_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 KNOWN = (
@@ -49,6 +49,7 @@ class ModelSize:
     heads: int | None = None
     kv_heads: int | None = None
     experts_per_token: int = 0  # of a mixture of experts
+    model_type: str | None = None  # its family, by Hugging Face's name
 
     @cached_property
     def layers(self) -> int:
@@ -123,7 +124,11 @@ class ModelSize:
         return replace(self, count=self.count * own // whole, shapes=shapes, heads=heads)
 
     def tp_refusal(self, tp: int) -> str | None:
-        """Why `tp` ranks cannot split it, as far as its sizes are known; None if they can, or if that is not known."""
+        """Why `tp` ranks cannot split it, as far as its family and sizes are known; None if they can, or if that is not
+        known.
+        """
+        if tp > 1 and self.model_type and (why := family_refusal(self.model_type, "this model")):
+            return why
         if self.heads is None or self.kv_heads is None:
             return None
         return size_refusal(sizes(self.heads, self.kv_heads, self.out("gate_proj")), tp, "this model")
@@ -157,6 +162,7 @@ def published(name: str) -> ModelSize:
     layers, width, inner, heads, kv_heads, vocabulary, tied = PUBLISHED[name]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
         "hidden_size": width,
         "intermediate_size": inner,
         "num_attention_heads": heads,
@@ -169,19 +175,25 @@ def published(name: str) -> ModelSize:
 
 
 def size_of(
-    shapes: Mapping[str, Iterable[int]], source: str = "by its config.json", experts_per_token: int = 0
+    shapes: Mapping[str, Iterable[int]],
+    source: str = "by its config.json",
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    experts_per_token: int = 0,
 ) -> ModelSize:
     """The size of a model whose shapes are known otherwise."""
     plain = {name: tuple(shape) for name, shape in shapes.items()}
     count = sum(math.prod(shape) for shape in plain.values())
-    return ModelSize(count, plain, source, experts_per_token=experts_per_token)
+    return ModelSize(count, plain, source, heads, kv_heads, experts_per_token)
 
 
 def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
     heads = config["num_attention_heads"]
     count = sum(math.prod(shape) for shape in shapes.values())
     chosen = config.get("num_experts_per_tok") or 0
-    return ModelSize(count, shapes, source, heads, config.get("num_key_value_heads") or heads, chosen)
+    kv_heads = config.get("num_key_value_heads") or heads
+    return ModelSize(count, shapes, source, heads, kv_heads, chosen, config.get("model_type"))
 
 
 def read_config(model: str) -> dict[str, Any] | None:

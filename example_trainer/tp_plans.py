@@ -38,6 +38,7 @@ PLANS: dict[str, TpPlan] = {  # by Hugging Face's model_type
 }
 NAMES = "Llama, Mistral, Qwen2 and Qwen3"
 HEADS, KEY_VALUES = "attention heads", "key-value heads"
+MOST = 64  # ranks, the limit of --tp-size
 
 
 def family_refusal(model_type: str, model: str) -> str | None:
@@ -60,7 +61,8 @@ def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
 
     for what, size in sizes.items():
         if not can_split(what, tp):
-            ways = [str(each) for each in range(1, sizes[HEADS] + 1) if all(can_split(name, each) for name in sizes)]
+            most = min(sizes[HEADS], MOST)
+            ways = [str(each) for each in range(1, most + 1) if all(can_split(name, each) for name in sizes)]
             return f"--tp-size {tp} does not divide the {size} {what} of {model}: give one of {', '.join(ways)}"
     return None
 

@@ -256,7 +256,10 @@ def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: 
 def _check_ranks_memory(config: TrainerConfig, ranks: int, manifest: Manifest, device: torch.device) -> None:
     """The same for one trainer rank on each device; on a CPU all of them share its memory."""
     count = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
-    check_single_copy(config, count if device.type == "cpu" else count // ranks, False, device)
+    if device.type == "cpu":
+        check_single_copy(config, count, False, device, ranks)
+    else:
+        check_single_copy(config, count // ranks, False, device)
 
 
 def _open(worker: SharedRank) -> torch.Tensor:

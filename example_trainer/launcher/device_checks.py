@@ -1,17 +1,17 @@
 """The doctor's checks of devices and memory: pure functions, as in doctor_checks.py. Estimates, in bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor_checks import Finding
-from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
+from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
 from example_trainer.launcher.machine import Gpu
 from example_trainer.launcher.model_files import Model
 from example_trainer.memory_plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
-from example_trainer.model_size import size_of
+from example_trainer.model_size import ModelSize, size_of
 from example_trainer.modes import Mode
-from example_trainer.tp_plans import size_refusal, sizes
+from example_trainer.tp_plans import family_refusal, size_refusal, sizes
 
 # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 QUEUE_BYTES = 400 * MIB
@@ -33,13 +33,36 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
 
 
+def split_checks(mode: type[Mode], tp: int, tensor_parallel: int, served_dtype: str, model: Model) -> Iterator[Finding]:
+    """What --tp-size asks of the model and, of a single copy, of vLLM."""
+    yield check_trainer_split(tp, model)
+    if mode.same_devices:
+        yield check_by_ranks(tp, tensor_parallel, served_dtype, model)
+
+
 def check_trainer_split(tp: int, model: Model) -> Finding:
-    """--tp-size of the trainer splits heads, key-value heads and feed-forward features evenly."""
-    held = sizes(model.heads, model.kv_heads, size_of(model.shapes).out("gate_proj"))
-    if why := size_refusal(held, tp, model.source):
+    """--tp-size of the trainer splits some families, and their heads and feed-forward features evenly."""
+    held = sizes(model.heads, model.kv_heads, _size_of(model).out("gate_proj"))
+    family = family_refusal(model.model_type, model.source) if model.model_type else None
+    if why := family or size_refusal(held, tp, model.source):
         what, _, remedy = why.partition(": ")
         return Finding("fail", "trainer split", what, remedy)
     return Finding("ok", "trainer split", f"{tp} trainer ranks split each layer")
+
+
+def check_by_ranks(tp: int, tensor_parallel: int, served_dtype: str, model: Model) -> Finding:
+    """A single copy with --tp-size: one trainer rank for each of vLLM's, in float32, over all of its memory."""
+    name = "single copy"
+    if tp != tensor_parallel:
+        shown = f"{tp} trainer ranks (--tp-size), each for a rank of vLLM, which has {tensor_parallel}"
+        fitting = f"--tp-size {tensor_parallel}, or " if tensor_parallel > 1 else ""
+        return Finding("fail", name, shown, f"{fitting}--tp-size 1")
+    if served_dtype != "float32":
+        shown = f"{tp} trainer ranks (--tp-size) train float32 weights, and vLLM serves {served_dtype}"
+        return Finding("fail", name, shown, "serve with --dtype float32, or --tp-size 1")
+    if why := vocabulary_refusal(_size_of(model), tp):
+        return Finding("fail", name, why, "--mode broadcast, or --tp-size 1")
+    return Finding("ok", name, f"{tp} trainer ranks, each over the memory of a rank of vLLM")
 
 
 def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int, servers: int = 1) -> Finding:
@@ -103,16 +126,28 @@ def check_peers(gpus: Sequence[Gpu], peers: Mapping[tuple[int, int], str]) -> Fi
 
 
 def check_memory(
-    available: int, mode: type[Mode], model: Model, served_dtype: str, kv_cache: int, running: bool, servers: int = 1
+    available: int,
+    mode: type[Mode],
+    model: Model,
+    served_dtype: str,
+    kv_cache: int,
+    running: bool,
+    servers: int = 1,
+    tensor_parallel: int = 1,
+    tp: int = 1,
 ) -> Finding:
-    """A CPU's memory: the trainer's by the memory plan, vLLM's copies and KV caches, the processes themselves."""
-    need = _need(mode, model, served_dtype, 0)
-    training, _ = need.training(Placement())
-    vllm = 0 if running else servers * total(need.serving(Placement()).items(kv_cache))
+    """A CPU's memory: that of the trainer's ranks by the memory plan, vLLM's copies and a KV cache of `kv_cache` bytes
+    for each of its ranks, the processes themselves.
+    """
+    placement = Placement(by_ranks=tp if mode.same_devices else 1)
+    need = _need(mode, model, served_dtype, 0, tp=tp)
+    training, _ = need.training(placement)
+    trainer = training.ranks * training.need
+    vllm = 0 if running else servers * total(need.serving(placement).items(tensor_parallel * kv_cache))
     vllm += 0 if running else (servers - 1) * VLLM_PROCESSES
-    wanted = training.need + vllm + PROCESSES
-    shown = f"{_size(available)} available, {_size(wanted)} needed (trainer {_size(training.need)}, vLLM {_size(vllm)})"
-    rest = available - vllm - PROCESSES
+    wanted = trainer + vllm + PROCESSES
+    shown = f"{_size(available)} available, {_size(wanted)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
+    rest = (available - vllm - PROCESSES) // training.ranks
     return _enough("memory", available, wanted, shown, advice(training, Room(rest, rest)))
 
 
@@ -172,8 +207,12 @@ def _need(
     config = TrainerConfig.model_validate(
         {"model_name": model.source, "tp_size": tp, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
-    size = size_of(model.shapes, experts_per_token=model.experts_per_token)
-    return Need(config, size, gpu, dtype, (ServerNeed(config.seq_len, staging_on_host=staging_on_host),) * servers)
+    server = ServerNeed(config.seq_len, staging_on_host=staging_on_host)
+    return Need(config, _size_of(model), gpu, dtype, (server,) * servers)
+
+
+def _size_of(model: Model) -> ModelSize:
+    return size_of(model.shapes, heads=model.heads, kv_heads=model.kv_heads, experts_per_token=model.experts_per_token)
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:

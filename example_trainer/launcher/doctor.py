@@ -78,7 +78,8 @@ class DoctorConfig(VllmServers):
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's tensor-parallel ranks, one per GPU")
     tp_size: int = Field(1, ge=1, le=64, description="trainer ranks that split each layer, as the trainer's flag")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype that vLLM serves; auto is float32 without a GPU, bfloat16 with one"
+        "auto",
+        description="dtype that vLLM serves; auto is bfloat16 with a GPU, but float32 for a single copy with --tp-size",
     )
     bridge_staging: Literal["device", "host"] = Field(
         "device", description="where vLLM receives new weights: its --bridge-staging"
@@ -235,7 +236,8 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
 
 def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
     mode, ranks = LAUNCHED[config.mode], config.tensor_parallel_size
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
+    by_ranks = mode.same_devices and config.tp_size > 1
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus and not by_ranks else "float32"
     here = [server for server in servers if server.local]
     running, count = any(server.running for server in here), max(1, len(here))
     if gpus:
@@ -256,7 +258,7 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         )
         yield device_checks.check_heads(ranks, model)
         if config.tp_size > 1:
-            yield device_checks.check_trainer_split(config.tp_size, model)
+            yield from device_checks.split_checks(mode, config.tp_size, ranks, dtype, model)
         if gpus and len(gpus) >= ranks * count:
             on_host = config.bridge_staging == "host"
             yield device_checks.check_gpu_memory(
@@ -266,7 +268,15 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
             absent = max(1, sum(not server.running for server in here))
             all_run = running and all(server.running for server in here)
             yield device_checks.check_memory(
-                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * GIB, all_run, absent
+                available_memory(),
+                mode,
+                model,
+                dtype,
+                config.cpu_kv_cache_gib * GIB,
+                all_run,
+                absent,
+                ranks,
+                config.tp_size,
             )
         if mode.owns_vllm:
             path = config.save_path.absolute()

@@ -101,6 +101,7 @@ class ServerNeed:
     max_model_len: int
     utilization: float | None = None  # of a GPU
     staging_on_host: bool = False
+    ranks: int = 1  # that the run asks for
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,8 @@ class Need:
         """Why vLLM or the trainer does not fit the GPUs; None where both do."""
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
-        rows, multiple = self.size.embedding[0], math.lcm(VOCABULARY_MULTIPLE, placement.by_ranks)
-        if placement.by_ranks > 1 and self.size.shapes and rows % multiple:
-            return (
-                f"single copy with --tp-size {placement.by_ranks} takes a vocabulary that {multiple} divides, and vLLM"
-                f" pads that of this model, of {rows} tokens: {ONE_PROCESS}"
-            )
+        if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
+            return f"{why_not}: {ONE_PROCESS}"
         if not placement.on_gpus:
             return None
         if why := self.serving_refusal(placement):
@@ -206,7 +203,7 @@ class Need:
 
     def lines(self, placement: Placement, cache: int) -> list[str]:
         """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
-        no GPU. `cache` is the KV cache of a server there.
+        no GPU. `cache` is the KV cache of a rank of vLLM there.
         """
         training, room = self.training(placement)
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
@@ -219,9 +216,10 @@ class Need:
         here = max(1, training.ranks // placement.machines)
         ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
         count = placement.servers_here
+        caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
         servers = [
             MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
-            for item in self.serving(placement).items(cache * placement.by_ranks)
+            for item in self.serving(placement).items(caches)
             if count
         ]
         named = [
@@ -260,6 +258,17 @@ class Need:
         return self.serving_refusal(placement) is None and room.lacks(training) <= 0
 
 
+def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:
+    """Why a single copy by ranks cannot share the vocabulary; None if it can, or if its size is not known."""
+    rows, multiple = size.embedding[0], math.lcm(VOCABULARY_MULTIPLE, ranks)
+    if not size.shapes or rows % multiple == 0:
+        return None
+    return (
+        f"single copy with --tp-size {ranks} takes a vocabulary that {multiple} divides, and vLLM pads that of this"
+        f" model, of {rows} tokens"
+    )
+
+
 def ranks_of_single_copy(config: TrainerConfig) -> int:
     """Of a single copy with --tp-size, which trains each of vLLM's ranks by one of its own; else 1."""
     return config.tp_size if config.bridge.same_devices else 1
@@ -291,6 +300,7 @@ def place(
             )
         return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart, ranks)
     typed, tp = config.trainer_ranks, config.tp_size
+    shared = ranks_on_cpu(config)  # ranks that need each other
     most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
     if machines.are_apart:
         found = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
@@ -301,7 +311,8 @@ def place(
             for placement in candidates(each, gpus, most, tp)
         ]
     else:
-        found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, tp)]
+        found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
+    found = [placement for placement in found if trainer_ranks(config, placement) % shared == 0] or found
     if need is None:
         return found[0]
     sized = [_with_shares(placement, need) for placement in found]
@@ -335,8 +346,8 @@ def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
         )
 
 
-def candidates(run: RunFile, gpus: list[str], most: int, tp: int = 1) -> Iterator[Placement]:
-    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`, and a multiple of `tp`.
+def candidates(run: RunFile, gpus: list[str], most: int, shared: int = 1) -> Iterator[Placement]:
+    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`, and a multiple of `shared`.
     Raises ConfigError where there are too few.
     """
     asked, same = run.layout, MODES[run.kind].same_devices
@@ -356,7 +367,7 @@ def candidates(run: RunFile, gpus: list[str], most: int, tp: int = 1) -> Iterato
             trainer = vllm
         else:
             trainer = [gpu for gpu in gpus if gpu not in vllm][:most]
-            trainer = trainer[: max(tp, len(trainer) // tp * tp)]
+            trainer = trainer[: max(shared, len(trainer) // shared * shared)]
         _check(run, gpus, servers, trainer, sizes)
         yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
 

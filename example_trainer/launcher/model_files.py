@@ -22,6 +22,7 @@ class Model:
     heads: int
     kv_heads: int
     experts_per_token: int = 0  # of a mixture of experts
+    model_type: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -50,7 +51,8 @@ def read_model(name: str) -> Model | None:
         raise AtroposError(f"{name}: {error}; download or save the model again") from error
     heads = config["num_attention_heads"]
     chosen = config.get("num_experts_per_tok") or 0
-    return Model(name, held, heads, config.get("num_key_value_heads") or heads, chosen)
+    kv_heads = config.get("num_key_value_heads") or heads
+    return Model(name, held, heads, kv_heads, chosen, config.get("model_type"))
 
 
 def safetensors_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -155,6 +155,22 @@ class RunFile(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _staging_suits_the_bridge(self) -> "RunFile":
+        mode = LAUNCHED[self.kind]
+        for staging in {server.get("bridge_staging") for server in self.servers}:
+            if staging == "none" and mode.vllm_copies > 1:
+                raise ValueError(
+                    f"vllm.bridge_staging none: bridge {mode.shown()} needs memory in which vLLM receives new weights:"
+                    " drop it, or give device or host"
+                )
+            if staging == "host" and mode.vllm_copies == 1:
+                raise ValueError(
+                    f"vllm.bridge_staging host: with bridge {mode.shown()} vLLM receives no weights beside its own:"
+                    " drop it"
+                )
+        return self
+
     @property
     def servers(self) -> list[Tree]:
         """The flags of each vLLM server."""

@@ -33,7 +33,7 @@ from example_trainer.launcher.sections import (
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import TRAINER, Service, trainer_name
 from example_trainer.modes import MODES
-from example_trainer.rank_processes import LOST, check_ranks
+from example_trainer.rank_processes import LOST, check_ranks, too_few_gpus
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
@@ -86,11 +86,13 @@ def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
             f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
             f" {machines}, or auto"
         )
-    if machines > 1 or site.placement.by_ranks > 1:
-        try:
-            check_ranks(trainer, ranks)
-        except TrainerError as error:
-            raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
+    gpus = len(site.placement.trainer)
+    try:
+        check_ranks(trainer, ranks, sharded=ranks > 1)
+        if site.placement.on_gpus and ranks // machines > gpus:
+            raise too_few_gpus(ranks // machines, gpus)
+    except TrainerError as error:
+        raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
     return ranks // machines
 
 

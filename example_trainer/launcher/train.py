@@ -37,7 +37,7 @@ from example_trainer.launcher.machines import Machines
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
-from example_trainer.launcher.run_site import Site, variables
+from example_trainer.launcher.run_site import Site, tensor_parallel_size, variables
 from example_trainer.launcher.sections import KEY, resolve_trainer
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import Service
@@ -174,7 +174,8 @@ def need_of(asked: Asked, site: Site) -> Need | None:
         share = server.get("gpu_memory_utilization")
         length = int(server.get("max_model_len") or config.seq_len)
         on_host = server.get("bridge_staging") == "host"
-        servers.append(ServerNeed(length, None if share is None else float(share), on_host))
+        ranks = tensor_parallel_size(server)
+        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks))
     dtype = served_dtype(run, bool(asked.gpus), ranks_of_single_copy(config))
     return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
 

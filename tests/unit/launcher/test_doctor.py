@@ -1,12 +1,14 @@
 """The doctor's judgements one by one, and its command on this machine, before a run and beside a server."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from example_trainer.modes import MODES
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = Listener(7, "python -m http.server")
 MODEL = Model("mine", {"embed.weight": (1000, 1000), "norm.weight": (1000,)}, heads=9, kv_heads=3)  # 1.001 M parameters
+SPLIT = Model("Qwen2.5-0.5B", published("Qwen2.5-0.5B").shapes, heads=14, kv_heads=2)
 STATUS = {
     "enabled": True,
     "tp_size": 1,
@@ -287,6 +290,49 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
 def test_what_is_right_is_ok(finding: Finding) -> None:
     assert finding.level == "ok"
     assert not finding.remedy
+
+
+def test_a_cpu_has_memory_for_every_rank_of_trainer_and_vllm() -> None:
+    def needed(mode: str = "broadcast", **ranks: int) -> float:
+        found = device_checks.check_memory(GIB, MODES[mode], SPLIT, "float32", GIB, False, **ranks)
+        return float(str(found.found).partition("GiB available, ")[2].split()[0])
+
+    alone = needed()
+    assert needed(tensor_parallel=2) == pytest.approx(alone + 1, abs=0.11)  # its KV cache
+    assert needed(tp=2) > alone + 0.2  # logits of each rank
+    by_ranks = needed("single_copy", tensor_parallel=2, tp=2) - needed("single_copy", tensor_parallel=2)
+    assert by_ranks < 0.5 * needed("single_copy")  # they share the weights, gradients and moments
+
+
+@pytest.mark.parametrize(
+    ("tp", "ranks", "dtype", "rows", "shown"),
+    [
+        (2, 4, "float32", 128, "fail 2 trainer ranks .* vLLM, which has 4: --tp-size 4, or --tp-size 1"),
+        (2, 1, "float32", 128, "fail 2 trainer ranks .* vLLM, which has 1: --tp-size 1"),
+        (
+            2,
+            2,
+            "bfloat16",
+            128,
+            "fail .* train float32 weights, and vLLM serves bfloat16: serve with --dtype float32, or .*",
+        ),
+        (2, 2, "float32", 100, "fail .* of 100 tokens: --mode broadcast, or --tp-size 1"),
+        (2, 2, "float32", 128, "ok 2 trainer ranks, each over the memory of a rank of vLLM"),
+    ],
+)
+def test_a_single_copy_by_ranks_is_judged_as_the_trainer_judges_it(
+    tp: int, ranks: int, dtype: str, rows: int, shown: str
+) -> None:
+    model = Model("mine", {"model.embed_tokens.weight": (rows, 64)}, heads=4, kv_heads=2)
+    found = device_checks.check_by_ranks(tp, ranks, dtype, model)
+    assert re.fullmatch(shown, f"{found.level} {found.found}" + (f": {found.remedy}" if found.remedy else ""))
+
+
+def test_a_family_that_the_trainer_cannot_split_is_named() -> None:
+    found = device_checks.check_trainer_split(2, replace(SPLIT, model_type="phi3"))
+    assert (found.level, found.remedy) == ("fail", "give --tp-size 1, and share its weights by --fsdp-size")
+    assert "is a phi3" in found.found
+    assert device_checks.check_trainer_split(2, replace(SPLIT, model_type="qwen2")).level == "ok"
 
 
 def test_the_driver_s_matrix_is_read_pair_by_pair() -> None:

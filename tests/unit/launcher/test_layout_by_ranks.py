@@ -127,6 +127,79 @@ def test_on_a_cpu_the_ranks_have_the_weights_once_together() -> None:
     assert f"{4 * need.size.count / 1e9:.3f} GB" in shown
 
 
+def test_each_rank_of_vllm_on_a_cpu_has_a_cache() -> None:
+    need, made = need_of("arithmetic", QWEN, "--vllm.tensor-parallel-size", "2")
+    lines = need.lines(made.site.placement, 10**9)
+    assert any("vLLM: KV cache                                     2.000 GB" in line for line in lines)
+
+
+def test_a_family_that_the_trainer_cannot_split_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "vocab_size": 1024, **sizes, **experts}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe"}))
+    need, made = need_of("arithmetic", str(tmp_path), "--tp-size", "2")
+    why = need.refusal(made.site.placement)
+    assert why is not None
+    assert "Llama, Mistral, Qwen2 and Qwen3, and this model is a qwen3_moe: give --tp-size 1" in why
+    need, made = need_of("arithmetic", str(tmp_path))
+    assert need.refusal(made.site.placement) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "vllm", "trainer"),
+    [
+        ("3x80", ("--tp-size", "2"), "0", "1 2"),  # and not two GPUs for vLLM
+        ("5x80", ("--tp-size", "4"), "0", "1 2 3 4"),
+        ("4x80", ("--tp-size", "2"), "0 1", "2 3"),
+        ("4x80", ("--trainer.fsdp-size", "3"), "0", "1 2 3"),
+        ("7x80", ("--tp-size", "2", "--trainer.fsdp-size", "2"), "0 1", "2 3 4 5"),
+    ],
+)
+def test_the_trainer_gets_gpus_that_its_sizes_divide(
+    gpus: str, sizes: tuple[str, ...], vllm: str, trainer: str
+) -> None:
+    placement = plan("gsm8k", QWEN, *sizes, "--gpus", gpus, "--host-memory", "64").site.placement
+    assert (" ".join(placement.vllm), " ".join(placement.trainer)) == (vllm, trainer)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--gpus", "2x80", "--tp-size", "2"), "^--tp-size 2 does not divide the 1 trainer rank: give"),
+        (("--gpus", "8x80", "--tp-size", "2", "--trainer-ranks", "8"), "8 trainer ranks on this machine, but "),
+        (
+            ("--gpus", "4x80", "--trainer.fsdp-size", "2", "--layout.vllm", "0", "--layout.trainer", "1,2,3"),
+            "^--fsdp-size 2 does not divide",
+        ),
+    ],
+)
+def test_ranks_that_the_trainer_refuses_are_refused_before_anything_starts(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan("gsm8k", QWEN, *words, "--host-memory", "64")
+
+
+@pytest.mark.parametrize(
+    ("bridge", "staging", "why"),
+    [
+        ("broadcast", "none", r"bridge_staging none: bridge broadcast .* needs memory .*: drop it, or give device or"),
+        ("reload", "none", r"bridge_staging none: bridge reload "),
+        ("single_copy", "host", r"bridge_staging host: with bridge single_copy .* receives no weights .*: drop it"),
+        ("lora", "host", r"bridge_staging host: with bridge lora "),
+        ("broadcast", "host", None),
+        ("reload", "device", None),
+        ("single_copy", "none", None),
+    ],
+)
+def test_staging_that_the_bridge_lacks_or_never_uses_is_refused(bridge: str, staging: str, why: str | None) -> None:
+    words = ("arithmetic", QWEN, "--bridge", bridge, "--vllm.bridge-staging", staging)
+    if why is None:
+        assert vllm_of(plan(*words))["--bridge-staging"] == staging
+        return
+    with pytest.raises(ConfigError, match=why):
+        plan(*words)
+
+
 def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
     large = ("gsm8k_single_copy", "Qwen/Qwen2.5-7B-Instruct", "--tp-size", "2", "--gpus", "8x80", "--host-memory", "64")
     with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks") as raised:

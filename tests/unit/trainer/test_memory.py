@@ -12,8 +12,9 @@ from example_trainer.bridges import Prepared, single_copy
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory import one_line_when_out_of_memory, settled_config
-from example_trainer.memory_plan import Room, total
+from example_trainer.memory_plan import Room, Training, total
 from example_trainer.memory_plan import single_copy as of_single_copy
+from example_trainer.model_size import model_size
 from example_trainer.modes import SingleCopy
 from example_trainer.parallel import ALONE
 from tests.unit.trainer.fakes import model_folder
@@ -93,6 +94,17 @@ def test_a_gpu_run_takes_the_cheapest_offload_that_fits(tmp_path: Path, monkeypa
         settled_config(settings, torch.device("cuda"), ALONE, 1)
 
 
+@pytest.mark.parametrize(("family", "tp_size"), [("qwen3_moe", 1), ("llama", 4)])
+def test_a_run_counts_what_its_dry_run_counts(family: str, tp_size: int, tmp_path: Path) -> None:
+    """The experts that a token takes, and key-value heads that several ranks hold."""
+    model = model_folder(tmp_path / "model", family=family)
+    settings = config(model_name=model, weight_bridge_mode="reload", tp_size=tp_size)
+    size = model_size(model)
+    assert size is not None
+    dry, run = Training(settings, size, on_gpu=False), memory.planned(settings, CPU, ALONE)
+    assert (run.states, run.phases) == (dry.states, dry.phases)
+
+
 @pytest.mark.parametrize(("tp_size", "too_little"), [(1, 6), (2, 6)])
 def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
     tp_size: int, too_little: int, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +121,7 @@ def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
     single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
 
 
-@pytest.mark.parametrize(("device", "too_little"), [("cpu", 6), ("cuda", 1)])
+@pytest.mark.parametrize(("device", "too_little"), [("cpu", 9), ("cuda", 1)])
 def test_a_single_copy_by_ranks_counts_all_ranks_of_a_cpu_and_one_of_a_gpu(
     device: str, too_little: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +129,10 @@ def test_a_single_copy_by_ranks_counts_all_ranks_of_a_cpu_and_one_of_a_gpu(
     free = 10_000_000 if device == "cpu" else 9_000_000
     monkeypatch.setattr(memory, "free_room", lambda device, local_ranks: Room(free, free))
     settings = config(bridge=SingleCopy(), tp_size=2)
-    with pytest.raises(TrainerError, match=rf"are free \({too_little} MB too little\)"):
+    with pytest.raises(TrainerError, match=rf"are free \({too_little} MB too little\)") as refused:
         single_copy._check_ranks_memory(settings, 2, manifest, torch.device(device))
+    assert "adafactor" not in str(refused.value)  # several ranks take neither
+    assert "bfloat16" not in str(refused.value)
     free += too_little * 1_000_000
     single_copy._check_ranks_memory(settings, 2, manifest, torch.device(device))
 
@@ -148,6 +162,18 @@ def test_other_errors_stay_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, one_line_when_out_of_memory(config()):
             raise error
         assert raised.value is error
+
+
+def test_the_dry_run_of_a_single_copy_by_ranks_counts_a_rank_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 64 * 10**9)
+    model = {"model_name": "Qwen/Qwen2.5-1.5B-Instruct", "bridge": SingleCopy(), "device": "cpu"}
+    gradients = {}
+    for tp in (1, 2):
+        lines = memory.plan_of_run(config(**model, tp_size=tp))
+        assert any("float32 masters" in line for line in lines) is (tp == 1)  # by ranks, vLLM serves float32
+        (line,) = [line for line in lines if line.strip().startswith("gradients")]
+        gradients[tp] = float(line.split()[-2])
+    assert gradients[2] == pytest.approx(gradients[1] / 2, rel=1e-3)
 
 
 def test_a_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

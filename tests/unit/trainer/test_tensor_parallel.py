@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from example_trainer.config import TrainerConfig
 from example_trainer.model import ModelError, meta_model
 from example_trainer.packing import micro_batches
 from example_trainer.tensor_parallel import expect_divisible, partial_parameters
-from example_trainer.tp_plans import PLANS, split_shapes
+from example_trainer.tp_plans import MOST, PLANS, size_refusal, sizes, split_shapes
 from tests.unit.trainer.fakes import model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
@@ -272,6 +274,14 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
 def test_what_cannot_be_split_is_refused_with_the_remedy(changes: dict[str, Any], tp: int, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         expect_divisible(tiny_model(**changes), tp)
+
+
+def test_no_size_is_named_that_the_flag_refuses() -> None:
+    why = size_refusal(sizes(128, 8, 53_248), 48, "Llama-3.1-405B")
+    assert why is not None
+    assert why.endswith("give one of 1, 2, 4, 8, 16, 32, 64")
+    with pytest.raises(ValidationError, match="less than or equal to 64"):
+        TrainerConfig.model_validate({"model_name": "m", "tp_size": MOST + 1})
 
 
 def test_the_plans_name_modules_that_the_families_have(tmp_path: Path) -> None:
