@@ -16,7 +16,6 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atroposlib.errors import reason
-from atroposlib.files import write_whole
+from atroposlib.files import expect_regular, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.config import Kernels, TrainerConfig
 from example_trainer.errors import TrainerError
@@ -163,20 +162,34 @@ def kernels_of_run(
         if config.kernels == "bfloat16" and ranks.leads:
             _report_bfloat16(_shapes(model))
         return config.kernels
-    if device.type != "cpu" or config.batch_invariant or config.bridge.same_devices:
+    if own := _has_its_own(config, device):
+        if saved not in (None, "torch"):
+            log.warning("The checkpoint's run used the kernels %s; %s has its own, so bits differ", saved, own)
         return "torch"
     if saved == "torch" or (here and saved in DTYPES):
         return cast(Kernels, saved)
     if saved is not None:
         log.warning("The checkpoint's run used the kernels %r, which are not on this machine: choosing again", saved)
-    shapes, cache = _shapes(model), config.kernel_cache
-    with suppress(RuntimeError):  # a user without a home directory
-        cache = cache.expanduser()
+    shapes = _shapes(model)
     candidates: tuple[Kernels, ...] = ("torch", "onednn", *(("bfloat16",) if served_dtype == "bfloat16" else ()))
     chosen: Kernels = "torch"
     if here and _weights(shapes) >= SMALLEST and ranks.leads:
-        chosen = fastest(shapes, cache, candidates)
+        chosen = fastest(shapes, _cache_of(config), candidates)
     return candidates[int(ranks.largest(torch.tensor(candidates.index(chosen))))]
+
+
+def _has_its_own(config: TrainerConfig, device: torch.device) -> str | None:
+    """What computes with kernels of its own; None where there is a choice."""
+    if device.type != "cpu":
+        return "a GPU"
+    return "--batch-invariant" if config.batch_invariant else "a single copy" if config.bridge.same_devices else None
+
+
+def _cache_of(config: TrainerConfig) -> Path:
+    try:
+        return config.kernel_cache.expanduser()
+    except RuntimeError:  # a user without a home directory
+        return config.log_dir / config.kernel_cache.name
 
 
 def _shapes(model: nn.Module) -> Shapes:
@@ -265,12 +278,12 @@ def timed(shapes: Shapes, candidates: tuple[Kernels, ...] = ("torch", "onednn"))
 def _read(cache: Path) -> dict[str, Kernels]:
     """What earlier runs found; nothing of a file that is not ours."""
     try:
-        with cache.open("rb") as file:
+        with expect_regular(cache).open("rb") as file:
             content = file.read(CACHE_BYTES + 1)
         return msgspec.json.decode(content, type=dict[str, Kernels])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
         log.warning("%s is not what a trainer has written, and is replaced: %s", cache, reason(error))
         return {}
 

@@ -1,6 +1,8 @@
 """The kernels of a trainer on a CPU: what they compute, which are taken, and that a resumed run keeps them."""
 
 import logging
+import os
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -166,8 +168,17 @@ def test_the_faster_is_taken_and_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\x00", b"[" * 100_000, b'{"a": "rm -rf"}', b'{"a": 1}', b'["onednn"]', b'{"a": "' + b"x" * 2**20],
-    ids=["empty", "binary", "deep", "unknown", "number", "list", "large"],
+    [
+        b"",
+        b"\xff\x00",
+        b'{"\xff": "torch"}',
+        b"[" * 100_000,
+        b'{"a": "rm -rf"}',
+        b'{"a": 1}',
+        b'["onednn"]',
+        b'{"a": "' + b"x" * 2**20,
+    ],
+    ids=["empty", "binary", "not UTF-8", "deep", "unknown", "number", "list", "large"],
 )
 def test_a_damaged_cache_is_replaced(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "kernels.json"
@@ -207,6 +218,18 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_only(
     assert "cannot be written" in caplog.text
 
 
+def test_a_pipe_in_the_place_of_the_cache_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = tmp_path / "kernels.json"
+    os.mkfifo(cache)
+    release = threading.Timer(5.0, lambda: os.close(os.open(cache, os.O_RDWR)))  # a reader that waits
+    release.start()
+    start = time.monotonic()
+    assert fastest(SHAPES, cache, seconds=lambda shapes, names: {"torch": 2.0, "onednn": 1.0}) == "onednn"
+    assert time.monotonic() - start < 4
+    release.cancel()
+    assert caplog.text.count("it is a pipe, not a regular file") == 2  # reading and writing
+
+
 def test_products_are_timed_by_layer_and_without_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ROUNDS", (1, 1))
     drawn = torch.get_rng_state()
@@ -219,6 +242,16 @@ def test_products_are_timed_by_layer_and_without_random_numbers(monkeypatch: pyt
 def config(tmp_path: Path, **changes: Any) -> TrainerConfig:
     settings = {"model_name": "any", "kernel_cache": tmp_path / "kernels.json"}
     return TrainerConfig.model_validate(settings | changes)
+
+
+def test_without_a_home_directory_the_cache_is_beside_the_logs(
+    tmp_path: Path, fast_onednn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = config(tmp_path, kernel_cache="~nobody-of-this-name/kernels.json", log_dir=tmp_path / "logs")
+    assert kernels_of_run(given, tiny_model(), CPU, ALONE, None) == "onednn"
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert (tmp_path / "logs/kernels.json").is_file()
 
 
 @pytest.fixture
@@ -252,6 +285,24 @@ def test_a_checkpoint_decides_unless_a_flag_does(
     assert "the checkpoint's run used onednn, so bits differ" in caplog.text
     assert kernels_of_run(config(tmp_path), model, CPU, ALONE, "of another release") == "onednn"
     assert "'of another release', which are not on this machine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "own"),
+    [
+        ("cuda", {}, "a GPU"),
+        ("cpu", {"batch_invariant": True}, "--batch-invariant"),
+        ("cpu", {"weight_bridge_mode": "shared_vllm", "single_copy": True}, "a single copy"),
+    ],
+)
+def test_a_run_that_cannot_keep_the_kernels_of_its_checkpoint_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, flags: dict[str, Any], own: str
+) -> None:
+    given = config(tmp_path, **flags)
+    for saved in ("torch", "onednn"):
+        assert not caplog.records
+        assert kernels_of_run(given, tiny_model(), torch.device(device), ALONE, saved) == "torch"
+    assert f"The checkpoint's run used the kernels onednn; {own} has its own, so bits differ" in caplog.text
 
 
 def test_a_checkpoint_from_before_the_choice_continues_by_torch() -> None:
