@@ -97,7 +97,7 @@ class EarlyGradients:
             self._computed, self.parts = {}, []
             self._learner.discard()
         for identity, computed in self._computed.items():
-            for place, sequence in zip(places[identity], computed, strict=True):
+            for place, sequence in zip(places.get(identity, ()), computed, strict=True):
                 sequences[place] = sequence
         return replace(batch, sequences=sequences)
 

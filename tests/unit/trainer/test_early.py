@@ -13,12 +13,14 @@ import requests
 import torch
 
 from example_trainer import grpo
+from example_trainer.batching import Batch, make_batch
 from example_trainer.batching import Sequence as Sampled
 from example_trainer.config import TrainerConfig
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
+from example_trainer.parallel import ALONE
 from example_trainer.step import StepMetrics
-from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
+from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.test_trainer_run import weights
 from tests.unit.trainer.test_trainer_with_api import real_api
 
@@ -172,6 +174,28 @@ def test_a_batch_without_a_group_that_was_computed_early_is_computed_again(
     ours, theirs = (weights(tmp_path / name / "checkpoints" / "final_model") for name in ("early", "whole"))
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("why", ["rejected", "gone"])
+def test_a_group_without_a_gradient_may_be_missing_in_the_batch(model: str, why: str) -> None:
+    """Nothing of it was computed: it has no signal, or cannot be trained on."""
+    config = TrainerConfig.model_validate({"model_name": model})
+    learner = Learner(config, torch.device("cpu"), ALONE)
+    learner.load(model)
+    learner.begin("")
+    untrainable, good = group(0, 1, masks=[[5]] * 4), group(0, 2)
+    items = {7: untrainable if why == "rejected" else group(0, 0), 8: good}
+
+    def converted(*items: dict[str, Any]) -> Batch:
+        return make_batch(as_records(items), seq_len=99, policy_version=0)
+
+    early = EarlyGradients(learner, 1, 1)
+    early.add({identity: converted(each).sequences for identity, each in items.items()})
+    (part,) = early.parts
+    batch, ids = (converted(untrainable, good), [7, 8]) if why == "rejected" else (converted(good), [8])
+    assert len(batch.rejected) == (why == "rejected")
+    assert early.left(early.of(batch, ids).sequences) == []
+    assert early.parts == [part]
 
 
 def test_an_api_that_cannot_tell_what_waits_gives_whole_batches(
