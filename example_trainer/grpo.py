@@ -343,6 +343,8 @@ class Run:
             policy_version=self.progress.policy_version + 1,
             leases=list(self.api.holding),
         )
+        if self.config.bridge.owns_vllm:
+            self.timeline.look()
         sync = self.bridge.sync(self.progress.policy_version, updates.make)
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
         if sync.policy_version == self.progress.policy_version and not self.proven:

@@ -40,5 +40,14 @@ def test_a_server_that_was_started_again_counts_from_its_start() -> None:
     assert rows(Server(100.0, 2.0), steps=1) == [(4, 6, 2, 8)]
 
 
+def test_what_a_server_generated_before_it_is_started_again_counts_too() -> None:
+    times = iter([0.0, 5.0, 15.0])
+    timeline = Timeline([Server(100.0, 107.0, 2.0)], lambda: next(times))
+    timeline.begin()
+    timeline.look()
+    row = timeline.row(4.0)
+    assert (row["sampler_busy_s"], row["sampler_idle_s"]) == (9, 1)
+
+
 def test_a_server_that_does_not_tell_leaves_the_sampler_unknown() -> None:
     assert rows(Server(1.0, None, 5.0, 6.0), steps=3) == [(4, 6, None, None), (4, 6, None, None), (4, 6, 1, 9)]

@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from example_trainer import grpo
+from example_trainer.bridges import SyncReport
 from example_trainer.checkpoint import find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
@@ -90,6 +91,31 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+class RestartedServer(FakeApi):
+    """A vLLM server too, which has generated for 10 s more whenever a batch is delivered."""
+
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/bridge/activity":
+            return {"generating_s": 10.0 * (self.delivered - self.before_start)}
+        return super().answer(method, path, query, body)
+
+    before_start = 0
+
+
+def test_seconds_of_a_server_that_each_sync_starts_again_are_not_lost(model: str, tmp_path: Path) -> None:
+    api = RestartedServer(feed)
+
+    class Restarting(RecordingBridge):
+        def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+            api.before_start = api.delivered
+            return super().sync(policy_version, update)
+
+    with serve(api) as url:
+        port = int(url.rpartition(":")[2])
+        grpo.run(config(model, tmp_path, url, vllm_host="127.0.0.1", vllm_port=port, training_steps=2), Restarting())
+    assert [row["sampler_busy_s"] for row in rows(tmp_path)] == [10, 10]
 
 
 def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
