@@ -124,7 +124,7 @@ class Broadcast(_Session, Grouped):
         validation_alias="bridge_sends",
         description=(
             "how several trainer ranks send the weights: each sends the rows that it holds (direct), or rank 0 gathers"
-            " and sends all (gathered); auto is direct where trainer and servers can"
+            " and sends all (gathered); auto is direct where trainer and servers can, over nccl from at most 8 ranks"
         ),
     )
     use_shared_memory: bool = Field(

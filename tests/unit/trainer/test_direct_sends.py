@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from atroposlib.wire.bridge import BroadcastOffer, Bucket, Senders
 from atroposlib.wire.senders import group_name, messages, sender_ack_key
 from example_trainer.bridges.base import BridgeError
-from example_trainer.bridges.direct import CannotSend, RowSender, chosen, senders_of, with_layouts
+from example_trainer.bridges.direct import NCCL_SENDERS, CannotSend, RowSender, chosen, senders_of, with_layouts
+from example_trainer.modes import Broadcast
 from example_trainer.policy import Policy
 from example_trainer.rank_parts import local
 from example_trainer.shard import load_shards, shard
@@ -159,6 +160,7 @@ def test_more_communicators_than_a_gpu_has_room_for_are_not_chosen_but_can_be() 
         assert chosen("auto", sharded(parameters), "nccl", "127.0.0.1", NEW) is None
         assert chosen("direct", sharded(parameters), "nccl", "127.0.0.1", NEW) is not None
         assert chosen("auto", sharded(parameters), "gloo", "127.0.0.1", NEW) is not None
+    assert f"over nccl from at most {NCCL_SENDERS} ranks" in str(Broadcast.model_fields["sends"].description)
 
 
 def test_ranks_of_other_machines_need_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
