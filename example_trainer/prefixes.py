@@ -60,22 +60,22 @@ def cut(lengths: PySequence[int], common: PySequence[int], trained: PySequence[i
     """Where to cut sequences in tree order into micro-batches of at most `most_tokens`. Of such cuts, the one that
     computes the fewest tokens twice (a pass counts as PASS).
     """
-    least = [0]  # cost of the first n sequences
+    size, shared, trains = (np.asarray(values, np.int64) for values in (lengths, common, trained))
+    new, learned = (size - shared).cumsum(), trains.cumsum()  # distinct tokens and trained ones, up to each sequence
+    largest = most_tokens(budget, int(size.max(initial=0)))
+    least = np.zeros(len(size) + 1, np.int64)  # cost of the first n sequences
     begins: list[int] = []  # of the micro-batch with the n-th
-    for last in range(len(lengths)):
-        best, begin = least[last] + common[last] + PASS, last
-        distinct, learned, longest = lengths[last], trained[last], lengths[last]
-        for first in range(last - 1, -1, -1):
-            distinct += lengths[first] - common[first + 1]
-            learned += trained[first]
-            longest = max(longest, lengths[first])
-            if max(distinct, learned) > most_tokens(budget, longest):
-                break
-            cost = least[first] + common[first] + PASS
-            if cost <= best:
-                best, begin = cost, first
-        least.append(best)
-        begins.append(begin)
+    for last in range(len(size)):
+        start = int(max(values.searchsorted(values[last] - largest) for values in (new, learned)))
+        part = slice(start, last + 1)  # where the micro-batch may begin; further ahead it is too large
+        used = np.maximum(size[part] + new[last] - new[part], trains[part] + learned[last] - learned[part])
+        longest = np.maximum.accumulate(size[part][::-1])[::-1]
+        fits = used <= np.maximum(budget, longest + longest // 4)  # most_tokens of each
+        fits[-1] = True  # a sequence goes alone, however long
+        start += 0 if fits.all() else len(fits) - int(fits[::-1].argmin())
+        costs = least[start : last + 1] + shared[start : last + 1] + PASS
+        begins.append(start + int(costs.argmin()))
+        least[last + 1] = costs.min()
     found, end = [], len(lengths)
     while end:
         found.append(range(begins[end - 1], end))

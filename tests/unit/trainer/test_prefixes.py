@@ -3,6 +3,7 @@ sequence alone.
 """
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,16 @@ def test_a_group_stays_together_where_it_fits() -> None:
     rows = micro_batches(sequences, 2048, CPU, share=True)
     assert [row.input_ids.shape[1] for row in rows] == [300 + 8 * 99] * 3
     assert [len(share) for share in deal_shared(sequences, 2, 2048)] == [2, 2]
+
+
+def test_thousands_of_short_sequences_are_dealt_to_ranks_in_less_than_a_step() -> None:
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(2, 90, (256, 20))
+    sequences = [sequence_of(np.append(prompts[i // 8], generator.integers(2, 90, 15)), 20) for i in range(2048)]
+    start = time.process_time()
+    dealt = deal_shared(sequences, 8, 65536)
+    assert time.process_time() - start < 2  # seconds; a loop over all pairs of sequences took 4.3
+    assert [len(share) for share in dealt] == [1] * 8
 
 
 @pytest.mark.parametrize(("prompt", "answer", "computed"), [(1900, 100, 4600), (3000, 100, 3800)])
