@@ -55,6 +55,7 @@ log = get_logger("weight_sync")
 SERVER = Path(__file__).parents[1] / "example_trainer" / "vllm_api_server.py"
 START_DEADLINE_S = 600
 SAMPLE_S = 0.05
+PAUSE_S = 1.5  # before an idle sync: vLLM's worker looks for messages without pause for 1 s after each
 SERVER_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "64"]
 ENVIRONMENT = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 PARITY = {"float32": 2e-5, "bfloat16": 1.0}  # nats, by what vLLM serves; the trainer's weights are float32
@@ -311,7 +312,7 @@ def _train(arm: Result) -> None:
                 if kind == "under load":
                     if kinds[version - 2] != kind:
                         during_load.enter_context(load)
-                    time.sleep(0.5)
+                time.sleep(0.5 if kind == "under load" else PAUSE_S)
                 learner.give_gradients()
                 start = time.perf_counter()
                 done = bridge.sync(version, learner.step)

@@ -394,7 +394,7 @@ class SyncSettings(Config):
     """Weight sync"""
 
     vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to start")
-    bridge_timeout_s: float = Field(120.0, gt=0, description="seconds that the bridge waits for a peer")
+    bridge_timeout_s: float = Field(120.0, gt=0, le=3600, description="seconds that the bridge waits for a peer")
     parity_tolerance: float | None = Field(
         None,
         gt=0,

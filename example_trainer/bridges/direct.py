@@ -178,13 +178,14 @@ class RowSender:
             if due.numel and tuple(held.shape) != tuple(map(len, due.block)):
                 raise CannotSend(f"{tensor.name}: this rank holds {list(held.shape)}, and should send {due.block}")
 
+    @torch.no_grad()
     def _bytes(self, carried: Sequence[Message], memory: Memory) -> list[Tensor]:
         """The messages, flat uint8: views of the weights, or copies in `memory`."""
         found: list[Tensor | None] = []
         copied = []
         for message in carried:
             piece, *others = message.pieces
-            held = local(self._parameters[piece.tensor.name].detach())
+            held = local(self._parameters[piece.tensor.name])
             as_it_is = held.dtype == getattr(torch, piece.tensor.dtype) and held.device.type == self._device.type
             if not others and as_it_is and held.is_contiguous():
                 found.append(held.view(-1).view(torch.uint8))
@@ -198,7 +199,7 @@ class RowSender:
 
     def _packed(self, message: Message, room: Tensor) -> Tensor:
         for piece, place in message.packed():
-            held = local(self._parameters[piece.tensor.name].detach())
+            held = local(self._parameters[piece.tensor.name])
             room[place].view(getattr(torch, piece.tensor.dtype)).view(held.shape).copy_(held)
         return room[: message.nbytes]
 

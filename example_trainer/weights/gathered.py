@@ -59,8 +59,9 @@ class RowExchange:
     def __init__(self, policy: Policy, device: torch.device, mesh: DeviceMesh) -> None:
         self._parameters = dict(policy.model.named_parameters())
         self._device = device
-        self._mesh = mesh
+        self._holders = {name: list(holders(parameter, mesh)) for name, parameter in self._parameters.items()}
 
+    @torch.no_grad()
     def bring(self, names: Sequence[str], dtypes: Sequence[str], places: Mapping[str, Tensor]) -> None:
         """Cast this rank's part of each of `names` to its dtype and send it to rank 0, which puts those of all ranks
         into `places`. Every rank calls this.
@@ -70,8 +71,8 @@ class RowExchange:
         landed: list[tuple[Tensor, Tensor]] = []
         for name, dtype in zip(names, dtypes, strict=True):
             parameter = self._parameters[name]
-            own = local(parameter.detach())
-            for holder, held in holders(parameter, self._mesh):
+            own = local(parameter)
+            for holder, held in self._holders[name]:
                 if holder == 0 == rank:
                     held.of(places[name].view(parameter.shape)).copy_(own)
                 elif holder == rank:
