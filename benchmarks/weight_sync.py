@@ -309,9 +309,8 @@ def _train(arm: Result) -> None:
         load = _Load(arm["port"], arm["clients"])
         with contextlib.ExitStack() as during_load:
             for version, kind in enumerate(kinds, start=1):
-                if kind == "under load":
-                    if kinds[version - 2] != kind:
-                        during_load.enter_context(load)
+                if kind == "under load" and kinds[version - 2] != kind:
+                    during_load.enter_context(load)
                 time.sleep(0.5 if kind == "under load" else PAUSE_S)
                 learner.give_gradients()
                 start = time.perf_counter()
