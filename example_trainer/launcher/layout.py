@@ -237,7 +237,8 @@ class Need:
             alike = list(group)
             serving = self.serving(placement, alike[0])
             cache = max(0, int(share * self.gpu) - serving.weights - serving.staging - VLLM_OWN)
-            gpus = ", ".join(gpu for index in alike for gpu in placement.servers[index].gpus)
+            held = [gpu for index in alike for gpu in placement.servers[index].gpus]
+            gpus = ", ".join(dict.fromkeys(held)) + (" of a machine each" if len(set(held)) < len(held) else "")
             names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
             lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
             lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")

@@ -6,10 +6,11 @@ import psutil
 import pytest
 
 from atroposlib.flags import ConfigError
+from example_trainer.launcher import train
 from example_trainer.launcher.machines import SSH, Machine, read_machines
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import machine_lines
-from tests.unit.launcher.plans import MODEL, no_processes, on_gpus, plan
+from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
 
@@ -109,9 +110,11 @@ def test_trainer_and_environment_know_every_server_and_the_key(tmp_path: Path) -
 @pytest.mark.usefixtures("no_processes")
 def test_gpus_are_those_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, list("01234567"))
-    made = plan("gsm8k", str(MODEL), "--hosts", hosts(tmp_path, "a\nb\n"))
+    words = ["gsm8k", str(MODEL), "--hosts", hosts(tmp_path, "a\nb\n")]
+    made = plan(*words)
     placement = made.site.placement
     assert [server.gpus for server in placement.servers] == [tuple("0123")] * 2
+    assert "Each GPU of vllm-1, vllm-2 (0, 1, 2, 3 of a machine each)" in train.described(made, ask_for(*words))
     assert (placement.trainer, placement.machines, placement.apart) == (tuple("4567"), 2, False)
     made = plan("gsm8k", str(MODEL), "--hosts", hosts(tmp_path, "a trainer\nb trainer\nc vllm\n"))
     placement = made.site.placement
