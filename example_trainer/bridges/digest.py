@@ -14,7 +14,7 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.weights.source import WeightSource
 from vllm_patching.memory.digest import digest
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 16 << 20  # as a transfer over Gloo, whose memory is used again
 
 
 def differing(source: WeightSource, manifest: Manifest, vllm: VllmClient, policy_version: int) -> list[str]:

@@ -145,9 +145,12 @@ class GatheredWeights(WeightSource):
     def stream(self, buckets: Sequence[Bucket]) -> Generator[Tensor, None, None]:
         """While some buckets are sent the ranks gather the next ones."""
         gathered: deque[Iterator[Tensor]] = deque()
+        gathers = [(several, _joined(several)) for several in _gathers(buckets)]
+        for memory in self._memory:  # at once: it cannot grow while the bytes of a bucket are still looked at
+            memory.of(max((whole.end - whole.start for _, whole in gathers), default=0), self._device)
         with ThreadPoolExecutor(1, thread_name_prefix="NextBuckets") as ranks:  # its end waits for the last gather
-            for several, memory in zip(_gathers(buckets), cycle(self._memory), strict=False):
-                gathered.append(_cut(several, ranks.submit(self._packed, _joined(several), memory)))
+            for (several, whole), memory in zip(gathers, cycle(self._memory), strict=False):
+                gathered.append(_cut(several, ranks.submit(self._packed, whole, memory)))
                 if len(gathered) == len(self._memory):
                     yield from gathered.popleft()
             for last in gathered:

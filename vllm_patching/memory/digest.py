@@ -8,7 +8,7 @@ is odd and depends on its place: one changed word always changes the sum, and wo
 import torch
 
 WORDS = {2: torch.int16, 4: torch.int32}  # by the bytes of a number
-CHUNK = 1 << 20  # words at a time: 8 bytes of each are held twice
+CHUNK = 1 << 18  # words at a time: 8 bytes of each are held twice
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a signed number
 
 

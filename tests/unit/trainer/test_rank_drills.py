@@ -235,7 +235,8 @@ def test_a_sync_takes_no_ranks_memory_beyond_two_buckets(tmp_path: Path, sends: 
     server, api = FakeVllmServer(model), FakeApi(lambda number: None)
     with serving(server), serve(api) as url:
         drills = Drills(tmp_path, model, server, api, url)
-        with drilled(drills, "all transfers MEMORY", "--bridge-sends", sends) as trainer:
+        steps = ["--seq-len", "128", "--micro-batch-tokens", "128", "--logits-chunk-mb", "16"]  # take little memory
+        with drilled(drills, "all transfers MEMORY", "--bridge-sends", sends, *steps) as trainer:
             trainer.wait_for("Parity:")
             rose = [json.loads(line) for line in re.findall(r"ROSE (.+)", trainer.log)]
     assert {each["rank"] for each in rose} == {0, 1}
