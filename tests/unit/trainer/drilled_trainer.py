@@ -58,14 +58,29 @@ def told(result: Any) -> Any:
 
 
 def drill_sending(act: str) -> None:
-    """At the second bucket of the second transfer, or the first if there is one alone."""
+    """At the second bucket of the second transfer, once every worker has the first; or at the first if there is no
+    second.
+    """
     send, transfers = RowSender.send, 0
 
     def sending(sender: Any, session: str) -> None:
         nonlocal transfers
         transfers += 1
         if transfers == 2:
-            sender._bytes = drilled(act, sender._bytes, min(2, len(sender._joined[session].buckets)))
+            joined, begun = sender._joined[session], []
+            begin, packed = joined.groups.begin, drilled(act, sender._bytes, min(2, len(joined.buckets)))
+
+            def beginning(buffer: Any) -> Any:
+                works = begin(buffer)
+                begun.extend(works)
+                return works
+
+            def packing(*arguments: Any) -> Any:
+                for work in begun:
+                    work.wait()
+                return packed(*arguments)
+
+            joined.groups.begin, sender._bytes = beginning, packing
         send(sender, session)
 
     setattr(RowSender, "send", sending)  # noqa: B010
