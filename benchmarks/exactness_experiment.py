@@ -1,7 +1,7 @@
 """What is exactness worth? A bfloat16 sampler, and four ways to treat its disagreement with the trainer.
 
     python -m benchmarks.exactness_experiment             four arms, three seeds; 2 to 4 minutes per run
-    python -m benchmarks.exactness_experiment --settings off-policy,fp8
+    python -m benchmarks.exactness_experiment --settings high-lr,long,off-policy,fp8
     python -m benchmarks.exactness_experiment --report    tables and figure of the runs so far
 
 Each run is `atropos train arithmetic` with real services, and vLLM serves bfloat16. The trainer keeps float32 weights.
