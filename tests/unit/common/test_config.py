@@ -93,7 +93,6 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
         (["--modle-name", "x"], "did you mean 'model_name'?"),
         (["--env.group_size", "0"], "greater than or equal to 1 (got '0')"),
         (["--master-port", "70000"], "less than or equal to 65535"),
-        (["--bridge-timeout-s", "3601"], "less than or equal to 3600"),  # what a server accepts
         (["--env.steps"], "expects a value"),
         (["stray"], "unexpected argument 'stray'"),
         (["--config", "/nonexistent.yaml"], "No such file"),

@@ -82,6 +82,7 @@ def test_a_wrong_hosts_file_is_one_line_with_the_remedy(tmp_path: Path, text: st
         (["--vllm-port", "9001,9001"], "--vllm-port names localhost:9001 twice"),
         (["--vllm-port", "9001,70000"], "less than or equal to 65535 (got 70000)"),
         (["--vllm-port", "9001,x"], "(got 'x')"),
+        (["--bridge-timeout-s", "3601"], "less than or equal to 3600 (got '3601')"),  # which no server accepts
         (["--num-inference-nodes", "2"], "NUM_INFERENCE_NODES=2 needs --hosts-file FILE"),
         (["--num-inference-nodes", "2", "--slurm-job-nodelist", "gpu1"], "the SLURM job has 1 node(s)"),
         (["--num-inference-nodes", "1", "--hosts-file", "/no/such"], "--hosts-file /no/such cannot be read: "),
