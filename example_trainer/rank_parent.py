@@ -25,6 +25,7 @@ NOTICE_S = 3.0  # for the ranks to end by themselves, once one has
 GRACE_S = 5.0  # for rank 0 to leave in order, once another rank is lost
 STOP_S = 60.0  # for rank 0 to leave in order, once it has been asked to
 POLL_S = 0.05
+ENDED_IN_ORDER = tuple(128 + signum for signum in ASKING)  # the exit status of a rank 0 that was asked to
 
 log = get_logger(__name__)
 
@@ -117,12 +118,12 @@ class _Parent:
         self._have_ended([other for other in others if other.runs() and other.stopped_at is None], NOTICE_S)
         if first.end is not None and 0 <= first.end < LOST:  # done, or ended by an error that it has printed
             return first.end
+        if not self._asked and not must_leave and first.end in ENDED_IN_ORDER:
+            self._asked.append(first.end - 128)
         if self._asked:
-            if self._asked[0] == signal.SIGINT and first.end != 128 + signal.SIGINT:
-                print("grpo: interrupted", file=plain_stderr(), flush=True)  # as rank 0 had no time to say
+            if self._asked[0] == signal.SIGINT:
+                print("grpo: interrupted", file=plain_stderr(), flush=True)
             return 128 + self._asked[0]
-        if first.end in (128 + signal.SIGINT, 128 + signal.SIGTERM) and not must_leave:
-            return first.end
         why = self._loss() if why is None else why
         if why != "":
             print_error("grpo", self._last_word() if why is None else why)

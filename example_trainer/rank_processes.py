@@ -217,7 +217,7 @@ def begin_rank(place: Place) -> None:
 def _end_in_order(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise what closes everything, once: Ctrl-C in a terminal reaches a rank twice, directly and from its parent."""
     ignore_signals()
-    if signum == signal.SIGINT:
+    if signum == signal.SIGINT and VARIABLE not in os.environ:  # rank_parent.py prints it for the ranks that it started
         os.write(sys.stderr.fileno(), b"grpo: interrupted\n")
     raise SystemExit(128 + signum)
 
