@@ -5,16 +5,15 @@ sender 0 ──group 0──▶ large blocks, into their place ┐
 sender 1 ──group 1──▶ ...                            ┘
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from functools import partial
 
 import torch
 
 from atroposlib.wire.bridge import Bucket, Senders
 from atroposlib.wire.senders import Message, messages
 from vllm_patching import transport
-
-LOOK_S = 1.0  # between two looks whether a sender is lost
 
 
 class SeveralSenders:
@@ -23,35 +22,39 @@ class SeveralSenders:
     def __init__(self, senders: Senders, groups: list[transport.Groups]) -> None:
         self._senders = senders
         self._groups = groups
-        self._scratch: dict[int, torch.Tensor] = {}  # of each sender, as large as it was needed
+        self._scratch: list[torch.Tensor] = []  # flat uint8, of no message
         self._messages: dict[int, list[list[Message]]] = {}  # of a bucket by its start, for each sender
 
-    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, flat uint8 [end - start], except for gaps between parameters. Raises PeerLost, naming the
-        sender.
+    def begin(self, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to fill `buffer`, flat uint8 [end - start], except for gaps between parameters; what completes it.
+        Buckets are completed in the order in which they have begun. Both raise PeerLost, naming the sender.
         """
-        under_way: list[tuple[int, transport.Work]] = []
+        under_way: list[tuple[int, list[transport.Transfer]]] = []
         packed: list[tuple[Message, torch.Tensor]] = []
         for sender, (groups, carried) in enumerate(zip(self._groups, self._of(bucket), strict=True)):
             for message in carried:
                 place = message.place(bucket)
-                target = buffer[place] if place is not None else self._memory(sender, message.nbytes, buffer)
+                target = buffer[place] if place is not None else self._memory(message.nbytes, buffer)
                 if place is None:
                     packed.append((message, target))
                 with self._naming(sender):
-                    under_way += [(sender, work) for work in groups.begin(target)]
-        while under_way:
-            sender, work = under_way[0]
+                    under_way.append((sender, groups.begin(target[: message.nbytes])))
+        return partial(self._complete, bucket, buffer, under_way, packed)
+
+    def _complete(
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        under_way: list[tuple[int, list[transport.Transfer]]],
+        packed: list[tuple[Message, torch.Tensor]],
+    ) -> None:
+        for sender, transfers in under_way:
             with self._naming(sender):
-                done = _done_within(work, LOOK_S)
-            if done:
-                del under_way[0]
-                continue
-            for sender, work in under_way:  # one that is lost may not be the one that is waited for
-                with self._naming(sender):
-                    _ = work.is_completed() and work.wait()
+                for transfer in transfers:
+                    transfer.wait()
         for message, target in packed:
             unpack(message, target, bucket, buffer)
+            self._scratch.append(target)
 
     def _of(self, bucket: Bucket) -> list[list[Message]]:
         if bucket.start not in self._messages:  # the same in every transfer
@@ -60,28 +63,16 @@ class SeveralSenders:
             ]
         return self._messages[bucket.start]
 
-    def _memory(self, sender: int, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        if sender not in self._scratch or len(self._scratch[sender]) < nbytes:
-            self._scratch[sender] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        return self._scratch[sender][:nbytes]
+    def _memory(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        memory = self._scratch.pop() if self._scratch else like[:0]
+        return memory if len(memory) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
     def _naming(self, sender: int) -> AbstractContextManager[None]:
         return transport.naming(f"trainer rank {sender} of {self._senders.count}")
 
 
-def _done_within(work: transport.Work, seconds: float) -> bool:
-    """Whether the work is done; waits for that long. Raises what it failed with."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
-
-
 def unpack(message: Message, packed: torch.Tensor, bucket: Bucket, buffer: torch.Tensor) -> None:
-    """Copy the pieces of a message to their places in the bucket's `buffer`."""
+    """Copy the pieces of a message, which `packed` begins with, to their places in the bucket's `buffer`."""
     for (tensor, block), place in message.packed():
         dtype = getattr(torch, tensor.dtype)
         whole = buffer[tensor.offset - bucket.start :][: tensor.nbytes].view(dtype).view(tensor.shape)

@@ -150,15 +150,14 @@ class RowSender:
         """Send what this rank holds, and return when every worker has all of it. Raises RuntimeError."""
         if (joined := self._joined.get(session)) is None:
             return
-        under_way: list[transport.Work] = []
-        for bucket, memory in zip(joined.buckets, cycle(self._memory), strict=False):
-            carried = self._bytes(messages(bucket, joined.senders, joined.sender), memory)
-            begun = [work for packed in carried for work in joined.groups.begin(packed)]
-            for work in under_way:
-                work.wait()
+        under_way: list[transport.Transfer] = []
+        for carried, memory in zip(joined.messages, cycle(self._memory), strict=False):
+            begun = [transfer for sent in self._bytes(carried, memory) for transfer in joined.groups.begin(sent)]
+            for transfer in under_way:
+                transfer.wait()
             under_way = begun
-        for work in under_way:
-            work.wait()
+        for transfer in under_way:
+            transfer.wait()
         joined.await_acks()
 
     def leave(self, session: str) -> None:
@@ -209,9 +208,8 @@ class _Joined:
 
     def __init__(self, offer: BroadcastOffer, buckets: Sequence[Bucket], sender: int) -> None:
         assert offer.senders is not None
-        self.buckets = buckets
-        self.senders = offer.senders
-        self.sender = sender
+        self.messages = [messages(bucket, offer.senders, sender) for bucket in buckets]
+        self._sender = sender
         self._offer = offer
         self._sequence = 0
         log.info(
@@ -237,7 +235,7 @@ class _Joined:
     def await_acks(self) -> None:
         """Return when every worker has acknowledged what this rank has sent in this transfer."""
         offer, workers = self._offer, range(self._offer.world_size - 1)
-        keys = [sender_ack_key(offer.session, self._sequence, rank, self.sender) for rank in workers]
+        keys = [sender_ack_key(offer.session, self._sequence, rank, self._sender) for rank in workers]
         with transport.naming("not acknowledged by every worker"):
             self._store.wait(keys, timedelta(seconds=offer.timeout_s))
         for key in keys:  # a long run must not fill the store

@@ -11,7 +11,7 @@ its `Engine` and, where workers receive whole weights, its `Receiver`, and regis
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
 import msgspec
@@ -278,6 +278,7 @@ class Receiver:
     base: int | None = None  # the version whose words `fill` must find in its buffer
     on_device = False  # whether `fill` writes only to the device that vLLM computes on
     bucket_bytes = 64 << 20  # received in pieces of this size
+    ahead = 0  # buckets that begin before an earlier one is complete
 
     def __init__(self, offer: Any, rank: int) -> None:
         self.offer = offer
@@ -294,9 +295,9 @@ class Receiver:
         """The version to receive now; None after `wait_s` seconds without one."""
         raise NotImplementedError
 
-    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`. It holds the live words where `base` is
-        set. Called for every bucket, in wire order.
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None] | None:
+        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`, or begin to: what completes it. It holds
+        the live words where `base` is set. Called for every bucket, in wire order.
         """
         raise NotImplementedError
 

@@ -13,6 +13,7 @@ Rank 0 of the trainer sends whole tensors, or several ranks send the parts that 
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -24,6 +25,7 @@ from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
 from vllm_patching.several_senders import SeveralSenders
 
 POLL_S = 0.01  # seconds between two looks for a transfer
+AHEAD = 3  # buckets that senders may send before an earlier one is complete: fewer wait for their turn
 MAX_SENDERS = 1024  # a worker has a group with each
 
 
@@ -89,6 +91,7 @@ class BroadcastReceiver(Receiver):
                 with transport.naming(f"trainer rank {sender} of {senders.count} did not join"):
                     self._join(group_name(offer.session, sender))
             self._several = SeveralSenders(senders, self._groups)
+            self.ahead = AHEAD if offer.backend == "gloo" else 0
         log.info(
             "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",
             offer.session,
@@ -110,13 +113,14 @@ class BroadcastReceiver(Receiver):
         self.base = announced.base
         return announced.version
 
-    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None] | None:
         if self.offer.senders is not None:
-            self._several.fill(bucket, buffer)
-        elif self.offer.delta:
+            return self._several.begin(bucket, buffer)
+        if self.offer.delta:
             delta.receive(self._groups[0], buffer, has_base=self.base is not None)
         else:
             self._groups[0].broadcast(buffer)
+        return None
 
     def staged(self, seconds: float) -> None:
         session, senders = self.offer.session, self.offer.senders

@@ -9,6 +9,8 @@ ends at its deadline without touching anything.
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -130,13 +132,19 @@ class WeightUpdater:
             offer.trainer,
         )
         begun = time.perf_counter()
+        under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
-            staging.receive(
+            complete = staging.receive(
                 bucket,
                 partial(receiver.fill, bucket),
                 on_live=receiver.base is not None,
                 on_device=receiver.on_device,
             )
+            under_way.append(complete)
+            if len(under_way) > receiver.ahead:
+                under_way.popleft()()
+        for complete in under_way:
+            complete()
         if self._arena.device.type == "cuda":
             torch.cuda.current_stream(self._arena.device).synchronize()
         seconds = time.perf_counter() - begun

@@ -187,13 +187,14 @@ class Staging:
     def receive(
         self,
         bucket: Bucket,
-        broadcast: Callable[[torch.Tensor], None],
+        fill: Callable[[torch.Tensor], Callable[[], None] | None],
         *,
         on_live: bool = False,
         on_device: bool = False,
-    ) -> None:
-        """Receive one bucket; `broadcast` fills a flat uint8 buffer [end - start]. It holds the rank's live weights if
-        `on_live`, and is on vLLM's device if `on_device`.
+    ) -> Callable[[], None]:
+        """Begin to receive one bucket; what completes it. `fill` fills a flat uint8 buffer [end - start], or returns
+        what completes that. The buffer holds the rank's live weights if `on_live`, and is on vLLM's device if
+        `on_device`.
         """
         start, nbytes = self._direct_offset(bucket), bucket.end - bucket.start
         device = self.arena.device if on_device else self.buffer.device
@@ -204,11 +205,17 @@ class Staging:
         if on_live:
             for part, shard in self._parts(bucket, buffer):
                 part.copy_(self.arena.live_part(shard))
-        broadcast(buffer)
-        if start is None:
-            views = self.arena.views(self.buffer)
-            for part, shard in self._parts(bucket, buffer):
-                views[shard.vllm_name].narrow(shard.dim, shard.start, shard.length).copy_(part)
+        filled = fill(buffer)
+
+        def complete() -> None:
+            if filled is not None:
+                filled()
+            if start is None:
+                views = self.arena.views(self.buffer)
+                for part, shard in self._parts(bucket, buffer):
+                    views[shard.vllm_name].narrow(shard.dim, shard.start, shard.length).copy_(part)
+
+        return complete
 
     def _parts(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, Shard]]:
         """This rank's shards of a bucket's tensors, as views into the bucket's bytes."""

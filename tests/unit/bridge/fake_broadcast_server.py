@@ -142,7 +142,7 @@ class FakeVllmServer:
                 if offer.delta:
                     delta.receive(groups[0], buffer, has_base=base is not None)
                 else:
-                    several.fill(bucket, buffer) if several else groups[0].broadcast(buffer)
+                    several.begin(bucket, buffer)() if several else groups[0].broadcast(buffer)
             self._staged[rank] = image
             for each in range(count if several else 0):
                 store.set(sender_ack_key(offer.session, sequence, rank, each), "")

@@ -84,7 +84,7 @@ def fill(sent: torch.Tensor, buffer: torch.Tensor) -> None:
 def receive_into(staging: Staging, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
     image = wire_image(weights)
     for bucket in manifest().buckets(bucket_bytes):
-        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))
+        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))()
 
 
 def receive_all(arena: Arena, weights: dict[str, torch.Tensor], bucket_bytes: int) -> Staging:
@@ -159,7 +159,7 @@ def test_a_bucket_that_is_received_on_the_live_weights_begins_as_they_are(
         staging = arena.make_staging()
         staging.buffer.fill_(1)
         for bucket in manifest().buckets(bucket_bytes):
-            staging.receive(bucket, lambda buffer: None, on_live=True)
+            staging.receive(bucket, lambda buffer: None, on_live=True)()
         staged = arena.views(staging.buffer)
         for name, value in expected(new_weights(), rank, tp).items():
             assert torch.equal(staged[name][: len(value)], value), name
@@ -224,6 +224,6 @@ def test_tensors_that_the_rank_holds_in_another_order_than_they_travel_are_taken
     image = torch.zeros(order.nbytes, dtype=torch.uint8)
     for tensor, value in zip(order.tensors, (2.0, 1.0), strict=True):
         image[tensor.offset : tensor.offset + tensor.nbytes] = torch.full((64,), value).view(torch.uint8)
-    staging.receive(bucket, partial(fill, image))
+    staging.receive(bucket, partial(fill, image))()
     arena.commit(staging)
     assert (model.first.tolist(), model.second.tolist()) == ([1.0] * 64, [2.0] * 64)

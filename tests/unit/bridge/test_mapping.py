@@ -126,7 +126,7 @@ def received(arena: Arena, weights: dict[str, Tensor]) -> Staging:
         place.copy_(weights[tensor.name].reshape(-1).view(torch.uint8))
     staging = arena.make_staging()
     for bucket in arena.manifest.buckets(1000):
-        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))
+        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))()
     return staging
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Senders, ack_key, go_key
-from atroposlib.wire.senders import messages, sender_ack_key
+from atroposlib.wire.senders import sender_ack_key
 from example_trainer.bridges.direct import _Joined, with_layouts
 from tests.unit.bridge.test_arena import manifest, wire_image
 from tests.unit.bridge.test_nccl_groups import FakeNccl, nccl
@@ -63,15 +63,15 @@ class Ranks:
     def send_buckets(self, sender: int, weights: Weights, buckets: slice = slice(None)) -> None:
         """What a rank sends of these buckets."""
         image, joined = wire_image(weights), self.senders[sender]
-        for bucket in joined.buckets[buckets]:
-            for message in messages(bucket, joined.senders, sender):
+        for carried in joined.messages[buckets]:
+            for message in carried:
                 packed = torch.zeros(message.nbytes, dtype=torch.uint8)
                 for (tensor, part), place in message.packed():
                     whole = image[tensor.offset :][: tensor.nbytes].view(torch.float32).view(tensor.shape)
                     held = whole[tuple(slice(each.start, each.stop) for each in part)]
                     packed[place].view(torch.float32).copy_(held.reshape(-1))
-                for work in joined.groups.begin(packed):
-                    work.wait()
+                for transfer in joined.groups.begin(packed):
+                    transfer.wait()
 
     def send(self, version: int, weights: Weights) -> None:
         """All of them, at the same time; each until it is acknowledged."""
@@ -136,7 +136,7 @@ def test_a_sender_that_dies_in_the_middle_is_named_and_the_others_hear_of_it(wor
     ranks.send(1, weights(1))
     serve(workers, "a", 1)
     ranks.begin(2)
-    list(ranks.pool.map(lambda sender: ranks.send_buckets(sender, weights(2), slice(0, 1)), range(2)))
+    list(ranks.pool.map(lambda sender: ranks.send_buckets(sender, weights(2), slice(0, 2 - sender)), range(2)))
     died = time.monotonic()
     del ranks.senders[1].groups  # its connections close, as when its process ends
     wait_for_state(workers, "failed")
@@ -145,7 +145,7 @@ def test_a_sender_that_dies_in_the_middle_is_named_and_the_others_hear_of_it(wor
         assert worker.worker.bridge_staged("a", 2) is False
         assert worker.serves(weights(1))
     with pytest.raises(RuntimeError, match=r"Connection closed|reset|Broken pipe"):
-        ranks.send_buckets(0, weights(2), slice(1, None))
+        ranks.send_buckets(0, weights(2), slice(2, None))
     assert time.monotonic() - died < TIMEOUT_S / 2
     another = Ranks(workers, Senders(2), session="b")
     another.send(2, weights(5))

@@ -68,16 +68,15 @@ def drill_sending(act: str) -> None:
         transfers += 1
         if transfers == 2:
             joined, begun = sender._joined[session], []
-            begin, packed = joined.groups.begin, drilled(act, sender._bytes, min(2, len(joined.buckets)))
+            begin, packed = joined.groups.begin, drilled(act, sender._bytes, min(2, len(joined.messages)))
 
             def beginning(buffer: Any) -> Any:
-                works = begin(buffer)
-                begun.extend(works)
-                return works
+                begun.extend(more := begin(buffer))
+                return more
 
             def packing(*arguments: Any) -> Any:
-                for work in begun:
-                    work.wait()
+                for transfer in begun:
+                    transfer.wait()
                 return packed(*arguments)
 
             joined.groups.begin, sender._bytes = beginning, packing

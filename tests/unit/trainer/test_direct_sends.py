@@ -256,7 +256,7 @@ def test_a_bucket_is_not_overwritten_while_it_is_sent_and_each_transfer_has_the_
             images.append(torch.zeros(manifest.nbytes, dtype=torch.uint8))
             for bucket in manifest.buckets(bucket_bytes):
                 time.sleep(0.1)
-                several.fill(bucket, images[-1][bucket.start : bucket.end])
+                several.begin(bucket, images[-1][bucket.start : bucket.end])()
             for sender in range(2):
                 store.set(sender_ack_key("s", transfer, 0, sender), "")
         return images
