@@ -102,7 +102,7 @@ class Groups:
             self.data.broadcast([chunk], from_rank_0()).wait()
 
     def begin(self, buffer: torch.Tensor) -> list[Transfer]:
-        """As `broadcast`, by messages that are still under way. Over Gloo, a message of 1 MB takes half of the processor
+        """As `broadcast`, by messages that are still under way. Over Gloo, one of 1 MB takes half of the processor
         time of a broadcast. None for NCCL, where the groups of one device take turns, in the same order on all workers,
         so that none waits for another.
         """
