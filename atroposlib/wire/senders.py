@@ -1,7 +1,7 @@
-"""What each of several senders of a broadcast sends (protocol 2): a pure function of the manifest and the offer, which
+"""What each of several senders sends (protocol 2): a pure function of the manifest and the offer, which
 trainer and workers compute alike.
 
-    bucket ──▶ the sender's block of each tensor ──▶ messages, each one broadcast
+    bucket ──▶ the sender's block of each tensor ──▶ messages to every worker
 
 A block is what the sender holds of a tensor, row-major. A large block whose bytes lie together in the bucket is a
 message by itself, which neither side copies; the others of a bucket are packed into one message.
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The bytes of one broadcast: of pieces, one after the other, each from a multiple of PIECE_ALIGNMENT on."""
+    """Bytes that are sent at once: of pieces, one after the other, each from a multiple of PIECE_ALIGNMENT on."""
 
     pieces: tuple[Piece, ...]
 
