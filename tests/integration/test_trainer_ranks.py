@@ -106,6 +106,24 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_leaves_the_last_version_ser
     assert sync_and_probe(server) <= PARITY
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.nightly
+def test_ranks_with_copies_of_key_value_heads_gather_and_vllm_agrees(vllm_server: Server, tmp_path: Path) -> None:
+    """Four ranks split two key-value heads."""
+    flags, copies = ("--trainer-ranks", "4", "--tp-size", "4"), "several trainer ranks hold each key-value head"
+    status, said = train(vllm_server, tmp_path, ["example_trainer/grpo.py"], "", *flags)
+    assert status == 0, said[-3000:]
+    assert f"Trainer rank 0 sends the weights of all ranks: {copies}" in said
+    found = parities(said)
+    assert len(found) == 2  # at the start, and after an update
+    assert max(found) <= PARITY, found
+
+    status, said = train(vllm_server, tmp_path, ["example_trainer/grpo.py"], "", *flags, "--bridge-sends", "direct")
+    assert status == 1, said[-3000:]
+    assert f"grpo: error: --bridge-sends direct: {copies}" in said
+    expect_serving(vllm_server)
+
+
 def expect_serving(server: Server) -> None:
     """It answers in time."""
     start = time.monotonic()

@@ -116,7 +116,7 @@ def _served_version(sessions: Sessions, body: bytes) -> int:
         return sessions.serving.policy_version
     try:
         _, version = lora.resolve(msgspec.json.decode(body, type=_Asked).model)
-    except (msgspec.DecodeError, Refused):  # vLLM itself reports it
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Refused):  # vLLM itself reports it
         return sessions.serving.policy_version
     return version
 

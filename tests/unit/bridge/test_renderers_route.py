@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,11 +11,13 @@ import pytest
 from fastapi import FastAPI, Request
 from packaging.version import Version
 
+from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.sessions import Call, digest
 from tests.unit.bridge.fake_engine import FakeEngine, serving
 from tests.unit.bridge.test_bridge_state import committed, opened
 from vllm_patching import compat
-from vllm_patching.http.renderers import Conversations
+from vllm_patching.engines.adapters import AdapterEngine
+from vllm_patching.http.renderers import Conversations, _served_version
 
 ROUTE = "/renderers/inference/v1/generate"
 BODY = {"model": "m", "token_ids": [5, 6], "sampling_params": {"logprobs": 1}}
@@ -137,6 +140,14 @@ async def test_errors_and_what_is_no_json_come_as_vllm_gave_them() -> None:
         streamed = await client.post(ROUTE, json=BODY, headers={"X-Session-ID": "a"})
     assert (refused.status_code, refused.json()["detail"]) == (400, "too long")
     assert (streamed.status_code, streamed.content) == (200, b"data: {}\n\n")
+
+
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"x": ' + b"[" * 100_000, b'{"model": 1}', b"{"])
+def test_a_body_that_cannot_be_read_samples_from_no_adapter(body: bytes) -> None:
+    """vLLM reports it."""
+    lora = object.__new__(AdapterEngine)
+    sessions: Any = SimpleNamespace(engines={AdapterOffer: lora}, serving=SimpleNamespace(policy_version=3))
+    assert _served_version(sessions, body) == 3
 
 
 @pytest.mark.parametrize("session", ["", "x" * 129, "a\tb"])
