@@ -102,7 +102,7 @@ def test_both_are_trained_and_one_that_is_killed_comes_back(run: Run) -> None:
     assert {"api", "vllm-1", "vllm-2", "trainer", "env"} <= pids.keys()
     status = run.command("status", str(run.folder))
     assert all(f"  {name} " in status for name in ("vllm-1", "vllm-2"))
-    assert status.count("healthy") == 3  # and the batching API
+    assert status.count("healthy") == 4  # and the batching API and the page
     assert all((run.folder / f"{name}.log").stat().st_size for name in ("vllm-1", "vllm-2"))
     (start,) = json.loads((run.folder / "run.json").read_text())["starts"]
     urls = {start["services"][name]["url"] for name in ("vllm-1", "vllm-2")}
