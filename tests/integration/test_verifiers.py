@@ -74,16 +74,8 @@ def test_an_unchanged_taskset_is_trained_by_one_flag(tmp_path: Path) -> None:
     run = tmp_path / f"verifiers-{uuid.uuid4().hex[:8]}"
     ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
     where = ["--runs", str(tmp_path), "--run-name", run.name]
-    small = [
-        "--env.group_size",
-        "4",
-        "--env.steps_per_eval",
-        "0",
-        "--env.max_new_tokens",
-        "24",
-        "--env.max_batches_offpolicy",
-        "0",
-    ]
+    small = ["--env.group_size", "4", "--env.steps_per_eval", "0", "--env.max_new_tokens", "24"]
+    small += ["--env.max_batches_offpolicy", "0"]
     small += ["--trainer.batch_size", "4", "--trainer.seq_len", "256", "--vllm.max_model_len", "256"]
     words = ["verifiers", "--env.taskset", str(mine), "--steps", "2", *small, *ports, *where]
     done = launch("train", *words, cwd=tmp_path, timeout_s=2400)

@@ -278,7 +278,7 @@ class Receiver:
     base: int | None = None  # the version whose words `fill` must find in its buffer
     on_device = False  # whether `fill` writes only to the device that vLLM computes on
     bucket_bytes = 64 << 20  # received in pieces of this size
-    ahead = 0  # buckets that begin before an earlier one is complete
+    window = 0  # bytes that may be under way at once, of several buckets; one bucket may have more
 
     def __init__(self, offer: Any, rank: int) -> None:
         self.offer = offer

@@ -25,7 +25,7 @@ from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
 from vllm_patching.several_senders import SeveralSenders
 
 POLL_S = 0.01  # seconds between two looks for a transfer
-AHEAD = 3  # buckets that senders may send before an earlier one is complete: fewer wait for their turn
+WINDOW = 4  # buckets that senders may send at once: with fewer, they wait for their turn
 MAX_SENDERS = 1024  # a worker has a group with each
 
 
@@ -91,7 +91,7 @@ class BroadcastReceiver(Receiver):
                 with transport.naming(f"trainer rank {sender} of {senders.count} did not join"):
                     self._join(group_name(offer.session, sender))
             self._several = SeveralSenders(senders, self._groups)
-            self.ahead = AHEAD if offer.backend == "gloo" else 0
+            self.window = WINDOW * offer.bucket_bytes if offer.backend == "gloo" else 0
         log.info(
             "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",
             offer.session,

@@ -132,19 +132,19 @@ class WeightUpdater:
             offer.trainer,
         )
         begun = time.perf_counter()
-        under_way: deque[Callable[[], None]] = deque()
+        under_way: deque[tuple[int, Callable[[], None]]] = deque()  # the start of a bucket, and what completes it
         for bucket in buckets:
+            while under_way and bucket.end - under_way[0][0] > receiver.window:
+                under_way.popleft()[1]()
             complete = staging.receive(
                 bucket,
                 partial(receiver.fill, bucket),
                 on_live=receiver.base is not None,
                 on_device=receiver.on_device,
             )
-            under_way.append(complete)
-            if len(under_way) > receiver.ahead:
-                under_way.popleft()()
-        for complete in under_way:
-            complete()
+            under_way.append((bucket.start, complete))
+        while under_way:
+            under_way.popleft()[1]()
         if self._arena.device.type == "cuda":
             torch.cuda.current_stream(self._arena.device).synchronize()
         seconds = time.perf_counter() - begun
