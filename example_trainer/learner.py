@@ -329,16 +329,15 @@ class Learner:
 
     def _failures(self, act: Callable[[], None]) -> list[str]:
         """What of `act` failed on which rank, on every rank. Peers are servers' here, so their loss ends no rank."""
-        failure = ""
+        line = torch.empty(0, dtype=torch.uint8)
         try:
             act()
         except AtroposError:
             raise
         except (RuntimeError, CannotSend) as error:
-            failure = f"trainer rank {self.ranks.rank}: {describe(error)}"
-        line = msgspec.json.encode(failure) + b"\n"
-        lines = self.ranks.rows(torch.frombuffer(bytearray(line), dtype=torch.uint8))
-        return [each for each in msgspec.json.Decoder(str).decode_lines(lines.numpy().tobytes()) if each]
+            failure = msgspec.json.encode(f"trainer rank {self.ranks.rank}: {describe(error)}")
+            line = torch.frombuffer(bytearray(failure + b"\n"), dtype=torch.uint8)
+        return msgspec.json.Decoder(str).decode_lines(self.ranks.rows(line).numpy().tobytes())
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""

@@ -219,6 +219,8 @@ class Ranks:
             return column
         mine = column.detach().cpu()
         lengths = [int(length) for length in self._gathered(torch.tensor([len(mine)]))]
+        if max(lengths) == 0:
+            return mine
         padded = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
         return torch.cat([row[:length] for row, length in zip(self._gathered(padded), lengths, strict=True)])
 

@@ -29,32 +29,35 @@ class SeveralSenders:
         """Begin to fill `buffer`, flat uint8 [end - start], except for gaps between parameters; what completes it.
         Buckets are completed in the order in which they have begun. Both raise PeerLost, naming the sender.
         """
-        under_way: list[tuple[int, list[transport.Transfer]]] = []
+        under_way: list[list[transport.Transfer]] = []  # of each sender
         packed: list[tuple[Message, torch.Tensor]] = []
         for sender, (groups, carried) in enumerate(zip(self._groups, self._of(bucket), strict=True)):
+            targets = []
             for message in carried:
-                place = message.place(bucket)
-                target = buffer[place] if place is not None else self._memory(message.nbytes, buffer)
-                if place is None:
-                    packed.append((message, target))
-                with self._naming(sender):
-                    under_way.append((sender, groups.begin(target[: message.nbytes])))
+                if message.in_bucket is not None:
+                    targets.append(buffer[message.in_bucket])
+                else:
+                    memory = self._memory(message.nbytes, buffer)
+                    packed.append((message, memory))
+                    targets.append(memory[: message.nbytes])
+            with self._naming(sender):
+                under_way.append([transfer for target in targets for transfer in groups.begin(target)])
         return partial(self._complete, bucket, buffer, under_way, packed)
 
     def _complete(
         self,
         bucket: Bucket,
         buffer: torch.Tensor,
-        under_way: list[tuple[int, list[transport.Transfer]]],
+        under_way: list[list[transport.Transfer]],
         packed: list[tuple[Message, torch.Tensor]],
     ) -> None:
-        for sender, transfers in under_way:
+        for sender, transfers in enumerate(under_way):
             with self._naming(sender):
                 for transfer in transfers:
                     transfer.wait()
-        for message, target in packed:
-            unpack(message, target, bucket, buffer)
-            self._scratch.append(target)
+        for message, memory in packed:
+            unpack(message, memory, bucket, buffer)
+            self._scratch.append(memory)
 
     def _of(self, bucket: Bucket) -> list[list[Message]]:
         if bucket.start not in self._messages:  # the same in every transfer

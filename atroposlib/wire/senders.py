@@ -46,28 +46,13 @@ class Message(NamedTuple):
     """Bytes that are sent at once: of pieces, one after the other, each from a multiple of PIECE_ALIGNMENT on."""
 
     pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        *_, (last, place) = self.packed()
-        return int(place.start) + last.nbytes
+    places: tuple[slice, ...]  # the bytes of the message that each piece is
+    nbytes: int
+    in_bucket: slice | None  # the bytes of the bucket that the message is; None if it is packed from several places
 
     def packed(self) -> Iterator[tuple[Piece, slice]]:
         """Each piece with its bytes of the message."""
-        start = 0
-        for piece in self.pieces:
-            yield piece, slice(start, start + piece.nbytes)
-            start += -(-piece.nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-
-    def place(self, bucket: Bucket) -> slice | None:
-        """The bytes of the bucket that the message is, or None if it is packed from several places."""
-        piece, *others = self.pieces
-        if others or not piece.together:
-            return None
-        start = piece.tensor.offset - bucket.start
-        if piece.block:
-            start += piece.block[0].start * (piece.tensor.nbytes // piece.tensor.shape[0])
-        return slice(start, start + piece.nbytes)
+        return zip(self.pieces, self.places, strict=True)
 
 
 def block(tensor: WireTensor, senders: Senders, sender: int) -> Block:
@@ -88,9 +73,9 @@ def messages(bucket: Bucket, senders: Senders, sender: int) -> list[Message]:
     """What the sender sends of the bucket, in order."""
     pieces = [Piece(tensor, block(tensor, senders, sender)) for tensor in bucket.tensors]
     pieces = [piece for piece in pieces if piece.numel]
-    alone = [Message((piece,)) for piece in pieces if _alone(piece)]
+    alone = [_message(bucket, (piece,)) for piece in pieces if _alone(piece)]
     packed = tuple(piece for piece in pieces if not _alone(piece))
-    return [*alone, Message(packed)] if packed else alone
+    return [*alone, _message(bucket, packed)] if packed else alone
 
 
 def layout_digest(buckets: Iterable[Bucket], senders: Senders, sender: int) -> str:
@@ -132,6 +117,25 @@ def group_name(session: str, sender: int) -> str:
 def sender_ack_key(session: str, sequence: int, rank: int, sender: int) -> str:
     """Store key under which worker `rank` reports that it has all that the sender sent in transfer `sequence`."""
     return f"{ack_key(session, sequence, rank)}/{sender}"
+
+
+def _message(bucket: Bucket, pieces: tuple[Piece, ...]) -> Message:
+    places, end = [], 0
+    for piece in pieces:
+        start = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        end = start + piece.nbytes
+        places.append(slice(start, end))
+    return Message(pieces, tuple(places), end, _in_bucket(bucket, pieces))
+
+
+def _in_bucket(bucket: Bucket, pieces: tuple[Piece, ...]) -> slice | None:
+    (tensor, block), *others = pieces
+    if others or not pieces[0].together:
+        return None
+    start = tensor.offset - bucket.start
+    if block:
+        start += block[0].start * (tensor.nbytes // tensor.shape[0])
+    return slice(start, start + pieces[0].nbytes)
 
 
 def _alone(piece: Piece) -> bool:

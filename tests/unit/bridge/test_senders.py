@@ -65,7 +65,7 @@ def test_every_byte_is_sent_exactly_once_and_comes_to_its_place(made: tuple[Mani
                         held = whole[tuple(slice(each.start, each.stop) for each in part)]
                         packed[place].view(dtype).copy_(held.reshape(-1))
                     once = received.clone()
-                    if (place_in_bucket := message.place(bucket)) is not None:
+                    if (place_in_bucket := message.in_bucket) is not None:
                         once[place_in_bucket] = packed
                         times[place_in_bucket] += 1
                     else:
@@ -104,8 +104,8 @@ def test_large_blocks_travel_as_they_lie_and_the_others_together() -> None:
     manifest = served([(600, 500), (3, 5), (2,)], ["float32"] * 3)
     (bucket,) = manifest.buckets(1 << 30)
     large, small = messages(bucket, Senders(2), 1)
-    assert large.place(bucket) == slice(600_000, 1_200_000)
-    assert small.place(bucket) is None
+    assert large.in_bucket == slice(600_000, 1_200_000)
+    assert small.in_bucket is None
     assert [piece.tensor.name for piece in small.pieces] == ["t1", "t2"]
     assert small.nbytes == 24 + 4  # 20 bytes, and the next multiple of 8
 

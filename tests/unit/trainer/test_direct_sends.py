@@ -93,7 +93,7 @@ def test_what_all_ranks_send_is_the_whole_image_once(
                 for message, packed in zip(carried, sender._bytes(carried, Memory()), strict=True):
                     assert (packed.dtype, packed.shape) == (torch.uint8, (message.nbytes,))
                     sent += sum(piece.nbytes for piece in message.pieces)
-                    if (place := message.place(bucket)) is not None:
+                    if (place := message.in_bucket) is not None:
                         buffer[place] = packed
                     else:
                         unpack(message, packed, bucket, buffer)
