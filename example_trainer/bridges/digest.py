@@ -14,7 +14,7 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.weights.source import WeightSource
 from vllm_patching.memory.digest import digest
 
-BUCKET_BYTES = 16 << 20  # as a transfer over Gloo, whose memory is used again
+BUCKET_BYTES = 16 << 20  # of the weights that are looked at at once
 
 
 def differing(source: WeightSource, manifest: Manifest, vllm: VllmClient, policy_version: int) -> list[str]:
@@ -28,8 +28,8 @@ def differing(source: WeightSource, manifest: Manifest, vllm: VllmClient, policy
     for shard in (shard for rank in live.ranks for shard in rank):
         shards.setdefault(shard.name, set()).add(shard)
     found: list[str] = []
-    buckets = manifest.buckets(BUCKET_BYTES)
-    for bucket, packed in zip(buckets, source.stream(buckets), strict=True):
+    for bucket in manifest.buckets(BUCKET_BYTES):
+        packed = source.bucket(bucket)
         for tensor in bucket.tensors:
             whole, parts = _whole(bucket, tensor, packed), shards.get(tensor.name, ())
             if not parts or any(digest(_part(whole, shard)) != shard.digest for shard in parts):

@@ -140,7 +140,7 @@ class GatheredWeights(WeightSource):
         return dict(self._shapes)
 
     def bucket(self, bucket: Bucket) -> Tensor:
-        return self._packed(bucket, Memory())
+        return self._packed(bucket, self._memory[0])
 
     def stream(self, buckets: Sequence[Bucket]) -> Generator[Tensor, None, None]:
         """While some buckets are sent the ranks gather the next ones."""

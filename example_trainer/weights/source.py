@@ -28,7 +28,8 @@ class WeightSource(Protocol):
     def bucket(self, bucket: Bucket) -> Tensor:
         """Flat uint8 [end - start]: the bucket's tensors at their offsets, cast to the dtype that vLLM serves.
 
-        It may be a view of the weights themselves, so nobody writes to it, and it is sent before they change.
+        It may be a view of the weights themselves, so nobody writes to it, and it is sent before they change. The next
+        bucket may take its memory.
         """
 
     def stream(self, buckets: Sequence[Bucket]) -> Generator[Tensor, None, None]:
