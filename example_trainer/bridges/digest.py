@@ -14,7 +14,7 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.weights.source import WeightSource
 from vllm_patching.memory.digest import digest
 
-BUCKET_BYTES = 16 << 20  # of the weights that are looked at at once
+BUCKET_BYTES = 64 << 20  # of the weights, gathered and compared at once: to ask the ranks takes milliseconds
 
 
 def differing(source: WeightSource, manifest: Manifest, vllm: VllmClient, policy_version: int) -> list[str]:
