@@ -8,7 +8,7 @@ here, and pydantic checks them.
 import argparse
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -130,9 +130,11 @@ def parse(
     epilog: str = "",
     defaults: Mapping[str, Any] | None = None,
     usage: str = USAGE,
+    elsewhere: Callable[[], Mapping[str, str]] = dict,
 ) -> tuple[dict[str, Any], argparse.Namespace]:
     """The values of `argv` by path, joined by dots, and `config` and `dry_run`. Exits 0 after `--help` and `--version`.
 
+    `elsewhere` has the names of other programs' flags, and how they are written here: for the hint at an unknown flag.
     Raises ConfigError.
     """
     parser = make_parser(keys, prog, about, epilog, defaults or {}, usage)
@@ -147,7 +149,9 @@ def parse(
         raise ConfigError(f"unexpected argument {rest[0]!r}: flags start with '--'")
     if rest:
         spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
-        likely = nearest(spelled.replace("-", "_"), [spelling for key in keys for spelling in key.spellings])
+        name = spelled.replace("-", "_")
+        theirs = elsewhere().get(name)
+        likely = nearest(theirs or name, [theirs] if theirs else [each for key in keys for each in key.spellings])
         raise ConfigError(f"unknown flag --{spelled}{likely} (--help lists all)")
     by_path = {".".join(key.path): key for key in keys}
     values = {

@@ -19,8 +19,11 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from atroposlib import flags as flag_parser
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, keys_of
+from example_trainer.config import TrainerConfig
 from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.inference_servers import Port
 from example_trainer.launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
@@ -177,7 +180,13 @@ def read_command_line(
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     words = _sort(argv, flags)
     values, typed = flag_parser.parse(
-        keys_of(flags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE[prog]
+        keys_of(flags),
+        words.own,
+        prog=prog,
+        about=_about(words, prog),
+        epilog=MORE,
+        usage=USAGE[prog],
+        elsewhere=_flags_of_programs,
     )
     given = _checked(values, flags)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
@@ -206,6 +215,18 @@ def read_command_line(
     return Asked(
         run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
     )
+
+
+def _flags_of_programs() -> dict[str, str]:
+    """`lr`: `trainer.lr`, as a run has the flag. Of two programs with one flag, the trainer's."""
+    programs = {"api": RunApiConfig, "env": BaseEnvConfig, "trainer": TrainerConfig}
+    named = {
+        flag.removeprefix("--").replace("-", "_"): program
+        for program, tree in programs.items()
+        for key in keys_of(tree)
+        for flag in (*key.flags, *key.negations)
+    }
+    return {name: f"{program}.{name}" for name, program in named.items()}
 
 
 def _machines(given: RunFlags, dry_run: bool) -> Machines:

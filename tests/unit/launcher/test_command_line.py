@@ -15,6 +15,10 @@ __all__ = ["no_processes"]
 
 WRONG = [
     (["--stepz", "3"], "unknown flag --stepz; did you mean 'steps'?"),
+    (["--lr", "1e-5"], "unknown flag --lr; did you mean 'trainer.lr'?"),
+    (["--group-size=4"], "unknown flag --group-size; did you mean 'env.group_size'?"),
+    (["--bridge-sends", "direct"], "unknown flag --bridge-sends; did you mean 'trainer.bridge_sends'?"),
+    (["--no-overlap"], "unknown flag --no-overlap; did you mean 'trainer.no_overlap'?"),
     (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got '0')"),
     (["--steps"], "--steps expects a value"),
     (["--trainer-ranks", "two"], "--trainer-ranks: "),
