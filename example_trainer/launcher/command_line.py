@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
@@ -219,7 +219,7 @@ def read_command_line(
 
 def _flags_of_programs() -> dict[str, str]:
     """`lr`: `trainer.lr`, as a run has the flag. Of two programs with one flag, the trainer's."""
-    programs = {"api": RunApiConfig, "env": BaseEnvConfig, "trainer": TrainerConfig}
+    programs: dict[str, type[BaseModel]] = {"api": RunApiConfig, "env": BaseEnvConfig, "trainer": TrainerConfig}
     named = {
         flag.removeprefix("--").replace("-", "_"): program
         for program, tree in programs.items()
