@@ -117,9 +117,10 @@ def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
     name = f"{setting}-{arm}-{seed}"
     rows = config.rows / folder_of(processor()) / f"{name}.json"
     if rows.is_file():
+        if (steps := len(read_run(rows).steps)) != config.steps:
+            raise TrainerError(f"{rows} has {steps} steps, not {config.steps}: give --steps {steps} or other --rows")
         print(f"{name}: finished before, {rows}", flush=True)
         return
-    shutil.rmtree(config.runs / name, ignore_errors=True)
     flags = flags_of(config, setting, arm, seed)
     folder = launched(config.runs, name, flags, config.limit_s)
     keep(rows, finished(folder, setting, arm, seed, flags))
@@ -173,14 +174,22 @@ def commit() -> str:
 # --- tables and figure ----------------------------------------------------------------------------------------------
 
 
+def read_run(path: Path) -> FinishedRun:
+    """The rows of a file. Raises TrainerError that names it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FinishedRun)
+    except msgspec.DecodeError as error:
+        raise TrainerError(f"{path} is damaged: {error}; remove it, and its run starts again") from error
+
+
 def read_finished(config: Experiment) -> dict[Compared, dict[Arm, list[FinishedRun]]]:
     """All finished runs, by what makes them comparable, then by arm, seeds in order."""
     found: dict[Compared, dict[Arm, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     paths = sorted(config.rows.rglob("*.json"))
     if not paths:
-        raise TrainerError(f"{config.rows} has no run: drop --report")
+        raise TrainerError(f"{config.rows} has no run: drop --report, and choose arms that the settings have")
     for path in paths:
-        run = msgspec.json.decode(path.read_bytes(), type=FinishedRun)
+        run = read_run(path)
         found[run.table][run.arm].append(run)
     order = {setting: nth for nth, setting in enumerate(SETTINGS)}
     return {key: found[key] for key in sorted(found, key=lambda key: (key[0], order[key[1]], key[2]))}

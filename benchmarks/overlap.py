@@ -14,6 +14,7 @@ import argparse
 import statistics
 from pathlib import Path
 
+from atroposlib.errors import one_line_errors
 from benchmarks.shared.launched import launched
 from example_trainer.plot import Rows, read_rows
 
@@ -84,10 +85,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/overlap"))
     parser.add_argument("--read", type=Path, help="directory of earlier runs")
     options = parser.parse_args()
-    if options.read is None:
-        for arm in ARMS:
-            launched(options.runs, folder(arm), command(arm, options.steps, options.groups_at_once), limit_s=3600)
-    print(table(options.read or options.runs))
+    with one_line_errors("overlap"):
+        if options.read is None:
+            for arm in ARMS:
+                launched(options.runs, folder(arm), command(arm, options.steps, options.groups_at_once), limit_s=3600)
+        print(table(options.read or options.runs))
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def compare_kernels(names: list[str], work: Path, options: argparse.Namespace) -
 
 def main() -> None:
     """Run what is asked for, or one arm when started by the parent."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", help="directory of the model; default is a random one of SmolLM2-135M's shape")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm in each comparison")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")

@@ -32,6 +32,7 @@ class Block:
     end: int
     context: tuple[int, ...] = ()  # indices of blocks, the beginning of the sequence first
     mask: Tensor | None = None  # [queries, keys], 0 or -inf; None: causal, aligned at the ends
+    is_square: bool = False  # the context's queries are computed again, so that there is no mask
     recomputed: bool = False  # in the backward pass, which then needs no copies of the context
 
     @property
@@ -75,6 +76,15 @@ def attention_blocks(
             parent = parents[parent]
         inside = range(starts.index(start), starts.index(end))
         block = Block(start, end, tuple(context[::-1]), recomputed=bool(context) and copied > starts[-1])
+        before = depths[inside[0]]
+        if (
+            len(inside) == 1
+            and not on_gpu
+            and _is_square(end - start, before)
+            and _sees_all(end - start + before, window)
+        ):
+            found.append(replace(block, is_square=before > 0))
+            continue
         seen = _mask(inside, lengths, parents, depths, window, device)
         if seen is not None:
             mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
@@ -86,6 +96,17 @@ def attention_blocks(
 def knows_causal_contexts(device: torch.device) -> bool:
     """Whether torch computes queries behind a context without a mask: by FlashAttention, which then takes none."""
     return device.type == "cuda"
+
+
+def _sees_all(tokens: int, window: int | None) -> bool:
+    return window is None or tokens <= window
+
+
+def _is_square(size: int, before: int) -> bool:
+    """Whether `size` queries behind a context cost less together with those of the context: on a CPU, where torch skips
+    half of a square, and computes all of a mask.
+    """
+    return CAUSAL * (before + size) < size
 
 
 def _depth(segment: int, lengths: Sequence[int], depths: Sequence[int]) -> int:
@@ -100,7 +121,10 @@ def _cheapest(lengths: Sequence[int], parents: Sequence[int], depths: Sequence[i
 
     def block(start: int, end: int, parent: int, several: bool) -> _Part:
         size, before = end - start, _depth(parent, lengths, depths)
-        scores = size * (before + size) * (masked if several else 1.0 if before else CAUSAL)
+        if several:
+            scores = masked * size * (before + size)
+        else:
+            scores = min(1.0 * size, CAUSAL * (before + size)) * (before + size)
         if several and scores > LARGEST_MASK:
             scores = float("inf")
         return _Part(start, end, parent, CALL + scores + COPIED * before, [(start, end, parent)])
@@ -144,7 +168,7 @@ def _mask(
     longest = max(_depth(segment, lengths, depths) for segment in inside)
     before = depths[inside[0]]
     known = not before or knows_causal_contexts(device)
-    if len(inside) == 1 and known and (window is None or longest <= window):
+    if len(inside) == 1 and known and _sees_all(longest, window):
         return None
     sees = torch.eye(len(inside), dtype=torch.bool)  # of each segment: itself and those that it continues
     for at, segment in enumerate(inside):

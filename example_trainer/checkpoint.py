@@ -25,6 +25,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -224,6 +225,17 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
         raise CheckpointError(
             f"{folder / STATE} cannot be loaded ({type(error).__name__}); resume from another step_N directory"
         ) from error
+    try:
+        return _restored(state, folder, optimizer, model, rank)
+    except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
+        raise CheckpointError(
+            f"{folder / STATE} is not what this trainer writes ({type(error).__name__}: {error}); resume from another"
+            " step_N directory"
+        ) from error
+
+
+def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module | None, rank: int) -> Progress:
+    """As `restore`, from what its file has; raises whatever Python does for other contents."""
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder / STATE} contains the moments of {state['optimizer']}, but this run uses "
@@ -246,7 +258,7 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
         if torch.cuda.is_available() and state["generators"]["cuda"]:
             torch.cuda.set_rng_state_all(state["generators"]["cuda"])
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progress(**state["progress"])
+    return msgspec.convert(state["progress"], Progress)
 
 
 def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:

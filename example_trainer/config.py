@@ -59,7 +59,7 @@ class ModelSettings(Config):
             " Default: all that the process may use"
         ),
     )
-    kernels: Literal["auto"] | Kernels = Field(
+    kernels: Literal["auto", Kernels] = Field(
         "auto",
         description=(
             "kernels of matrix products on a CPU: torch (PyTorch's own, MKL on x86), onednn, or bfloat16 (oneDNN on"

@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.dtype = dtype
         product = onednn_product(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype))
-        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
+        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:

@@ -328,7 +328,9 @@ class Learner:
         self._sender.leave(session)
 
     def _failures(self, act: Callable[[], None]) -> list[str]:
-        """What of `act` failed on which rank, on every rank. Peers are servers' here, so their loss ends no rank."""
+        """What of `act` failed on which rank, on every rank. Peers are servers' here, so their loss ends no rank; how
+        long they may take is the bridge's limit.
+        """
         line = torch.empty(0, dtype=torch.uint8)
         try:
             act()
@@ -337,6 +339,7 @@ class Learner:
         except (RuntimeError, CannotSend) as error:
             failure = msgspec.json.encode(f"trainer rank {self.ranks.rank}: {describe(error)}")
             line = torch.frombuffer(bytearray(failure + b"\n"), dtype=torch.uint8)
+        self.ranks.meet()
         return msgspec.json.Decoder(str).decode_lines(self.ranks.rows(line).numpy().tobytes())
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:

@@ -186,6 +186,14 @@ class Training:
             return most_tokens(config.micro_batch_tokens, config.seq_len)
         return max(config.micro_batch_tokens, config.seq_len)
 
+    @property
+    def masks(self) -> int:
+        """Of attention behind a shared prefix, on a CPU: at most 0.65 of a row's square, of which two rows are kept
+        (attention_blocks.py).
+        """
+        shares = self.config.shares_prefixes and not self.on_gpu
+        return int(2 * 0.65 * FLOAT32 * self.tokens**2) if shares else 0
+
     @cached_property
     def activations(self) -> int:
         """Bytes that autograd saves in one micro-batch, and the largest gradients of them."""
@@ -240,7 +248,7 @@ class Training:
         """What one rank's device holds at once."""
         stays = [*self.states["device"], *([MemoryItem("CUDA and NCCL, about", CUDA)] if self.on_gpu else [])]
         size, layer, shard = self.own, self.own.layer, self.shard
-        activations = MemoryItem("activations of one micro-batch", self.activations)
+        activations = MemoryItem("activations of one micro-batch", self.activations + self.masks)
         logits = MemoryItem("logits, --logits-chunk-mb", self.logits)
         if not self.is_sharded or self.config.bridge.same_devices:
             gradient = MemoryItem("a tensor's next gradient", 0 if self.adapter else FLOAT32 * size.largest)

@@ -67,22 +67,31 @@ def tree_attention(
     outputs = []
     for index, (block, of_block) in enumerate(zip(blocks, queries, strict=True)):
         seen = (*block.context, index)
-        parts = [keys[at] for at in seen], [values[at] for at in seen]
+        asked = [queries[at] for at in seen] if block.is_square else [of_block]
+        parts = asked, [keys[at] for at in seen], [values[at] for at in seen]
         if block.recomputed and torch.is_grad_enabled():
             result: Any = checkpoint(
-                _attention, of_block, *parts, block.mask, scaling, use_reentrant=False, preserve_rng_state=False
+                _attention, *parts, block.mask, scaling, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            result = _attention(of_block, *parts, block.mask, scaling)
+            result = _attention(*parts, block.mask, scaling)
         outputs.append(result)
     return torch.cat(outputs, 2)
 
 
 def _attention(
-    query: Tensor, keys_of: list[Tensor], values_of: list[Tensor], mask: Tensor | None, scaling: float | None
+    queries_of: list[Tensor],
+    keys_of: list[Tensor],
+    values_of: list[Tensor],
+    mask: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
-    """Of one block, whose keys and values come in parts; without a mask it is causal, the last query seeing all."""
-    key, value = (parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (keys_of, values_of))
+    """Of one block, the last of the queries, which come in parts, as keys and values do; without a mask it is causal,
+    the last query seeing all.
+    """
+    query, key, value = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (queries_of, keys_of, values_of)
+    )
     size, keys = query.shape[2], key.shape[2]
     bias: Any = mask
     if mask is None and size < keys:
@@ -91,7 +100,7 @@ def _attention(
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # FlashAttention takes neither; torch's memory-efficient kernel takes as many heads of keys as of queries
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
-    return F.scaled_dot_product_attention(
+    result = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -100,6 +109,7 @@ def _attention(
         scale=scaling,
         enable_gqa=key.shape[1] < query.shape[1],
     )
+    return result[:, :, -queries_of[-1].shape[2] :]
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, q_length: int, kv_length: int, **other: Any) -> Tensor | None:

@@ -141,6 +141,7 @@ class Ranks:
             self._send(payload)
             result = self._agreed(functools.partial(method, owner, *args))
             self._store.delete_key(self._key())
+            self._store.delete_key(f"met/{self._calls}")
         self._parted = False
         self._calls += 1
         return result
@@ -201,6 +202,24 @@ class Ranks:
         while not self._parted and self._store.add("left", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(LAST_PAUSE_S / 10)
 
+    def meet(self) -> None:
+        """Return when every rank has come here, once per call, however long the others take. Raises RanksLost if one is
+        gone, or gives no sign of life for --dist-timeout-s; ToldElsewhere if one has failed. A collective would also
+        end for a rank that is still at work after that time.
+        """
+        if self.size == 1:
+            return
+        key, pause_s = f"met/{self._calls}", FIRST_PAUSE_S
+        with self._store_of_rank_0():
+            came = self._store.add(key, 1)
+            while came < self.size:
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
+                self.check()
+                if self._store.add(FAILURES, 0):
+                    raise ToldElsewhere("another trainer rank failed")
+                came = self._store.add(key, 0)
+
     # --- sums over ranks ----------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
@@ -241,17 +260,22 @@ class Ranks:
 
     def _next_call(self) -> Call | None:
         pause_s = FIRST_PAUSE_S
-        try:
+        with self._store_of_rank_0():
             while not self._store.check([self._key()]):  # its `wait` logs a warning whenever its time is over
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
                 self.check()
             found = self._store.get(self._key())
+        return msgspec.json.decode(found, type=Call) if found else None
+
+    @contextmanager
+    def _store_of_rank_0(self) -> Iterator[None]:
+        try:
+            yield
         except TrainerError:
             raise
         except RuntimeError as error:
             raise RanksLost(f"trainer rank 0 of {self.size} is gone: {describe(error)}") from error
-        return msgspec.json.decode(found, type=Call) if found else None
 
     def _send(self, payload: bytes) -> None:
         if payload:

@@ -72,8 +72,7 @@ def cut(lengths: PySequence[int], common: PySequence[int], trained: PySequence[i
         longest = np.maximum.accumulate(size[part][::-1])[::-1]
         fits = used <= np.maximum(budget, longest + longest // 4)  # most_tokens of each
         fits[-1] = True  # a sequence goes alone, however long
-        start += 0 if fits.all() else len(fits) - int(fits[::-1].argmin())
-        costs = least[start : last + 1] + shared[start : last + 1] + PASS
+        costs = np.where(fits, least[part] + shared[part] + PASS, np.iinfo(np.int64).max)
         begins.append(start + int(costs.argmin()))
         least[last + 1] = costs.min()
     found, end = [], len(lengths)

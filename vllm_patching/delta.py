@@ -89,9 +89,10 @@ def receive(groups: Groups, buffer: Tensor, *, has_base: bool) -> None:
         words = piece if form == Form.WHOLE else piece.new_empty(count)
         if count:
             groups.broadcast(words.view(torch.uint8))
-        if form != Form.WHOLE and nbytes:
+        if form != Form.WHOLE and (count or nbytes):
             places = torch.empty(nbytes, dtype=torch.uint8, device=piece.device)
-            groups.broadcast(places)
+            if nbytes:
+                groups.broadcast(places)
             piece[decode(Form(form), places, count, len(piece))] = words
 
 

@@ -41,7 +41,7 @@ from example_trainer.launcher.run_file import (
 )
 from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
-from example_trainer.launcher.servers import Tree, each_server, on_machines, with_flag, with_ports
+from example_trainer.launcher.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
 from example_trainer.memory_plan import GB
 from example_trainer.modes import MODES
 
@@ -202,13 +202,15 @@ def read_command_line(
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
         bridge=check_kind(bridge) if bridge else None,
     )
+    machines = _machines(given, "dry_run" in typed)
     content = _with_ranks_of_vllm(read_run(source, choice), given, words.sections["trainer"])
+    if machines is not THIS_ONE:
+        content = _on_machines(content, machines)
     sections, content = _with_sections(words.sections, content, given)
+    if machines is not THIS_ONE:
+        expect_one_each(content.get("vllm") or {}, len(machines.serving))
     if given.vllm_port is not None:
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
-    machines = _machines(given, "dry_run" in typed)
-    if machines.several:
-        content = _on_machines(content, machines)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
@@ -239,7 +241,7 @@ def _machines(given: RunFlags, dry_run: bool) -> Machines:
 def _on_machines(content: Tree, machines: Machines) -> Tree:
     """`content` with a vLLM server for each machine that serves. Raises ConfigError."""
     mode = MODES.get(str((content.get("bridge") or {}).get("kind", "broadcast")))
-    if mode is not None and not mode.feeds_several:
+    if machines.several and mode is not None and not mode.feeds_several:
         raise ConfigError(
             f"--hosts needs a bridge that feeds several vLLM servers, and {mode.shown()} feeds one: choose --bridge"
             " broadcast"

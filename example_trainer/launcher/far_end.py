@@ -89,8 +89,8 @@ def prepare(job: dict[str, Any]) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in job["files"].items():
             file = Path(path)
-            if not file.is_file() or file.read_text(encoding="utf-8") != text:
-                file.write_text(text, encoding="utf-8")
+            if not file.is_file() or file.read_bytes() != text.encode():
+                file.write_bytes(text.encode())
         os.chdir(job["directory"] if Path(job["directory"]).is_dir() else folder)
     except OSError as error:
         return f"cannot write {folder} on {os.uname().nodename}: {error.strerror}; make it writable, or choose --runs"

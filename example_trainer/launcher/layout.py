@@ -167,19 +167,22 @@ class Need:
             return f"{why_not}: {ONE_PROCESS}"
         if not placement.on_gpus:
             return None
-        if why := self.serving_refusal(placement):
-            return ": ".join(why)
+        if lacks := self.serving_refusal(placement):
+            return ": ".join(lacks)
         training, room = self.training(placement)
-        return refusal(training, room, f"GPU {', '.join(placement.trainer)}") if room.lacks(training) > 0 else None
+        if room.lacks(training) <= 0:
+            return None
+        why = refusal(training, room, f"GPU {', '.join(placement.trainer)}")
+        return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
         """Why vLLM does not fit, and what to do; None where it does."""
         staged = self.host_staging(placement)
         if staged > self.host_memory:
             return (
-                f"vLLM needs {amount(staged)} of host memory for --bridge-staging host, and {amount(self.host_memory)}"
-                " are free",
-                "take --bridge-staging device, or use a smaller model",
+                f"vLLM needs {amount(staged)} of host memory for --vllm.bridge-staging host, and"
+                f" {amount(self.host_memory)} are free",
+                "give --vllm.bridge-staging device, or use a smaller model",
             )
         for index in range(len(placement.servers)):
             serving, taken = self.serving(placement, index), self.share(placement, index)
@@ -188,7 +191,7 @@ class Need:
             share = f" of which it may take {taken:.0%}"
             elsewhere = replace(serving, staging_on_host=True)
             on_host = (
-                f", stage in host memory (--bridge-staging host, {amount(serving.ranks * elsewhere.host_staging)})"
+                f", stage in host memory (--vllm.bridge-staging host, {amount(serving.ranks * elsewhere.host_staging)})"
                 if not serving.staging_on_host and elsewhere.least <= taken * self.gpu
                 else ""
             )
@@ -196,7 +199,7 @@ class Need:
             return (
                 f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
                 f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
-                f"give vLLM more GPUs (--tensor-parallel-size){on_host}, choose mode lora, which needs no"
+                f"give vLLM more GPUs (--vllm.tensor-parallel-size){on_host}, choose --bridge lora, which needs no"
                 " staging, or use a smaller model",
             )
         return None
@@ -314,6 +317,8 @@ def place(
     else:
         found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
     found = [placement for placement in found if trainer_ranks(config, placement) % shared == 0] or found
+    if typed != "auto":
+        found = [placement for placement in found if len(placement.trainer) * training >= int(typed)] or found
     if need is None:
         return found[0]
     sized = [_with_shares(placement, need) for placement in found]

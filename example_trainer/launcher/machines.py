@@ -10,6 +10,7 @@ the user's (`--remote-command`), one for each service, and watched from here (re
 
 import re
 import shlex
+import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,6 +124,12 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
     _check(machines, path)
     if check_here and machines.several:
         _expect_here(machines.first, path)
+        program = shlex.split(remote)[0]
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"--remote-command {remote!r}: there is no program {program!r} here: install it, or give another"
+                " command that starts one on a machine"
+            )
     return machines
 
 

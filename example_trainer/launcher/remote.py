@@ -54,11 +54,16 @@ def run(asked: argparse.Namespace) -> int:
     wait = f"waiting at most {FIRST_S:.0f} s for a sign of life"
     print(f"Starting {asked.name} on {host}, {wait}: {shlex.join(words)}", flush=True)
     started = time.monotonic()
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        job = job_of(asked, os.environ)
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        print(f"{asked.name}: error: cannot start it on {host}: {error.filename}: {error.strerror}", flush=True)
+        return 1
     assert process.stdin is not None
     os.set_blocking(process.stdin.fileno(), False)
     try:
-        lost = converse(process, job_of(asked, os.environ), asked.silence_s)
+        lost = converse(process, job, asked.silence_s)
     except Asked:
         lost = ""
         process.stdin.close()  # the far end ends the service

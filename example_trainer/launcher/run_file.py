@@ -35,6 +35,7 @@ from example_trainer.launcher.servers import (
 from example_trainer.launcher.service import LAUNCHER, NAME, is_trainer
 from example_trainer.modes import LAUNCHED, MODES
 
+STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
 TAKEN = ("api", "trainer", "view", LAUNCHER)  # names of services, and so of their logs
@@ -159,6 +160,8 @@ class RunFile(Config):
     def _staging_suits_the_bridge(self) -> "RunFile":
         mode = LAUNCHED[self.kind]
         for staging in {server.get("bridge_staging") for server in self.servers}:
+            if staging not in (None, *STAGINGS):
+                raise ValueError(f"vllm.bridge_staging {staging}: expected one of {', '.join(STAGINGS)}")
             if staging == "none" and mode.vllm_copies > 1:
                 raise ValueError(
                     f"vllm.bridge_staging none: bridge {mode.shown()} needs memory in which vLLM receives new weights:"

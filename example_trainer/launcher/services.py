@@ -33,7 +33,7 @@ from example_trainer.launcher.sections import (
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import TRAINER, Service, trainer_name
 from example_trainer.modes import MODES
-from example_trainer.rank_processes import LOST, check_ranks, too_few_gpus
+from example_trainer.rank_processes import LOST, check_ranks
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
@@ -81,18 +81,27 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
 def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
     """Trainer ranks on each machine that trains. Raises ConfigError for ranks that cannot be shared out."""
     ranks, machines = trainer_ranks(trainer, site.placement), site.placement.machines
+    if machines > 1 and trainer.batch_invariant:
+        raise ConfigError(
+            f"--hosts: --batch-invariant trains on one device, but {machines} machines train: write `trainer` behind"
+            " the first host and `vllm` behind each other one, or drop the flag"
+        )
     if ranks % machines:
         raise ConfigError(
             f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
             f" {machines}, or auto"
         )
-    gpus = len(site.placement.trainer)
     try:
         check_ranks(trainer, ranks, sharded=ranks > 1)
-        if site.placement.on_gpus and ranks // machines > gpus:
-            raise too_few_gpus(ranks // machines, gpus)
     except TrainerError as error:
         raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
+    own = site.placement.trainer
+    if site.placement.on_gpus and ranks // machines > len(own):
+        others = ", ".join(dict.fromkeys(site.placement.vllm))
+        raise ConfigError(
+            f"{ranks // machines} trainer ranks on a machine, but its GPUs for the trainer are {', '.join(own)}; vLLM"
+            f" has {others}: lower --trainer-ranks, or give vLLM fewer GPUs (--vllm.tensor-parallel-size)"
+        )
     return ranks // machines
 
 
@@ -172,9 +181,17 @@ def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], share
 
 
 def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
-    """What ranks on other machines must find in the run's directory, and what to do where they do not."""
+    """What ranks on other machines must find in the run's directory, and what to do where they do not. Raises
+    ConfigError for checkpoints that are to be elsewhere.
+    """
     saved = trainer.save_path
     if trainer.checkpoint_format != "hf":
+        if not saved.absolute().is_relative_to(site.run_dir.absolute()):
+            raise ConfigError(
+                f"--hosts: each rank writes its part of a checkpoint to --trainer.save-path {saved}, but whether all"
+                f" machines share a directory is only checked for the run's, {site.run_dir}: leave the flag out and"
+                " choose --runs, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
+            )
         remedy = (
             f"each rank writes its part of a checkpoint to {saved}: put --runs on a file system that all machines"
             " share, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"

@@ -20,7 +20,7 @@ from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.cpu_cores import shown_cores
-from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
+from example_trainer.launcher.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.core_layout import place_cores
 from example_trainer.launcher.diagnosis import Diagnosis
@@ -33,7 +33,7 @@ from example_trainer.launcher.layout import (
     ranks_of_single_copy,
     served_dtype,
 )
-from example_trainer.launcher.machines import Machines
+from example_trainer.launcher.machines import MachineFlags, Machines
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
@@ -191,7 +191,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
     if need is not None and (why := need.refusal(plan.site.placement)):
         if not asked.dry_run:
             print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
-        raise ConfigError(f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA")
+        raise ConfigError(why)
 
 
 def ports_line(asked: Asked, site: Site) -> str:
@@ -273,10 +273,17 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
     elif site.machines.several and (site.run_dir / "run.yaml").is_file():
         console.say(
             "To continue from the last checkpoint, wait until all machines answer or remove the lost one from the hosts"
-            f" file, then run: atropos train --resume {os.path.relpath(site.run_dir)}"
-            f" --hosts {asked.given.model_dump().get('hosts')}"
+            f" file, then run: atropos train --resume {shlex.quote(os.path.relpath(site.run_dir))}"
+            f" {shlex.join(flags_of_machines(asked.given))}"
         )
     return status
+
+
+def flags_of_machines(given: RunFlags) -> list[str]:
+    """The flags of machines that were typed; a run does not keep them."""
+    fields = MachineFlags.model_fields
+    typed = given.model_dump(include=set(fields), exclude_defaults=True)
+    return [word for name, value in typed.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
 
 
 def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:

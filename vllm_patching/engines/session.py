@@ -103,8 +103,8 @@ class Sessions:
         """Begin the session that a trainer offers. If it raises Refused, nothing has changed."""
         engine = self.engine_for(type(offer))
         async with self.lock:
-            await engine.fits(offer)
             await self.refuse_second_trainer()
+            await engine.fits(offer)
             if self._session is not None:
                 await self.end(self._session)
             for other in self.engines.values():

@@ -156,6 +156,17 @@ def test_float32_weights_travel_as_halves_of_which_the_upper_ones_stay() -> None
     assert sent.nbytes < 0.6 * now.nbytes
 
 
+@pytest.mark.parametrize("form", [Form.GAPS, Form.BITMAP])
+def test_words_without_their_places_are_refused(form: Form) -> None:
+    link = Link(2000)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(delta.receive, link.worker, link.staging, has_base=True)
+        link.trainer.announce(torch.tensor([form, 2, 0]))
+        link.trainer.broadcast(torch.ones(2, dtype=torch.int16).view(torch.uint8))
+        with pytest.raises(transport.TransportError, match="0 places of changed words came for 2 words"):
+            receiving.result()
+
+
 def test_a_worker_without_the_base_refuses_what_has_changed_since_it() -> None:
     link = Link(2000, timeout_s=2.0)
     now = changed(link.sent_last.view(torch.int16), [3]).view(torch.uint8)

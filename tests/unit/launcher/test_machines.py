@@ -14,6 +14,8 @@ from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, pla
 
 __all__ = ["no_processes"]
 
+HERE = "env MACHINE={host}"  # a remote command that any machine has
+
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +65,40 @@ def test_the_first_machine_is_this_one_and_not_by_loopback(tmp_path: Path) -> No
         read_machines(Path(hosts(tmp_path, "127.0.0.1\n198.51.100.9\n")), SSH, 30)
     own = [each.address for held in psutil.net_if_addrs().values() for each in held if each.family.name == "AF_INET"]
     for address in (each for each in own if not each.startswith("127.")):
-        assert read_machines(Path(hosts(tmp_path, f"{address}\n198.51.100.9\n")), SSH, 30).first == address
+        assert read_machines(Path(hosts(tmp_path, f"{address}\n198.51.100.9\n")), HERE, 30).first == address
+
+
+def test_a_remote_command_that_is_not_here_is_named(tmp_path: Path) -> None:
+    own = [each.address for held in psutil.net_if_addrs().values() for each in held if each.family.name == "AF_INET"]
+    here = next(each for each in own if not each.startswith("127."))
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program' here: install it"):
+        read_machines(Path(hosts(tmp_path, f"{here}\n198.51.100.9\n")), "no-such-program {host}", 30)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
+    """As the docs say: its run file, and a hosts file without that machine."""
+    both = plan("arithmetic", "--hosts", hosts(tmp_path, "10.0.0.1\n10.0.0.2\n"), run_dir=tmp_path / "run")
+    kept = tmp_path / "lost.yaml"
+    kept.write_text(both.files["run.yaml"])
+    assert "count: 2" in both.files["run.yaml"]
+    alone = plan(str(kept), "--hosts", hosts(tmp_path, "10.0.0.1\n"), run_dir=tmp_path / "again")
+    assert [service.name for service in alone.services] == ["api", "vllm", "trainer", "env"]
+
+
+def test_more_machines_serve_than_a_run_has_servers(tmp_path: Path) -> None:
+    many = hosts(tmp_path, "".join(f"10.0.0.{number}\n" for number in range(1, 67)))
+    with pytest.raises(ConfigError, match="--hosts names 66 machines that serve, and a run has at most 64 vLLM"):
+        ask_for("arithmetic", "--hosts", many)
+
+
+def test_the_command_that_continues_has_the_flags_of_machines_that_were_typed(tmp_path: Path) -> None:
+    flags = ["--hosts", hosts(tmp_path, "10.0.0.1\n10.0.0.2\n"), "--remote-command", "srun --nodelist={host}"]
+    assert train.flags_of_machines(ask_for("arithmetic", *flags).given) == flags
+    assert train.flags_of_machines(ask_for("arithmetic", *flags, "--host-timeout", "60").given)[4:] == [
+        "--host-timeout",
+        "60.0",
+    ]
 
 
 def on_two(folder: Path, *words: str, text: str = "10.0.0.1\n10.0.0.2\n") -> dict[str, Service]:
@@ -133,7 +168,11 @@ def test_gpus_are_those_of_each_machine(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["--bridge", "single_copy"], "--hosts needs a bridge that feeds several vLLM servers"),
         (["--trainer-ranks", "3"], "3 cannot be shared out evenly over 2 machines"),
-        (["--batch-invariant"], "--batch-invariant trains on one device, but this trainer has 2 ranks"),
+        (["--batch-invariant"], "--batch-invariant trains on one device, but 2 machines train: write `trainer` behind"),
+        (["--trainer.save-path", "/data/x"], "only checked for the run's, .*: leave the flag out and choose --runs"),
+        (["--vllm.count", "3"], "--vllm.count 3, but --hosts names 2 machines that serve, and each runs one server"),
+        (["--vllm.3.seed", "7"], "the vLLM servers of this run are 1 to 2"),
+        (["--vllm-port", "1,2,3"], "is 3 ports, but this run has 2 vLLM"),
     ],
 )
 def test_what_one_machine_alone_can_do_is_refused(words: list[str], why: str, tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def begun(words: list[str], log: Path) -> tuple["subprocess.Popen[bytes]", psuti
     return near, service
 
 
+def test_a_remote_command_that_cannot_be_started_is_one_line(tmp_path: Path) -> None:
+    done = run(near_end(tmp_path, ["true"], remote="no-such-program {host}"))
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[1:] == [
+        "vllm-2: error: cannot start it on gpu02: no-such-program: No such file or directory"
+    ]
+    assert done.stderr == ""
+
+
 def test_what_the_service_writes_arrives_with_its_exit_status(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['MACHINE'], os.environ['VLLM_API_KEY'], os.environ['MINE']); sys.exit(3)"
     done = run(

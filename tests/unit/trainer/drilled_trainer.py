@@ -3,8 +3,8 @@
 WHERE is a method of Learner, at its second call; `sending`, in the middle of the second transfer of its rows to vLLM;
 `join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
 error to raise, or TELL: then every call prints what it returns. DRILL="all transfers MEMORY" harms nobody: each rank
-prints what it holds while weights are handed over. The command line is grpo.py's, and like that it starts its ranks by
-its own command.
+prints what it holds while weights are handed over. With "1 sending SLOW" rank 1 sends for longer than the others. The
+command line is grpo.py's, and like that it starts its ranks by its own command.
 """
 
 import json
@@ -26,6 +26,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.rank_processes import Place
 from tests.unit.trainer.process_memory import anonymous_memory
 
+SLOW_S = 7.0  # that a rank sends for longer than the others
 ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("drilled"), "MemoryError": MemoryError()}
 
 
@@ -66,7 +67,7 @@ def drill_sending(act: str) -> None:
     def sending(sender: Any, session: str) -> None:
         nonlocal transfers
         transfers += 1
-        if transfers == 2:
+        if transfers == 2 and act != "SLOW":
             joined, begun = sender._joined[session], []
             begin, packed = joined.groups.begin, drilled(act, sender._bytes, min(2, len(joined.messages)))
 
@@ -81,6 +82,8 @@ def drill_sending(act: str) -> None:
 
             joined.groups.begin, sender._bytes = beginning, packing
         send(sender, session)
+        if act == "SLOW":
+            time.sleep(SLOW_S)
 
     setattr(RowSender, "send", sending)  # noqa: B010
 

@@ -2,16 +2,18 @@
 old steps.
 """
 
+import io
 import json
 import pickle
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import AdamW
 
-from example_trainer.checkpoint import STATE, find_checkpoint, restore, verify
+from example_trainer.checkpoint import STATE, Progress, about, find_checkpoint, restore, verify
 from example_trainer.weights.written import CheckpointError, write_folder
 
 
@@ -86,6 +88,37 @@ def test_a_state_that_is_as_the_manifest_says_but_cannot_be_loaded_is_one_line(t
     with pytest.raises(CheckpointError, match=r"trainer_state.pt cannot be loaded \(.*; resume from") as refused:
         restore(tmp_path / "step_1", AdamW([torch.nn.Parameter(torch.zeros(2))]))
     assert str(refused.value).isprintable()
+
+
+CONTENTS: dict[str, Any] = {
+    "not a mapping": [1],
+    "no generators": {"generators": {}},
+    "a step as text": {"progress": {"step": "3"}},
+    "kernels that are a list": {"progress": {"kernels": ["onednn"]}},
+    "no progress": {"progress": None},
+}
+
+
+@pytest.mark.parametrize("changes", CONTENTS.values(), ids=CONTENTS)
+def test_a_state_with_other_contents_is_one_line(tmp_path: Path, changes: Any) -> None:
+    optimizer, state = AdamW([torch.nn.Parameter(torch.zeros(2))]), io.BytesIO()
+    whole = {**about(Progress(), optimizer), "moments": {}, "generators": {"torch": torch.get_rng_state(), "cuda": []}}
+    torch.save(whole | changes if isinstance(changes, dict) else changes, state)
+    write_folder(tmp_path / "step_1", partial(write_state, state.getvalue()), 100)
+    with pytest.raises(
+        CheckpointError, match=r"trainer_state.pt is not what this trainer writes \(.*; resume from"
+    ) as no:
+        restore(tmp_path / "step_1", optimizer)
+    assert str(no.value).isprintable()
+
+
+def test_a_state_of_a_later_release_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    optimizer, state = AdamW([torch.nn.Parameter(torch.zeros(2))]), io.BytesIO()
+    whole = {**about(Progress(step=3), optimizer), "moments": {}}
+    whole["progress"]["later"] = 1
+    torch.save({**whole, "generators": {"torch": torch.get_rng_state(), "cuda": []}}, state)
+    write_folder(tmp_path / "step_1", partial(write_state, state.getvalue()), 100)
+    assert restore(tmp_path / "step_1", optimizer).step == 3
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])

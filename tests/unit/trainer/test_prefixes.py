@@ -227,6 +227,17 @@ def test_long_answers_to_a_long_prompt_are_computed_apart_and_short_ones_togethe
     assert [(block.size, block.context) for block in short] == [(500, ()), (8, (0,))]
 
 
+def test_a_long_answer_to_a_short_prompt_is_computed_with_it_again_instead_of_under_a_mask() -> None:
+    def blocks(prompt: int, window: int | None = None) -> list[tuple[bool, bool]]:
+        row = (prompt, 1000, 900), (-1, 0, 0)
+        found = attention_blocks.attention_blocks(*row, window, CPU, torch.float32)
+        return [(block.mask is None, block.is_square) for block in found]
+
+    assert blocks(17) == blocks(17, window=1017) == [(True, False), (True, True), (True, True)]
+    assert blocks(17, window=950) == [(True, False), (False, False), (True, True)]
+    assert blocks(700) == [(True, False), (False, False), (False, False)]
+
+
 def test_a_gpu_needs_no_mask_for_an_answer_behind_its_prompt() -> None:
     def masks(device: torch.device, answer: int) -> list[bool]:
         lengths = (500, answer, answer)
@@ -242,8 +253,8 @@ def test_without_a_mask_the_last_query_sees_every_key() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, size, 8) for heads, size in ((4, 3), (2, 7), (2, 7)))
     mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
-    expected = packed_attention._attention(query, [key], [value], mask, None)
-    torch.testing.assert_close(packed_attention._attention(query, [key], [value], None, None), expected)
+    expected = packed_attention._attention([query], [key], [value], mask, None)
+    torch.testing.assert_close(packed_attention._attention([query], [key], [value], None, None), expected)
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------

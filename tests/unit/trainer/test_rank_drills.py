@@ -264,6 +264,12 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the
     assert (drills.server.senders, drills.server.version) == (2, 0)
 
 
+def test_a_rank_that_sends_for_longer_than_the_ranks_deadline_is_waited_for(drills: Drills) -> None:
+    with drilled(drills, "1 sending SLOW", "--dist-timeout-s", "5") as trainer:
+        trainer.ends(0)
+    assert (drills.server.senders, drills.server.version) == (2, 2)
+
+
 def test_an_error_of_one_rank_is_everyones_and_printed_once(drills: Drills) -> None:
     """Also where the others wait for that rank in a forward pass."""
     with drilled(drills, "1 gradients TrainerError") as trainer:
