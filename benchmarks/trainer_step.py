@@ -33,6 +33,7 @@ Settings = dict[str, Any]
 SHARED: dict[str, tuple[int, int, tuple[int, int], tuple[int, int]]] = {
     "prefixes of 8 questions of 17 tokens, 8 answers each": (8, 8, (17, 17), (20, 41)),
     "prefixes of a prompt of 1,000 tokens, 8 answers of 100": (1, 8, (1000, 1000), (1100, 1100)),
+    "prefixes of a prompt of 17 tokens, 4 answers of 1,000": (1, 4, (17, 17), (1017, 1017)),
 }
 
 
