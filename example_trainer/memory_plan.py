@@ -213,7 +213,7 @@ class Training:
         four values (c times its width): before and after the activation, the other factor, the product. A Qwen3 norms
         queries and keys, too. A token that takes k experts has k times what is saved of one, and the input and output
         of each (c each, times the width). Where prefixes are shared, keys and values are copied for the calls of
-        attention, at most twice the row's (attention_blocks.py).
+        attention, at most twice the row's, and on a CPU queries and outputs of long answers (attention_blocks.py).
         """
         c, size = self.width, self.own
         query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.inner
@@ -221,7 +221,7 @@ class Training:
         token += 2 * c * size.experts_per_token * size.hidden
         token += FLOAT32 * (size.heads or query // 64)
         if self.config.shares_prefixes:
-            token += 2 * 2 * c * keys
+            token += 2 * 2 * c * keys + (0 if self.on_gpu else 2 * c * query)
         if any(name.endswith("q_norm.weight") for name in size.shapes):
             token += (FLOAT32 + c) * (query + keys)
         return token * self.tokens

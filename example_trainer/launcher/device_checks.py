@@ -176,7 +176,7 @@ def check_gpu_memory(
     least = min(gpus, key=lambda gpu: gpu.free)
     need = _need(mode, model, served_dtype, least.free, servers, tp, staging_on_host)
     if not running and (why := need.serving_refusal(placement)):
-        return Finding("fail", name, *why)
+        return Finding("fail", name, *(text.replace("--vllm.", "--") for text in why))  # as the doctor has these flags
     training, room = need.training(placement)
     if running and placement.is_shared:
         room = Room(least.free, room.host)  # what vLLM takes is not free

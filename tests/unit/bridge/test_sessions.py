@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -86,10 +87,14 @@ async def test_a_version_is_served_once_every_rank_has_staged_it(
 
 
 async def test_an_offer_that_does_not_fit_leaves_the_session_that_is_open(
-    opened: tuple[Sessions, EngineWithWorkers],
+    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does it take the server's time while the trainer of that session lives."""
     sessions, _ = opened
     await sessions.open(offer(broadcast_offer(world_size=3)))
+    with pytest.raises(Refused, match="holds session s for another 30 s: stop it"):
+        await sessions.open(offer(broadcast_offer(world_size=2, session="t")))
+    monkeypatch.setattr(sessions, "refuse_second_trainer", AsyncMock())  # as if it were gone
     for wrong, message in [
         (broadcast_offer(world_size=2, session="t"), "world_size 2: this server has 2 worker"),
         (broadcast_offer(world_size=3, session="t", manifest_digest="d" * 64), "have different models"),

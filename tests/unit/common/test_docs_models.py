@@ -170,14 +170,14 @@ SAVING = ("--trainer.gradient-checkpointing", "--vllm.gpu-memory-utilization", "
 
 @pytest.mark.usefixtures("no_processes")
 def test_the_guides_layout_of_72_billion_takes_host_memory_for_states_and_staging() -> None:
-    with pytest.raises(ConfigError, match=r"stage in host memory \(--bridge-staging host, 145\.4 GB\)"):
+    with pytest.raises(ConfigError, match=r"stage in host memory \(--vllm.bridge-staging host, 145\.4 GB\)"):
         expect_fit(*LARGE, *SAVING, "--host-memory", "1320")
     on_host = (*LARGE, *SAVING, "--vllm.bridge-staging", "host")
     expect_fit(*on_host, "--host-memory", "1320")
     with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks, and 80\.0 GB are free"):
         expect_fit(*on_host, "--host-memory", "1300")  # enough for the states alone
     with pytest.raises(
-        ConfigError, match=r"145\.4 GB of host memory for --bridge-staging host, and 140\.0 GB are free"
+        ConfigError, match=r"145\.4 GB of host memory for --vllm.bridge-staging host, and 140\.0 GB are free"
     ):
         expect_fit(*on_host, "--host-memory", "140")
 
@@ -188,7 +188,7 @@ def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves(tmp_pat
     apart = (*LARGE[:2], "--trainer.gradient-checkpointing", "--gpus", "8x80", "--hosts", str(tmp_path / "hosts.txt"))
     on_host = (*apart, "--vllm.bridge-staging", "host")
     with pytest.raises(
-        ConfigError, match=r"145\.4 GB of host memory for --bridge-staging host, and 100\.0 GB are free"
+        ConfigError, match=r"145\.4 GB of host memory for --vllm.bridge-staging host, and 100\.0 GB are free"
     ):
         expect_fit(*on_host, "--host-memory", "100")
     expect_fit(*on_host, "--host-memory", "150")  # of each machine, and not of all servers

@@ -211,7 +211,7 @@ def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Findi
 @pytest.mark.parametrize(
     ("host", "level", "fragment"),
     [
-        (60 * GB, "fail", "vLLM needs 65.5 GB of host memory for --bridge-staging host, and 60.0 GB are free: take"),
+        (60 * GB, "fail", "vLLM needs 65.5 GB of host memory for --bridge-staging host, and 60.0 GB are free: give"),
         (580 * GB, "fail", "GB are free"),
         (600 * GB, "ok", "KV cache 512 MiB; and 61.0 GiB of host memory, page-locked"),
     ],

@@ -167,7 +167,10 @@ def test_the_trainer_gets_gpus_that_its_sizes_divide(
     ("words", "why"),
     [
         (("--gpus", "2x80", "--tp-size", "2"), "^--tp-size 2 does not divide the 1 trainer rank: give"),
-        (("--gpus", "8x80", "--tp-size", "2", "--trainer-ranks", "8"), "8 trainer ranks on this machine, but "),
+        (
+            ("--gpus", "8x80", "--tp-size", "2", "--trainer-ranks", "8"),
+            "8 trainer ranks on a machine, but its GPUs",
+        ),
         (
             ("--gpus", "4x80", "--trainer.fsdp-size", "2", "--layout.vllm", "0", "--layout.trainer", "1,2,3"),
             "^--fsdp-size 2 does not divide",
