@@ -209,16 +209,16 @@ class Ranks:
         """
         if self.size == 1:
             return
-        key, pause_s = f"met/{self._calls}", FIRST_PAUSE_S
+        key = f"met/{self._calls}"
+
+        def all_came() -> bool:
+            if self._store.add(FAILURES, 0):
+                raise ToldElsewhere("another trainer rank failed")
+            return self._store.add(key, 0) == self.size
+
         with self._store_of_rank_0():
-            came = self._store.add(key, 1)
-            while came < self.size:
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
-                self.check()
-                if self._store.add(FAILURES, 0):
-                    raise ToldElsewhere("another trainer rank failed")
-                came = self._store.add(key, 0)
+            self._store.add(key, 1)
+            self._look_until(all_came)
 
     # --- sums over ranks ----------------------------------------------------------------------------------------------
 
@@ -259,14 +259,19 @@ class Ranks:
         return f"call/{self._calls}"
 
     def _next_call(self) -> Call | None:
-        pause_s = FIRST_PAUSE_S
         with self._store_of_rank_0():
-            while not self._store.check([self._key()]):  # its `wait` logs a warning whenever its time is over
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
-                self.check()
+            # the store's own `wait` logs a warning whenever its time is over
+            self._look_until(lambda: self._store.check([self._key()]))
             found = self._store.get(self._key())
         return msgspec.json.decode(found, type=Call) if found else None
+
+    def _look_until(self, done: Callable[[], bool]) -> None:
+        """Return once `done`, after longer and longer pauses. Raises RanksLost as `check` does."""
+        pause_s = FIRST_PAUSE_S
+        while not done():
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
+            self.check()
 
     @contextmanager
     def _store_of_rank_0(self) -> Iterator[None]:
