@@ -2,7 +2,8 @@
 
 The routes are in http/routes.py. While the weights must not be served, http/gate.py answers 503 for all routes that
 generate; while the engine does not answer, http/engine_watch.py does so for /health and the bridge too. All routes,
-vLLM's own included, answer only requests for one of the server's host names, and none that a web page sends.
+vLLM's own included, answer only requests for one of the server's host names, none that a web page sends, and where the
+server has a key, only those that carry it (http/keys.py).
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
 from vllm_patching.http.engine_watch import EngineWatch
 from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, GeneratingTime, Timed, Unavailable
-from vllm_patching.http.routes import add_routes, bears_key
+from vllm_patching.http.keys import RequireKey, bears_key
+from vllm_patching.http.routes import add_routes
 from vllm_patching.http.tool_calls import ToolCallParsing
 
 log = compat.init_logger("vllm.atropos_bridge")
@@ -54,8 +56,7 @@ class BridgeEndpoints:
         await serving.start()
         state.sessions = Sessions(serving, engines_of(serving))
         state.tool_calls = ToolCallParsing(engine_client, getattr(args, "tool_call_parser", None))
-        state.generate_keys = compat.api_keys(args)
-        self._guard_hosts(args, state.generate_keys)
+        self._guard_hosts(args, compat.api_keys(args))
         state.engine_watch.start(engine_client, getattr(args, "engine_deadline_s", ENGINE_DEADLINE_S))
         on = "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1"
         log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if serving.bridge_on else on)
@@ -66,4 +67,5 @@ class BridgeEndpoints:
         """
         hosts = OwnHosts.of(args.host or "", getattr(args, "allowed_host", ()))
         inside = self._app.middleware_stack or self._app.build_middleware_stack()
-        self._app.middleware_stack = HostGuard(inside, hosts, bears_token=lambda scope: bears_key(scope, keys))
+        keyed = RequireKey(inside, keys)
+        self._app.middleware_stack = HostGuard(keyed, hosts, bears_token=lambda scope: bears_key(scope, keys))

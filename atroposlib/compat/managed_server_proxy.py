@@ -159,7 +159,7 @@ def create_app(  # noqa: C901  its routes
 
     @app.middleware("http")
     async def authorise(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if token and request.url.path != "/health" and not bears_token(request.scope):
+        if token and request.scope["path"] != "/health" and not bears_token(request.scope):
             return _error(401, "the Authorization header lacks the right bearer token")
         return await call_next(request)
 

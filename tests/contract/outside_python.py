@@ -53,6 +53,9 @@ TABLE = (
     Row(ENDPOINT, "required_tasks = ", "vllm", r"\brequired_tasks: "),
     Row(ENDPOINT, "state: Any, args", ENTRY, r"init_endpoint_plugins_state\(engine_client, state, args\)"),
     Row(ENDPOINT, "state.openai_serving_models", ENTRY, r"state\.openai_serving_models = "),
+    # who may come in: the keys as vLLM reads them, and that it serves the very app whose middleware we wrap
+    Row("vllm_patching/compat.py", "args.api_key or [envs", ENTRY, r"args\.api_key or \[envs\.VLLM_API_KEY\]"),
+    Row(ENDPOINT, "self._app.middleware_stack = ", ENTRY, r"await serve_http\(\s*app,"),
     # by name, so that no import shows them
     Row("vllm_patching/compat.py", "home.log_softmax", "vllm/model_executor", r"^def log_softmax\(input: .*, dim: "),
     Row("vllm_patching/compat.py", "mm_features=None", "vllm/v1/engine/__init__.py", r"^    mm_features: .*None"),

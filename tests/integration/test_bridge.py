@@ -391,7 +391,7 @@ def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_se
 
 def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Server) -> None:
     """vLLM's own routes too, and before its CORS middleware, which allows every origin."""
-    paths = requests.get(f"{vllm_server.url}/openapi.json", timeout=30).json()["paths"]
+    paths = requests.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
     assert {"/health", "/v1/models", "/tokenize", "/generate", "/v1/bridge/status"} <= set(paths)
     preflight = {"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
     for headers in ({"Host": "evil.test"}, {"Sec-Fetch-Site": "cross-site"}, preflight, preflight | AUTHORIZED):
@@ -402,6 +402,21 @@ def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Serv
                 assert "access-control-allow-origin" not in reply.headers
     named = {"Host": "vllm.cluster.local:80"}
     assert requests.get(f"{vllm_server.url}/health", headers=named | AUTHORIZED, timeout=30).status_code == 200
+
+
+def test_no_route_of_the_server_but_health_answers_without_the_key(vllm_server: Server) -> None:
+    """The running engine too: /invocations samples, and vLLM itself does not guard it."""
+    paths = requests.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
+    assert {"/invocations", "/tokenize", "/scale_elastic_ep"} <= set(paths)
+    chat = {"model": vllm_server.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for given in ({}, {"Authorization": "Bearer wrong"}):
+        for path, methods in [*paths.items(), ("/metrics", ["get"]), ("/docs", ["get"]), ("/nowhere", ["post"])]:
+            for method in {*methods, "options", "head"} if path != "/health" else ():
+                reply = requests.request(method, vllm_server.url + path, json=chat, headers=given, timeout=30)
+                assert reply.status_code == 401, (given, method, path, reply.text)
+    assert requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
+    reply = requests.post(f"{vllm_server.url}/invocations", json=chat, headers=AUTHORIZED, timeout=30)
+    assert reply.status_code == 200, reply.text
 
 
 def test_what_a_request_brings_is_escaped_in_the_log(vllm_server: Server) -> None:

@@ -1,6 +1,6 @@
 """The ASGI gate in front of routes that generate: it answers 503 with the reason while the weights must not be served.
 
-It runs inside vLLM's own authentication. /health, /metrics and all routes that only read stay open: the process is
+It runs inside the check of the key (keys.py). /health, /metrics and all routes that only read stay open: the process is
 healthy, and a supervisor must not restart it. A trainer's next complete sync opens the gate.
 """
 

@@ -14,20 +14,18 @@
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
            /renderers/...                     vLLM's own token route as the package `renderers` reads it (renderers.py)
 
-`/v1/*` is guarded by vLLM's `--api-key`; the other routes check the same key themselves. A refused request gets the
-reason, in the form of vLLM's own errors. It is not an HTTPException, because vLLM removes paths from the reason of one.
+keys.py guards all routes by the server's `--api-key`. A refused request gets the reason, in the form of vLLM's own
+errors. It is not an HTTPException, because vLLM removes paths from the reason of one.
 """
 
 import asyncio
-import hmac
 from collections.abc import Coroutine
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
 from msgspec import Struct
-from starlette.types import Receive, Scope, Send
 
 from atroposlib.wire.bridge import ServerActivity
 from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, TOKEN_ROUTE, SessionCalls
@@ -41,36 +39,25 @@ from vllm_patching.http.generate import run_generate
 from vllm_patching.http.renderers import Conversations, relayed, run_token_route
 
 
-class KeyChecked(APIRoute):
-    """Answers the 401 that vLLM's own middleware gives for /v1, before it reads a body."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keys: list[str] = scope["app"].state.generate_keys
-        if keys and not bears_key(scope, keys):
-            raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")
-        await super().handle(scope, receive, send)
-
-
 async def _sessions(request: Request) -> Any:
     return request.app.state.sessions
 
 
 Server = Annotated[Sessions, Depends(_sessions)]
 
-bridge = APIRouter(tags=["bridge"])
-keyed = APIRouter(route_class=KeyChecked)
+router = APIRouter()
+BRIDGE: list[str | Enum] = ["bridge"]
 
 
 def add_routes(app: FastAPI) -> None:
     """Answer for the bridge and under /generate; `app.state.sessions` is the server's Sessions."""
     app.state.conversations = Conversations()
-    app.include_router(bridge)
-    app.include_router(keyed)
+    app.include_router(router)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(WrongValue, _refusal)
 
 
-@bridge.get("/v1/bridge/status")
+@router.get("/v1/bridge/status", tags=BRIDGE)
 async def status(sessions: Server) -> Response:
     reply = msgspec.to_builtins(await sessions.status())
     if reply["max_lora_rank"] is None:  # a trainer recognises a server for adapters by this field
@@ -78,35 +65,35 @@ async def status(sessions: Server) -> Response:
     return _json(reply)
 
 
-@bridge.get("/v1/bridge/manifest")
+@router.get("/v1/bridge/manifest", tags=BRIDGE)
 async def manifest(sessions: Server) -> Response:
     return _json(await sessions.manifest())
 
 
-@bridge.get("/v1/bridge/digest")
+@router.get("/v1/bridge/digest", tags=BRIDGE)
 async def digest(sessions: Server) -> Response:
     return _json(await sessions.live())
 
 
-@bridge.get("/v1/bridge/activity")
+@router.get("/v1/bridge/activity", tags=BRIDGE)
 async def activity(request: Request) -> Response:
     return _json(ServerActivity(request.app.state.generating.seconds))
 
 
-@bridge.post("/v1/bridge/session/{session}/heartbeat")
-@bridge.post("/v1/bridge/adapter/session/{session}/heartbeat")
+@router.post("/v1/bridge/session/{session}/heartbeat", tags=BRIDGE)
+@router.post("/v1/bridge/adapter/session/{session}/heartbeat", tags=BRIDGE)
 async def heartbeat(sessions: Server, session: str) -> Response:
     return _json(await sessions.heartbeat(session))
 
 
-@bridge.delete("/v1/bridge/session/{session}")
-@bridge.delete("/v1/bridge/adapter/session/{session}")
+@router.delete("/v1/bridge/session/{session}", tags=BRIDGE)
+@router.delete("/v1/bridge/adapter/session/{session}", tags=BRIDGE)
 async def close_session(sessions: Server, session: str) -> Response:
     return await _whole(sessions.close(session))
 
 
 def _mount(route: Route) -> None:
-    @(bridge if route.path.startswith("/v1/") else keyed).post(route.path)
+    @router.post(route.path, tags=BRIDGE)
     async def act(sessions: Server, body: Annotated[Any, Body()]) -> Response:
         return await _whole(route.answer(sessions, body))
 
@@ -115,28 +102,28 @@ for route in ROUTES:
     _mount(route)
 
 
-@keyed.post("/generate", tags=["generate"])  # the ancestor's
-@keyed.post("/v1/generate", tags=["generate"])
+@router.post("/generate", tags=["generate"])  # the ancestor's
+@router.post("/v1/generate", tags=["generate"])
 async def generate(request: Request, sessions: Server, body: Annotated[dict[str, Any], Body()]) -> Response:
     return _json(await run_generate(request, sessions, body))
 
 
-@bridge.post(TOOL_CALLS, tags=["generate"])
+@router.post(TOOL_CALLS, tags=["generate"])
 async def parse_tool_calls(request: Request, body: Annotated[Any, Body()]) -> Response:
     return _json(await request.app.state.tool_calls.found(typed_body("body", body, ParseToolCalls)))
 
 
-@keyed.post(f"{PREFIX}{TOKEN_ROUTE}", tags=["generate"])
+@router.post(f"{PREFIX}{TOKEN_ROUTE}", tags=["generate"])
 async def generate_for_renderers(request: Request, sessions: Server) -> Response:
     return await run_token_route(request, sessions, request.app.state.conversations)
 
 
-@keyed.get(f"{PREFIX}{MODELS_ROUTE}", tags=["generate"])
+@router.get(f"{PREFIX}{MODELS_ROUTE}", tags=["generate"])
 async def models_for_renderers(request: Request) -> Response:
     return await relayed(request, MODELS_ROUTE)
 
 
-@keyed.get(f"{PREFIX}{SESSION_ROUTE}/{{session}}", tags=["generate"])
+@router.get(f"{PREFIX}{SESSION_ROUTE}/{{session}}", tags=["generate"])
 async def versions_of_session(request: Request, session: str) -> Response:
     return _json(SessionCalls(request.app.state.conversations.calls(session)))
 
@@ -155,10 +142,3 @@ async def _whole(act: Coroutine[Any, Any, Struct]) -> Response:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def bears_key(scope: Scope, keys: list[str]) -> bool:
-    """Whether the request carries one of the server's keys, as vLLM itself reads them."""
-    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, given = header.partition(b" ")
-    return scheme.lower() == b"bearer" and any([hmac.compare_digest(given, key.encode()) for key in keys])

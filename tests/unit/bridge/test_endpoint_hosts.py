@@ -22,7 +22,6 @@ def server(host: str | None = "127.0.0.1", *allowed: str, keys: tuple[str, ...] 
     endpoints = BridgeEndpoints()
     endpoints.attach_router(app)
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.state.generate_keys = list(keys)
     endpoints._guard_hosts(Namespace(host=host, allowed_host=list(allowed)), list(keys))
     return TestClient(app, base_url="http://127.0.0.1:9001")
 

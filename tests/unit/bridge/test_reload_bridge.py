@@ -44,7 +44,6 @@ def served(source: str) -> PreTrainedModel:
 def server(served: PreTrainedModel, tmp_path: Path) -> Iterator[FastAPI]:
     app = FastAPI()
     app.state.sessions, app.state.engine = make_sessions(tmp_path)
-    app.state.generate_keys = []
     add_routes(app)
     serve_model(app.state.engine, served)
     http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
