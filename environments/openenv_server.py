@@ -448,22 +448,6 @@ class OpenEnv(QuestionEnv):
 
     # --- evaluation and metrics -----------------------------------------------------------------------------------
 
-    async def _evaluate_one(self, item: Arguments, counter: Any) -> tuple[Arguments, Rollout, Scored]:
-        """An episode that failed is left out, as an answer without a score is."""
-        try:
-            return await super()._evaluate_one(item, counter)
-        except RolloutFailed as error:
-            log.warning("An episode of the evaluation failed, and is left out: %s", error)
-            counter.count()
-            return item, Rollout("", [], []), Scored(None)
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Raises RolloutFailed where no episode could be played."""
-        metrics = await super().evaluate(*args, **kwargs)
-        if not metrics["total"]:
-            raise RolloutFailed("no episode of the evaluation could be played; the warnings above say why")
-        return metrics
-
     async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Add how long episodes were, and how many of their actions were invalid."""
         played, self.played = self.played, []

@@ -30,10 +30,10 @@ from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.envs.errors import DataError, EnvError, PeerError
-from atroposlib.envs.failures import Failure, RolloutFailed, attempt
+from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Groups, Item, with_failed
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
@@ -267,16 +267,6 @@ class VerifiersEnv(QuestionEnv):
             groups.append(with_failed(group, Counter(failed)))
         self._note(played)
         return (groups[0] if len(groups) == 1 else groups), []
-
-    async def _evaluate_one(self, item: int, counter: Any) -> tuple[int, Rollout, Scored]:
-        """An episode that fails has no score, and the evaluation continues."""
-        async with self._eval_slots:
-            played = await attempt(self.rollouts(item, 1, "eval", 0.0, 1.0), self.config.rollout_limit_s)
-        counter.count()
-        if isinstance(played, Failure):
-            log.warning("An episode of the evaluation failed (%s): %s", played.cause, played)
-            return item, Rollout("", [], []), Scored(None)
-        return item, played[0], await self._score(item, played[0])
 
     def _note(self, played: list[PlayedEpisode]) -> None:
         for trace in (trace for episode in played for trace in episode.episode.traces):

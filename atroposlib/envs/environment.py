@@ -698,6 +698,10 @@ class EnvRun:
                 log.warning("%s: %s", text, failure)
         return left, failed
 
+    def note_unanswered(self, failure: Failure) -> None:
+        """Log why a held-out question has no score; the same reason once a minute."""
+        self.errors.note(failure.error, f"A held-out question has no score ({failure.cause})", WARNING)
+
     def note_failed_rollouts(self, failed: Mapping[str, int]) -> None:
         """Count rollouts that failed, by cause."""
         for cause, count in failed.items():

@@ -2,15 +2,85 @@
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from atroposlib.envs.failures import Failure
+from atroposlib.envs.payloads import Item
+from atroposlib.envs.rollouts import Rollout, Scored
+from atroposlib.wire.batching import CAUSES, Cause
+
+UNSCORED = "unscored"  # the metric that counts held-out questions without a score; with "_CAUSE" after it, by cause
 # Where the environments of the ancestor put their accuracy.
 ACCURACY_KEYS = ("accuracy", "eval/accuracy", "percent_correct", "eval/percent_correct")
+
+
+class EvaluationFailed(Exception):
+    """An evaluation has no accuracy, since too many of its questions have no score; `metrics` count them. To ask all of
+    them again would change nothing: each was tried again by itself.
+    """
+
+    def __init__(self, reason: str, metrics: Mapping[str, Any]) -> None:
+        super().__init__(reason)
+        self.metrics = metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A held-out question with its answer, and with `failure` where that has no score. The rollout is empty where
+    nothing was sampled.
+    """
+
+    item: Item
+    rollout: Rollout
+    scored: Scored
+    failure: Failure | None = None
+
+    @property
+    def error(self) -> str:
+        """Cause and reason of the failure."""
+        return "" if self.failure is None else f"{self.failure.cause}: {self.failure}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The held-out questions without a score, of `total`."""
+
+    total: int
+    failures: Sequence[Failure]
+
+    @classmethod
+    def of(cls, results: Sequence[Failure | None]) -> "Unanswered":
+        """Those of one evaluation: a result for each question, None for one with a score."""
+        return cls(len(results), [failure for failure in results if failure is not None])
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """Their counts by cause; nothing where all questions have a score."""
+        return {f"{UNSCORED}_{cause}": count for cause, count in self._by_cause.items()}
+
+    @property
+    def _by_cause(self) -> Counter[Cause]:
+        return Counter(failure.cause for failure in self.failures)
+
+    def check(self, allowed: float, metrics: Mapping[str, Any]) -> None:
+        """Raise EvaluationFailed for more than the share `allowed`, or where none has a score."""
+        count = len(self.failures)
+        if not self.total or (count < self.total and count <= allowed * self.total):
+            return
+        causes = ", ".join(f"{number} {cause}" for cause, number in self._by_cause.most_common())
+        # an error of the environment's own code is what its author can correct
+        shown = next((failure for failure in self.failures if not failure.is_expected), self.failures[0])
+        raise EvaluationFailed(
+            f"{count} of {self.total} held-out questions have no score ({causes}; --env.max_unscored {allowed:g}), one"
+            f" because of {shown}",
+            metrics,
+        )
 
 
 @dataclass(frozen=True)
@@ -26,7 +96,7 @@ class Evaluation:
     def line(self) -> str:
         """`Held-out accuracy 75.0 % (48/64) at policy version 5 (greedy, 3.4 s)`, with as much of it as is known."""
         count = (
-            f" ({self.metrics['correct']:.0f}/{self.metrics['total']:.0f})"
+            f" ({self.metrics['correct']:.0f}/{self.metrics['total']:.0f}{self._left_out})"
             if {"correct", "total"} <= self.metrics.keys()
             else ""
         )
@@ -34,6 +104,16 @@ class Evaluation:
         late = "" if self.served_version == self.policy_version else f" (with version {self.served_version} served)"
         decoding = "greedy, " if self.metrics.get("temperature") == 0 else ""
         return f"{result} at policy version {self.policy_version}{late} ({decoding}{self.seconds:.1f} s)"
+
+    @property
+    def _left_out(self) -> str:
+        """`; 2 unscored: 1 infrastructure, 1 timeout`; empty where every question has a score."""
+        unscored = self.metrics.get(UNSCORED, 0)
+        if not unscored:
+            return ""
+        counts = {cause: self.metrics.get(f"{UNSCORED}_{cause}", 0) for cause in CAUSES}
+        causes = ", ".join(f"{count:.0f} {cause}" for cause, count in counts.items() if count)
+        return f"; {unscored:.0f} unscored{f': {causes}' if causes else ''}"
 
     def record(self, env_name: str) -> dict[str, Any]:
         """Its line in evaluations.jsonl."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from atroposlib.envs import author_checks
 from atroposlib.envs.environment import Environment, EnvRun
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation_metrics import TABLE, table
 from atroposlib.envs.html_report import write_samples_html
 from atroposlib.files import write_whole
@@ -20,9 +22,14 @@ PAGE = "samples.html"
 
 
 async def evaluate_once(env: Environment, run: EnvRun) -> None:
-    """Evaluate and report. Raises ServerError, and what the author's method raises."""
-    started = time.monotonic()
-    returned = await author_checks.metrics(env.evaluate)
+    """Evaluate and report. Raises ServerError, EnvError for an evaluation without a result, and what the author's
+    method raises.
+    """
+    started, failed = time.monotonic(), ""
+    try:
+        returned = await author_checks.metrics(env.evaluate)
+    except EvaluationFailed as error:
+        returned, failed = error.metrics, str(error)
     title = f"{run.display_name}, {env.server.model_name}"
     metrics = {**run.eval_results, **(returned or {})}
     shown = table(title, {**metrics, "seconds": round(time.monotonic() - started, 1)})
@@ -32,6 +39,8 @@ async def evaluate_once(env: Environment, run: EnvRun) -> None:
         write_whole(folder / TABLE, shown.encode())
         _write_page(run, folder / PAGE, title, shown)
     run.write_held_out(None)
+    if failed:
+        raise EnvError(f"the evaluation failed: {failed}")
 
 
 def _write_page(run: EnvRun, page: Path, title: str, shown: str) -> None:

@@ -24,6 +24,7 @@ from atroposlib.envs.author_errors import location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
+from atroposlib.envs.evaluation import Answered, Unanswered
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
@@ -77,6 +78,15 @@ class QuestionEnvConfig(BaseEnvConfig):
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus (top-p) of training samples; reported to the trainer."
+    )
+    max_unscored: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "Share of held-out questions that an evaluation may leave out for want of a score; above it, or where none"
+            " has a score, the evaluation has failed and has no accuracy."
+        ),
     )
     overlong_buffer: int = Field(
         default=0,
@@ -265,42 +275,70 @@ class QuestionEnv(BaseEnv):
     # --- evaluation and metrics -----------------------------------------------------------------------------------
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
+        """Greedy accuracy on the held-out questions. One that fails, or could not be scored, is left out and counted by
+        its cause. Raises EvaluationFailed where more are left out than `max_unscored` allows.
+        """
         counter, started = _Evaluated(len(self.held_out)), time.time()
         if not self.held_out:
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
         results = await gather_or_cancel([self._evaluate_one(item, counter) for item in self.held_out])
-        metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
+        unscored = Unanswered.of([result.failure for result in results])
+        metrics = self._summary([result.scored for result in results]) | {"temperature": 0.0} | unscored.metrics
         if self.config.data_dir_to_save_evals is not None:
             await self.evaluate_log(
                 metrics,
                 start_time=started,
                 end_time=time.time(),
                 generation_parameters={"temperature": 0.0, "top_p": 1.0, "max_new_tokens": self.config.max_new_tokens},
-                samples=[self.sample_record(*result) for result in results],
+                samples=[self._sample_of(result) for result in results],
                 verbose=False,
             )
         # in place of the samples of `evaluate_log`, which are the author's choice
-        self._env_run.held_out = [self._held_out_row(index, *result) for index, result in enumerate(results)]
+        self._env_run.held_out = [self._held_out_row(index, result) for index, result in enumerate(results)]
+        unscored.check(self.config.max_unscored, metrics)
         return metrics
 
-    async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> tuple[Item, Rollout, Scored]:
+    async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> Answered:
         async with self._eval_slots:
-            rollout = author_checks.answers(self.rollouts, await self.rollouts(item, 1, "eval", 0.0, 1.0), 1)[0]
-            scored = await self._score(item, rollout)
+            result = await self._answered(item)
         counter.count()
-        return item, rollout, scored
+        if result.failure is not None:
+            self._env_run.note_unanswered(result.failure)
+        return result
 
-    def _held_out_row(self, index: int, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+    async def _answered(self, item: Item) -> Answered:
+        """The answer to a held-out question, with its score or why there is none."""
+        limit_s = self.config.rollout_limit_s
+        rollouts = await attempt(self._asked_greedily(item), limit_s)
+        if isinstance(rollouts, Failure):
+            return Answered(item, Rollout("", self._prompt_of(item) or [], []), Scored(None), rollouts)
+        scored = await attempt(self._score(item, rollouts[0]), limit_s, late="scorer", other="scorer")
+        if isinstance(scored, Failure):
+            return Answered(item, rollouts[0], Scored(None), scored)
+        failure = Failure("scorer", Unscored("it has no score")) if scored.reward is None else None
+        return Answered(item, rollouts[0], scored, failure)
+
+    async def _asked_greedily(self, item: Item) -> Sequence[Rollout]:
+        return author_checks.answers(self.rollouts, await self.rollouts(item, 1, "eval", 0.0, 1.0), 1)
+
+    def _sample_of(self, answered: Answered) -> dict[str, Any]:
+        """A line of samples.jsonl. The author's own record is of an answer that there is."""
+        if answered.rollout.text or answered.failure is None:
+            return self.sample_record(answered.item, answered.rollout, answered.scored)
+        return {"messages": answered.rollout.messages, "score": None, "error": answered.error}
+
+    def _held_out_row(self, index: int, answered: Answered) -> dict[str, Any]:
+        rollout, scored = answered.rollout, answered.scored
         ends = [node.metadata.get("finish_reason") for node in rollout.sequences]
         return {
             "index": index,
             "messages": rollout.messages,
-            "reference": self._env_run.samples.reference(item),
+            "reference": self._env_run.samples.reference(answered.item),
             "score": scored.reward,
             "outcome": scored.outcome or None,
             "finish_reason": ends[-1] if ends else None,
             **named_rewards(scored),
+            **({"error": answered.error} if answered.failure is not None else {}),
         }
 
     def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:

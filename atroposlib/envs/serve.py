@@ -22,11 +22,12 @@ from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file
+from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, evaluate_version, evaluations_file, finite_numbers
 from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl, crossed
 from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
+from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -343,8 +344,8 @@ class ServeLoop:
         )
 
     async def _evaluation_of(self, version: int) -> Evaluation:
-        """The evaluation, tried three times; one that failed for good has no accuracy, so that a trainer need not wait
-        for it.
+        """The evaluation. One that failed for good has no accuracy, so that a trainer need not wait for it: one whose
+        questions failed one by one is not tried again, and another after three tries, if these can help.
         """
         log.info("Evaluating policy version %d", version)
         for attempt in range(1, EVALUATION_TRIES + 1):
@@ -352,6 +353,10 @@ class ServeLoop:
                 evaluation = await evaluate_version(self._evaluate_env, version, self.run.policy_version)
             except EnvError:
                 raise
+            except EvaluationFailed as error:
+                self.run.counts["evaluations_failed"] += 1
+                log.error("The evaluation of policy version %d failed, and has no accuracy: %s", version, error)
+                return Evaluation(version, self.run.policy_version, None, finite_numbers(error.metrics), 0.0)
             # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
             except Exception as error:
                 self.run.errors.note(
@@ -359,6 +364,8 @@ class ServeLoop:
                 )
                 self.run.counts["evaluations_failed"] += 1
                 last = f"{self.run.errors.origin(error)}{self.run.errors.again(error)}"
+                if isinstance(error, PermanentServerError):
+                    break
             else:
                 log.info("%s", evaluation.line())
                 return evaluation

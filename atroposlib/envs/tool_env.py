@@ -25,7 +25,7 @@ from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, Split, with_reply
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
@@ -136,15 +136,6 @@ class ToolEnv(QuestionEnv):
         if split == "train":
             self._counts.update(rollouts=1, calls=state["tool_calls"], errors=state["tool_errors"])
         return Rollout(text, messages, sequences, state=state)
-
-    async def _evaluate_one(self, item: Item, counter: Any) -> tuple[Item, Rollout, Scored]:
-        """A conversation that failed, its MCP server dead for one, has no score, and the evaluation continues."""
-        try:
-            return await super()._evaluate_one(item, counter)
-        except RolloutFailed as error:
-            log.warning("A conversation of the evaluation failed: %s", error)
-            counter.count()
-            return item, Rollout("", [], []), Scored(None)
 
     async def _toolbox(self, item: Item, state: dict[str, Any]) -> Toolbox:
         of_servers = [tool for server in self._mcp for tool in await server.tools()]

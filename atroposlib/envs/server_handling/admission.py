@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.throttle import Throttle
 
 
 class AdmissionGate:
-    """Counts requests in flight: at most ceil(weight * capacity). Listeners hear of every slot that may have become
-    free.
+    """Counts requests in flight: at most ceil(weight * capacity), and none while `throttle` is closed. Listeners hear
+    of every slot that may have become free.
 
     For one event loop: nothing here awaits, so every change is atomic.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, throttle: "Throttle | None" = None) -> None:
         self._capacity = capacity
+        self._throttle = throttle
+        if throttle is not None:
+            throttle.listeners.append(self._notify)
         self._weight = 1.0
         self.in_use = 0
         self.listeners: list[Callable[[], None]] = []
@@ -25,6 +32,8 @@ class AdmissionGate:
     @property
     def free(self) -> int:
         """Slots that may be taken now; 0 while a lowered weight leaves more in flight than the limit."""
+        if self._throttle is not None and not self._throttle.is_open:
+            return 0
         return max(0, self.limit - self.in_use)
 
     def take(self) -> None:

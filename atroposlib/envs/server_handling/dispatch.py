@@ -17,6 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
 from atroposlib.envs.server_handling.health import HealthMonitor
+from atroposlib.envs.server_handling.throttle import Throttle
 from atroposlib.envs.time_limit import paused
 from atroposlib.logs import get_logger
 
@@ -25,12 +26,15 @@ log = get_logger(__name__)
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 REPORT_INTERVAL_S = 60.0
+LONGEST_WISH_S = 60.0  # of a server that asks to be left alone
+REFUSED_FACTOR = 4.0  # how much longer pauses are after a refusal: six tries outlast a limit per minute
 
 
 class Dispatchable(Protocol):
     """What a dispatcher knows of a server."""
 
     gates: dict[Split, AdmissionGate]
+    throttle: Throttle
     timings: dict[Split, deque[tuple[float, int]]]
     health: HealthMonitor
     dedicated_users: int
@@ -52,7 +56,8 @@ Server = TypeVar("Server", bound=Dispatchable)
 class RetryPolicy:
     """At most `attempts` tries; before try k+1 a pause of 50-100 % of min(cap, base * 2**(k-1)) seconds.
 
-    A server that does not answer is asked again every `dead_interval_s` seconds.
+    A server that does not answer is asked again every `dead_interval_s` seconds. A try that a server refuses for its
+    rate does not count while that server answers others: the call has only to wait for its turn.
     """
 
     attempts: int = 6
@@ -64,7 +69,13 @@ class RetryPolicy:
     def pause_s(self, failed: int, asked_s: float = 0.0) -> float:
         """Seconds to pause after `failed` tries; a server's Retry-After (`asked_s`) is honoured up to a minute."""
         backoff = min(self.cap_s, self.base_s * 2.0 ** (failed - 1)) * random.uniform(0.5, 1.0)
-        return max(backoff, min(asked_s, 60.0))
+        return max(backoff, min(asked_s, LONGEST_WISH_S))
+
+    def refused_pause_s(self, refused: int, asked_s: float) -> float:
+        """Seconds for which nothing is sent to a server that has refused calls `refused` times in a row."""
+        if asked_s > 0:
+            return min(asked_s, LONGEST_WISH_S)
+        return min(LONGEST_WISH_S, REFUSED_FACTOR * self.base_s * 2.0 ** (refused - 1))
 
 
 @dataclass(eq=False, slots=True)
@@ -126,6 +137,7 @@ class Dispatcher(Generic[Server]):
                 unserved.append(waiter)
                 continue
             server.gates[self._split].take()
+            server.throttle.began()
             waiter.granted.set_result(server)
         self._waiters.extendleft(reversed(unserved))
         if self._waiters and self._report is None:
@@ -214,13 +226,17 @@ async def run_with_retries(
     """
     avoid: Server | None = None
     failure = RetryableServerError(f"{what} was not tried")
-    for attempt in range(1, policy.attempts + 1):
+    failed, tries, first_try = 0, 0, time.monotonic()
+    answered: dict[str, int] = {}  # by each server, when it failed this call last
+    while failed < policy.attempts:
         async with dispatcher.slot(prefer, avoid) as server:
+            tries += 1
+            start = time.monotonic()
             try:
-                start = time.monotonic()
                 async with asyncio.timeout(server.timeout_s):
                     result = await operation(server)
-                server.timings[split].append((time.monotonic() - start, attempt))
+                server.timings[split].append((time.monotonic() - start, tries))
+                server.throttle.note_answer()
                 return result, server
             except TimeoutError:
                 failure = RetryableServerError(
@@ -229,16 +245,25 @@ async def run_with_retries(
             except RetryableServerError as error:
                 failure = error
             avoid = server
+            if failure.is_refusal:
+                server.throttle.note_refusal(start, failure.retry_after_s, policy)
             if isinstance(failure, ServerUnreachableError):
                 server.health.report_unreachable(str(failure), failure.retry_after_s)
-        if attempt < policy.attempts:
-            # a server that counts as dead is not where the next try goes, so its wish does not hold the call up
-            pause_s = policy.pause_s(attempt, failure.retry_after_s if avoid.health.live else 0.0)
+            before, answered[server.name] = answered.get(server.name), server.throttle.answered
+        is_its_turn_to_come = (
+            failure.is_refusal
+            and before is not None
+            and before < answered[server.name]
+            and time.monotonic() - first_try < server.timeout_s
+        )
+        failed += not is_its_turn_to_come
+        if failed < policy.attempts and not failure.is_refusal:
+            pause_s = policy.pause_s(failed)
             log.warning(
-                "%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s
+                "%s failed (try %d of %d): %s; trying again in %.1f s", what, failed, policy.attempts, failure, pause_s
             )
             await policy.sleep(pause_s)
-    raise RetryableServerError(f"{what} failed {policy.attempts} times, most recently: {failure}") from failure
+    raise RetryableServerError(f"{what} failed {tries} times, most recently: {failure}") from failure
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -1,13 +1,17 @@
 """Errors between an environment and an inference server, by what the caller can do about them."""
 
+import email.utils
 import json
+import math
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from atroposlib.redirects import refused_redirect
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+TOO_MANY_REQUESTS = 429
 UNAVAILABLE = 503
 NOT_FOUND = 404
 _API_PATH = re.compile(r"(/v\d+)?(/models|/chat/completions|/completions)?$")  # what follows the right base_url's root
@@ -33,6 +37,19 @@ class RetryableServerError(ServerError):
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server is well, and refuses calls for their rate."""
+        return self.retry_after_s > 0
+
+
+class RateLimitedError(RetryableServerError):
+    """The server got more calls than it takes (429)."""
+
+    @property
+    def is_refusal(self) -> bool:
+        return True
 
 
 class ServerUnreachableError(RetryableServerError):
@@ -77,11 +94,27 @@ def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -
     if redirected := refused_redirect(url, status, headers.get("Location")):
         return PermanentServerError(redirected)
     message = f"{url} replied {status}: {' '.join(body.split())[:500]}{hint(url, status)}"
-    retry_after = headers.get("Retry-After", "")
-    # its other form, a date, is left to the caller's own backoff
-    retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+    retry_after_s = asked_pause_s(headers)
+    if status == TOO_MANY_REQUESTS:
+        return RateLimitedError(message, retry_after_s)
     if status == UNAVAILABLE:
         return ServerUnreachableError(message, retry_after_s)
     if status in RETRYABLE_STATUS or status >= 500:
         return RetryableServerError(message, retry_after_s)
     return WrongAddress(message) if hint(url, status) else PermanentServerError(message)
+
+
+def asked_pause_s(headers: Mapping[str, str], now: float | None = None) -> float:
+    """The seconds for which a server wants no call: its Retry-After, in seconds (also a fraction of one) or as a date,
+    or OpenAI's retry-after-ms. 0 if it says nothing that can be read.
+    """
+    for name, unit_s in (("retry-after-ms", 0.001), ("Retry-After", 1.0)):
+        with suppress(ValueError):
+            seconds = float(headers.get(name, "")) * unit_s
+            return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+    with suppress(ValueError, TypeError, OverflowError):
+        until = email.utils.parsedate_to_datetime(headers.get("Retry-After", "")).timestamp()
+        told = headers.get("Date")  # the server's clock, if it shows it
+        started = email.utils.parsedate_to_datetime(told).timestamp() if told else now or time.time()
+        return max(0.0, until - started)
+    return 0.0

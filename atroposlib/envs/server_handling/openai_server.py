@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.errors import (
     status_error,
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
+from atroposlib.envs.server_handling.reply_checks import checked_reply
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, merge_replies
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
@@ -158,13 +159,16 @@ class OpenAIServer(APIServer):
     async def _send(self, create: Callable[..., Awaitable[Reply]], arguments: Arguments) -> Reply:
         headers = {**session_headers(), **(arguments.get("extra_headers") or {})}
         try:
-            return await create(**{**arguments, **({"extra_headers": headers} if headers else {})})
+            reply = await create(**{**arguments, **({"extra_headers": headers} if headers else {})})
         except openai.APITimeoutError as error:
             raise RetryableServerError(f"{self.name} gave no reply in time: {error}") from error
         except openai.APIConnectionError as error:
             raise ServerUnreachableError(f"{self.name}: {describe(error.__cause__ or error)}") from error
         except openai.APIStatusError as error:
-            reply = error.response
-            raise status_error(str(error.request.url), error.status_code, reply.text, reply.headers) from error
+            refusal = error.response
+            raise status_error(str(error.request.url), error.status_code, refusal.text, refusal.headers) from error
         except openai.OpenAIError as error:
             raise PermanentServerError(f"{self.name}: {error}") from error
+        except (ValueError, RecursionError) as error:  # of the SDK's own decoding
+            raise RetryableServerError(f"{self.name} replied 200 with what is not JSON: {describe(error)}") from error
+        return checked_reply(reply, self.name)

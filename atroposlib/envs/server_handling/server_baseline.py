@@ -35,6 +35,7 @@ from atroposlib.envs.server_handling.sampling import (
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.throttle import Throttle
 from atroposlib.errors import reading
 from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown
 
@@ -160,9 +161,10 @@ class APIServer(InferenceCalls):
         self.config = config
         self.reasoning_config = reasoning_config or ReasoningConfig()
         self.retry = RetryPolicy()
+        self.throttle = Throttle(self.name)
         self.gates: dict[Split, AdmissionGate] = {
-            "train": AdmissionGate(config.num_max_requests_at_once),
-            "eval": AdmissionGate(config.num_requests_for_eval),
+            "train": AdmissionGate(config.num_max_requests_at_once, self.throttle),
+            "eval": AdmissionGate(config.num_requests_for_eval, self.throttle),
         }
         # (seconds, tries) of each call that succeeded since the metrics were last asked for
         self.timings: dict[Split, deque[tuple[float, int]]] = {
@@ -277,6 +279,7 @@ class APIServer(InferenceCalls):
     async def close(self) -> None:
         """Stop probing and close connections; a backend closes its own first."""
         await self.health.close()
+        await self.throttle.close()
         if self._status_task is not None:
             self._status_task.cancel()
             await asyncio.gather(self._status_task, return_exceptions=True)

@@ -63,7 +63,7 @@ class SGLangServer(VLLMServer):
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         top_k = arguments.get("top_k", 1)
         ids, _ = await self._prompt_and_sampling(arguments)
-        (sequence,) = await self._sequences(
+        sequences = await self._sequences(
             {
                 "input_ids": ids,
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -72,8 +72,10 @@ class SGLangServer(VLLMServer):
                 "top_logprobs_num": top_k,
             }
         )
-        own = sequence.meta_info.input_token_logprobs
-        top = sequence.meta_info.input_top_logprobs if top_k else [None] * len(own)
+        if len(sequences) != 1:
+            raise PermanentServerError(f"{self.generate_url} was asked for 1 sequence and gave {len(sequences)}")
+        own = sequences[0].meta_info.input_token_logprobs
+        top = sequences[0].meta_info.input_top_logprobs if top_k else [None] * len(own)
         if not len(own) == len(top) == len(ids):
             raise PermanentServerError(
                 f"{self.generate_url} gave {len(own)} and {len(top)} prompt positions for {len(ids)} tokens"

@@ -17,6 +17,7 @@ from atroposlib.envs.server_handling.errors import (
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.reply_checks import raise_error_inside
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
@@ -98,6 +99,11 @@ class VLLMServer(OpenAIServer):
         body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})
         body |= {"prompt_logprobs": arguments.get("top_k", 1), "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
         reply = self._decode(await self._generate(body), PromptLogprobsReply)
+        if len(reply.prompt_token_ids) != len(reply.prompt_logprobs):
+            raise PermanentServerError(
+                f"{self.generate_url} gave {len(reply.prompt_logprobs)} prompt positions for"
+                f" {len(reply.prompt_token_ids)} tokens"
+            )
         ranked = [_own_token_first(*pair) for pair in zip(reply.prompt_token_ids, reply.prompt_logprobs, strict=True)]
         return {
             "prompt_tokens": reply.prompt_token_ids,
@@ -152,6 +158,7 @@ class VLLMServer(OpenAIServer):
             PermanentServerError,
             also=(msgspec.DecodeError,),
         ):
+            raise_error_inside(content, self.generate_url)
             return msgspec.json.decode(content, type=shape)
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:

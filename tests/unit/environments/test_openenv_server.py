@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.errors import DataError, PeerError
-from atroposlib.envs.failures import GroupLost, RolloutFailed
+from atroposlib.envs.evaluation import EvaluationFailed
+from atroposlib.envs.failures import GroupLost
 from atroposlib.envs.payloads import defect
 from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import Answer, FakeInferenceServer
@@ -415,7 +416,7 @@ async def test_a_failed_episode_is_left_out_of_an_evaluation(tmp_path: Path) -> 
         metrics = await env.evaluate()
         assert (metrics["correct"], metrics["total"], metrics["unscored"]) == (3, 3, 1)
         openenv.step = lambda action, turn: None
-        with pytest.raises(RolloutFailed, match="no episode of the evaluation"):
+        with pytest.raises(EvaluationFailed, match="4 of 4 held-out questions have no score"):
             await env.evaluate()
 
 

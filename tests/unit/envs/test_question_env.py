@@ -210,7 +210,8 @@ async def test_evaluation_leaves_out_what_has_no_score_and_keeps_samples(tmp_pat
         running_env(EchoEnv, tmp_path, server, data_dir_to_save_evals=str(tmp_path / "evals")) as env,
     ):
         metrics = await env.evaluate()
-    assert metrics == {"accuracy": 0.5, "mean_score": 0.5, "correct": 1, "total": 2, "unscored": 1, "temperature": 0.0}
+    counts = {"correct": 1, "total": 2, "unscored": 1, "unscored_scorer": 1}
+    assert metrics == {"accuracy": 0.5, "mean_score": 0.5, "temperature": 0.0} | counts
     samples = [json.loads(line) for line in (tmp_path / "evals/samples.jsonl").read_text().splitlines()]
     assert [sample["score"] for sample in samples] == [1.0, 0.0, None]
 

@@ -9,6 +9,7 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.evaluation import EvaluationFailed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig
@@ -307,8 +308,9 @@ async def test_a_tool_that_fails_the_rollout_fails_that_one_alone(tmp_path: Path
         group = await group_of(env)
         assert (group["scores"], group["failed"]) == ([1.0] * 3, {"infrastructure": 1})
         asked.clear()
-        metrics = await env.evaluate()
-    assert (metrics["unscored"], metrics["total"]) == (1, 0)
+        with pytest.raises(EvaluationFailed, match=r"^1 of 1 held-out questions have no score") as failed:
+            await env.evaluate()
+    assert failed.value.metrics["unscored_infrastructure"] == 1
 
 
 async def test_results_in_the_users_role_are_one_message(tmp_path: Path) -> None:
