@@ -131,7 +131,7 @@ def _counts_tokens(usage: Any) -> bool:
 
 def _unreadable(found: Any, url: str) -> PermanentServerError:
     return PermanentServerError(
-        f"{url} replied 200 with something that is no completion: {_shown(found)}; does it speak OpenAI's API?"
+        f"{url} replied 200 with something other than a completion: {_shown(found)}; does it speak OpenAI's API?"
     )
 
 
