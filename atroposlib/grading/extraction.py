@@ -61,6 +61,11 @@ def all_tagged(text: str, tag: str) -> list[str]:
     return found
 
 
+def is_balanced(text: str) -> bool:
+    """Whether each brace in `text` is closed in it, and none that was opened outside."""
+    return _up_to_closing_brace(text + "}", 0, len(text) + 1) == text
+
+
 def _up_to_closing_brace(text: str, start: int, end: int) -> str | None:
     depth = 1
     for found in BRACE.finditer(text, start, end):

@@ -1,8 +1,9 @@
-"""Compare an answer with the known result by math-verify, in child processes that are killed when they take too
-long.
+"""Compares an answer with the known result: numbers and words exactly, mathematics by math-verify in child processes
+that are killed when they take too long.
 
-    Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
-                       └─ no reply in time: kill, restart on the next call ──▶ grader_failed
+    Grader.grade(answer, gold) ──normal form──▶ `at_once`: two quantities, words or numerals ──▶ right | wrong
+                       └─ else one JSON line ──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
+                                    └─ no reply in time: kill, restart on the next call ──▶ grader_failed
 
 A failure of the grader is a separate outcome, never "wrong": it does not judge the answer.
 """
@@ -17,14 +18,15 @@ from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.config import Config
-from atroposlib.grading.extraction import extract_boxed
+from atroposlib.grading.at_once import at_once, mathematics
+from atroposlib.grading.extraction import is_balanced
+from atroposlib.grading.normal_form import normal_form
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.math_child"
-INTEGER = re.compile(r"-?[0-9]{1,18}")
-OTHER_ANSWER = re.compile(r"(?<!\\)\$|\\fbox")
+OTHER_ANSWER = re.compile(r"(?<!\\)\$|\\fbox|\\boxed")
 MAX_ANSWER_CHARS = 1000
 
 
@@ -60,7 +62,9 @@ class Grader:
         self.outcomes: Counter[Outcome] = Counter()
 
     async def grade(self, answer: str | None, gold: str) -> Outcome:
-        """Whether `answer` equals `gold`, both mathematics as LaTeX or plain numbers. None is unparseable."""
+        """Whether `answer` equals `gold`: numbers with or without units, words, or mathematics as LaTeX. None is
+        unparseable.
+        """
         outcome = await self._grade(answer, gold)
         self.outcomes[outcome] += 1
         return outcome
@@ -72,15 +76,18 @@ class Grader:
     async def _grade(self, answer: str | None, gold: str) -> Outcome:
         if answer is None or len(answer) > MAX_ANSWER_CHARS:
             return Outcome.UNPARSEABLE
-        closes_the_box = extract_boxed(f"\\boxed{{{answer}}}") != answer.strip()
+        if len(gold) > MAX_ANSWER_CHARS:
+            log.warning("The known answer has %d characters; at most %d are compared", len(gold), MAX_ANSWER_CHARS)
+            return Outcome.GRADER_FAILED
+        read, known = normal_form(answer), normal_form(gold)
+        if (equal := at_once(known, read)) is not None:
+            return Outcome.RIGHT if equal else Outcome.WRONG
+        read, known = mathematics(read), mathematics(known)
         # math-verify would read another box, or 5$3 as 53
-        if closes_the_box or OTHER_ANSWER.search(answer.strip(" $")):
+        if not read or not is_balanced(read) or OTHER_ANSWER.search(read):
             return Outcome.UNPARSEABLE
-        # where math-verify says the same, and a process is not needed
-        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):
-            return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         try:
-            reply = await self._pool.ask({"gold": gold, "answer": answer})
+            reply = await self._pool.ask({"gold": known, "answer": read})
         except ChildFailed as error:
             log.warning("The grader failed on the answer %r (known: %r): %s; restarting it", answer, gold, error)
             return Outcome.GRADER_FAILED

@@ -51,7 +51,9 @@ class AccuracyReward(RewardFunction):
 
     def _score(self, text: str, gold: str) -> float:
         if self.split_on_think_tag:
-            text = text.rpartition("</think>")[2]
+            _, closed, text = text.rpartition("</think>")
+            if not closed and "<think>" in text:
+                return 0.0
         if text.count(BOXED) > self.max_boxed_threshold:
             return 0.0
         return float(same_answer(answer_of(text), marked_answer(gold) or gold, self.tolerance, self._grader))
@@ -69,7 +71,7 @@ def answer_of(text: str) -> str | None:
 
 
 def same_answer(answer: str | None, gold: str, tolerance: float, grader: BlockingGrader) -> bool:
-    """Whether two answers are equal: integers exactly, others within `tolerance` (relative above 1), else by `grader`.
+    """Whether two answers are equal: integers exactly, others within `tolerance` (relative below 1), else by `grader`.
 
     Raises Unscored when the grader failed.
     """
@@ -91,7 +93,7 @@ def same_answer(answer: str | None, gold: str, tolerance: float, grader: Blockin
     apart = abs(first - second)
     if first.denominator == second.denominator == 1:
         return apart == 0
-    return apart <= Fraction(tolerance) * max(Fraction(1), abs(second))
+    return apart <= Fraction(tolerance) * min(Fraction(1), max(abs(first), abs(second)))
 
 
 def is_number(text: str) -> bool:

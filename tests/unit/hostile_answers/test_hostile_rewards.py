@@ -1,6 +1,5 @@
 """The model can neither stop nor fool a reward function."""
 
-import re
 from fractions import Fraction
 from typing import Any
 
@@ -95,7 +94,7 @@ def test_correctness_is_rewarded_for_one_solution_only(name: str) -> None:
         form = 0.5 if form else 0.0
         assert three <= form or four <= form
         if three > form:
-            assert re.search("[0-9]", answer)
+            assert any(char.isnumeric() for char in answer)
 
     check()
 
@@ -112,7 +111,7 @@ def test_correctness_is_rewarded_for_one_solution_only(name: str) -> None:
         ("accuracy", r"\boxed{1,234}", "1234", 1.0),
         ("accuracy", r"\boxed{$5}", "5", 1.0),
         ("accuracy", r"\boxed{5$3}", "53", 0.0),
-        ("accuracy", r"\boxed{٣}", "3", 0.0),
+        ("accuracy", r"\boxed{٣}", "3", 1.0),
         ("accuracy", r"#### 17} \boxed{3", "3", 0.0),
         ("accuracyx", "3 4 5 6", "4", 0.0),
         ("accuracyx", "A, B, C or D", "B", 0.0),

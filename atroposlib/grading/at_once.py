@@ -1,0 +1,94 @@
+"""Compares two answers in normal form where that needs no algebra, and prepares the others for math-verify."""
+
+import re
+
+from atroposlib.grading.numerals import base_of, digits_of, not_numerals, with_values
+from atroposlib.grading.quantity import ABOUT, CURRENCY_BEFORE, LEAD, WRAPPED, quantity, same_quantity, unwrapped
+from atroposlib.grading.units import is_unit
+
+WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+WORD = re.compile(r"[^\W\d_]+")
+CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).]?")
+REPLIES = frozenset({"yes", "no", "odd", "all"})
+CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::\d{2})?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+UNIT_BEHIND = re.compile(
+    r"(?:(?<=[\d)}\]!])|(?<=\\pi(?![A-Za-z])))((?=[\sA-Za-z\\])(?:[A-Za-z\s/^{}.\\-]|(?<=\^)\d|(?<=\^\{)\d)+)\Z"
+)
+DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*(?:\\mathbb\{R\}|R)\s*[,:;]\s*(?=\S)")
+SET_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\vert|\||:)\s*(.+?)\s*\\\}")
+FUNCTION = re.compile(r"\\(?!text|math|mbox|frac)[A-Za-z]")
+
+
+def at_once(gold: str, answer: str) -> bool | None:
+    """Whether `answer` equals `gold`, both in normal form, or None if only algebra can tell.
+
+    Two quantities, two numerals with their bases, clock times, and words are compared here.
+    """
+    if (bases := _by_base(gold, answer)) is not None:
+        return bases
+    known = quantity(gold)
+    if known is not None:
+        read = quantity(_without_brackets(answer), as_answer=True)
+        return None if read is None else same_quantity(known, read)
+    if CLOCK.fullmatch(gold):
+        return _clock(gold) == _clock(answer) if CLOCK.fullmatch(answer) else None
+    return _by_words(unwrapped(gold), unwrapped(answer), said=WRAPPED.search(gold) is not None)
+
+
+def mathematics(text: str) -> str:
+    """Return `text`, which is in normal form, as math-verify reads it: a quantity as its value, numerals in base ten,
+    and without currency and unit.
+    """
+    if (known := quantity(text)) is not None:
+        return known.latex
+    text = DOMAIN.sub("", with_values(text), count=1)
+    if found := SET_BUILDER.fullmatch(text):
+        text = found[2]
+    for lead in (LEAD, ABOUT, CURRENCY_BEFORE):
+        text = lead.sub("", text, count=1) if lead.match(text) else text
+    text = text.removesuffix(r"\$").removesuffix("$").strip()
+    number, pi, _ = text.rpartition(r"\pi")
+    behind = UNIT_BEHIND.search(text, len(number + pi))
+    if behind is None or FUNCTION.search(behind[1]):
+        return text
+    unit = unwrapped(behind[1])
+    return text[: behind.start()] if unit and is_unit(unit, any_letter=WRAPPED.search(behind[1]) is not None) else text
+
+
+def _by_base(gold: str, answer: str) -> bool | None:
+    """Compare numerals. Digits alone are read in the base that was asked for. Another base than that is wrong."""
+    if not_numerals(answer):
+        return False
+    asked, given = base_of(gold), base_of(answer)
+    if asked is None:
+        return False if given not in (None, 10) and quantity(gold) is not None else None
+    if given is not None:
+        return with_values(gold) == with_values(answer)
+    return digits_of(gold) == (answer.lstrip("0") or "0") if answer.isalnum() else None
+
+
+def _without_brackets(text: str) -> str:
+    r"""Without a pair around the whole: (18), [18], {18}."""
+    pairs = (("(", ")"), ("[", "]"), ("{", "}"))
+    return text[1:-1].strip() if len(text) > 2 and (text[0], text[-1]) in pairs else text
+
+
+def _clock(text: str) -> tuple[int, ...]:
+    found = CLOCK.fullmatch(text)
+    assert found is not None
+    return (int(found[1]), int(found[2]), *(() if not found[3] else (found[3].lower() == "p",)))
+
+
+def _by_words(gold: str, answer: str, said: bool) -> bool | None:
+    r"""Compare words, whatever their case. A few letters may be a product of variables, where "xy" is "yx", unless they
+    are in \text or an answer to a question.
+    """
+    if (known := CHOICE.fullmatch(gold)) and (read := CHOICE.fullmatch(answer)) and "(" in gold + answer:
+        return known[1] == read[1]
+    if not WORDS.fullmatch(gold):
+        return None
+    words = WORD.findall(gold.casefold())
+    longest = max(len(word) for word in words)
+    if longest > 3 or (said and longest > 1) or gold.casefold() in REPLIES:
+        return words == WORD.findall(answer.casefold()) and not re.search(r"\d", answer)
+    return None

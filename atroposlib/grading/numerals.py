@@ -1,0 +1,46 @@
+r"""Reads numbers of another base: 1011_2, 1011_{\text{two}}, FF_{16}."""
+
+import re
+
+BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+BASES |= {"eleven": 11, "twelve": 12, "sixteen": 16}
+NUMERAL = re.compile(
+    r"(?<![\w\\.}])(?:(?P<digits>[0-9A-F]+)|\(\s*(?P<inside>[0-9A-F]+)\s*\))\s*_\s*"
+    r"(?:\{\s*(?:\\[a-z]+\s*\{\s*)?(?P<base>\d{1,2}|[a-z]+)\s*\}?\s*\}|(?P<short>\d{1,2}|[a-z]{3,}))(?![\w.])"
+)
+
+
+def base_of(text: str) -> int | None:
+    """The base of `text` if it is one numeral with its base, else None."""
+    found = NUMERAL.fullmatch(text)
+    return _base(found) if found and _value(found) is not None else None
+
+
+def digits_of(text: str) -> str:
+    """The digits of a numeral, without its base and leading zeros."""
+    found = NUMERAL.fullmatch(text)
+    return (found["digits"] or found["inside"]).lstrip("0") if found else text
+
+
+def with_values(text: str) -> str:
+    """Write each numeral in `text` in base ten, so that no reader drops its base."""
+    return NUMERAL.sub(lambda found: found[0] if (value := _value(found)) is None else str(value), text)
+
+
+def not_numerals(text: str) -> bool:
+    """Whether something in `text` looks like a numeral and has a digit that its base has not: 18_8."""
+    return any(_base(found) and _value(found) is None for found in NUMERAL.finditer(text))
+
+
+def _base(found: re.Match[str]) -> int | None:
+    name = found["base"] or found["short"]
+    base = int(name) if name.isdecimal() else BASES.get(name, 0)
+    return base if 2 <= base <= 36 else None
+
+
+def _value(found: re.Match[str]) -> int | None:
+    base = _base(found)
+    try:
+        return None if base is None else int(found["digits"] or found["inside"], base)
+    except ValueError:  # a digit that this base has not
+        return None
