@@ -48,7 +48,9 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
     model itself. Raises ModelError, or AdapterError, which names the layers that --lora-target-modules can name.
     """
     resumed = _resumed(source, config)
-    model = load_model(config.model_name, device, gradient_checkpointing=config.gradient_checkpointing)
+    model = load_model(
+        config.model_name, device, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len
+    )
     _inject(model, config)
     if resumed:
         load_weights(model, resumed)
@@ -63,7 +65,7 @@ def meta_adapted_model(
     """
     resumed = _resumed(source, config)
     model = meta_model(config.model_name)
-    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
     nn.Module.to(model, dtype)
     linears = {module: module.weight for module in _linears(model).values()}
     for module, weight in linears.items():  # a CPU tensor of one number: PEFT makes the adapter where the weight is

@@ -7,5 +7,9 @@ class TrainerError(AtroposError):
     """What failed, with which value, and what to do about it."""
 
 
+class ModelError(TrainerError):
+    """A model that cannot be loaded or trained."""
+
+
 class BadBatch(TrainerError):
     """A batch whose gradient cannot be used; the weights are as before."""

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -67,6 +67,7 @@ from example_trainer.parallel import (
     told_once_a_machine,
 )
 from example_trainer.rank_processes import LOST, Place, ignore_signals, own_environment, too_few_gpus
+from example_trainer.rotary import expect_length, length_limit
 from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
@@ -175,6 +176,7 @@ class Run:
         """Have vLLM serve the start weights, and register with the API."""
         progress = self.progress
         self.bridge.sync(progress.policy_version, keep_weights)
+        expect_served_lengths(self.config, self.trained.model.config)
         check_served(self.bridge, progress.policy_version, self.config)
         self.api.register(
             starting_step=progress.step,
@@ -435,6 +437,17 @@ def registration(config: TrainerConfig) -> Registration:
         starting_step=0,
         num_steps=config.training_steps,
     )
+
+
+def expect_served_lengths(config: TrainerConfig, model: Any) -> None:
+    """Raise ModelError if a vLLM server computes every token with another rotary table than the trainer, because it
+    serves longer sequences than the model was made for.
+    """
+    if config.bridge.external or length_limit(model) is None:
+        return
+    for client in vllm_clients(config):
+        if (served := client.status().max_model_len) is not None:
+            expect_length(model, served, f"--max-model-len of the vLLM server at {client.url}")
 
 
 def check_served(bridge: WeightBridge, policy_version: int, config: TrainerConfig) -> None:

@@ -140,7 +140,7 @@ class Learner:
                 " it"
             )
         if first:
-            expect_packed(self._copy.policy, self._device, torch.float32)
+            expect_packed(self._copy.policy, self._device, torch.float32, self._config.seq_len)
         return [int(each) for each in self.ranks.rows(torch.tensor([inside]))]
 
     @collective

@@ -14,26 +14,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from atroposlib.errors import reading, reason
 from atroposlib.wire.published import FAMILIES
-from example_trainer.errors import TrainerError
+from example_trainer.errors import ModelError as ModelError
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import MicroBatch
 from example_trainer.policy import Policy
+from example_trainer.rotary import expect_length, original_length
 
 # of two ways to compute the same logits, relative to the largest
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+FAR_TOKENS = 4  # of the check's sequence behind a model's original length
 
 
-class ModelError(TrainerError):
-    """A model that cannot be loaded or trained."""
-
-
-def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """The model `name` (hub id or local directory) in float32 on `device`, in training mode without dropout."""
+def load_model(
+    name: str, device: torch.device, *, gradient_checkpointing: bool = False, longest: int | None = None
+) -> PreTrainedModel:
+    """The model `name` (hub id or local directory) in float32 on `device`, in training mode without dropout, for
+    sequences of up to `longest` tokens (None: as many as it takes).
+    """
     with reading_model(name), _choosing_attention(name):
+        expect_length(AutoConfig.from_pretrained(name), longest)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
     nn.Module.to(model, device)
-    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
-    check_packed_forward(Policy(model), device)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, longest=longest)
+    check_packed_forward(Policy(model), device, longest=longest)
     return model
 
 
@@ -92,19 +95,33 @@ def expect_even_layers(model: PreTrainedModel) -> None:
             )
 
 
-def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Training mode, without dropout and cache; of a mixture of experts without the loss that balances its router,
-    which the objectives do not have.
+def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool, longest: int | None = None) -> None:
+    """Training mode, without dropout and cache, with a gradient for every embedding, for sequences of up to `longest`
+    tokens (None: as many as the model takes); of a mixture of experts without the loss that balances its router, which
+    the objectives do not have. Raises ModelError.
     """
+    expect_length(model.config, longest)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the sampler has none: dropout would turn the probability ratio into noise
+        _without_dropout(module)
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # nothing is padded here, and prompts may hold that token
     model.train()
     model.config.use_cache = False
     if model.config.model_type in FAMILIES:
         model.config.output_router_logits = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """The sampler has none: dropout would turn the probability ratio into noise. Some families keep the rate in a
+    number of their own and call the function.
+    """
+    if isinstance(module, nn.Dropout):
+        module.p = 0.0
+    for name, value in vars(module).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(module, name, 0.0)
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -132,12 +149,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 @torch.no_grad()
-def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def check_packed_forward(
+    policy: Policy, device: torch.device, dtype: torch.dtype | None = None, *, longest: int | None = None
+) -> None:
     """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
-    model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters).
+    model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters). The last one
+    stands at positions behind the model's original length, if sequences of `longest` tokens reach them.
     """
     model = policy.model
-    lengths, parents, begins = (4, 1, 3, 4), (-1, 0, 0, -1), (0, 4, 4, 0)
+    lengths, parents = (4, 1, 3, 4, FAR_TOKENS), (-1, 0, 0, -1, -1)
+    begins = (0, 4, 4, 0, _far_position(model, longest))
     tokens = torch.arange(1, 1 + sum(lengths), device=device) % model.config.get_text_config().vocab_size
     none = torch.empty(0, device=device)
     packed = MicroBatch(
@@ -158,7 +179,7 @@ def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtyp
     )
     try:
         found, expected = policy.logits_both_ways(packed)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, IndexError, TypeError, ValueError) as error:  # of a family's own code
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     difference = (found - expected).abs().max().item()
     limit = PACKED_TOLERANCE[dtype or model.dtype] * max(1.0, expected.abs().max().item())
@@ -168,3 +189,13 @@ def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtyp
             f" (limit {limit:.3g}) from its own forward pass; only architectures with the attention and the plain head"
             " of Llama and Qwen are supported"
         )
+
+
+def _far_position(model: PreTrainedModel, longest: int | None) -> int:
+    """The first position behind the model's original length, if sequences of `longest` tokens (None: as many as it
+    takes) reach it; else 0. No sequence has to be so long: positions are given.
+    """
+    config = model.config.get_text_config()
+    original = original_length(config)
+    reached = getattr(config, "max_position_embeddings", 0) if longest is None else longest
+    return original if original is not None and original + FAR_TOKENS <= reached else 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -155,10 +156,15 @@ class Policy(nn.Module):
         """
         packed = self.model.get_output_embeddings()(trained_hidden(self.model, batch))
         own = batch.input_ids[0].split(list(batch.lengths))
+        begins = batch.position_ids[0, [0, *np.cumsum(batch.lengths)[:-1]]].tolist()
         sequences: list[Tensor] = []
-        for part, parent in zip(own, batch.parents or (-1,) * len(own), strict=True):
-            sequences.append(part if parent < 0 else torch.cat([sequences[parent], part]))
-        alone = [self.model(input_ids=sequence[None]).logits[0] for sequence in sequences]
+        alone: list[Tensor] = []
+        for part, begin, parent in zip(own, begins, batch.parents or (-1,) * len(own), strict=True):
+            sequence = part if parent < 0 else torch.cat([sequences[parent], part])
+            far = parent < 0 and begin > 0  # it does not begin at position 0
+            at = {"position_ids": torch.arange(begin, begin + len(part), device=part.device)[None]} if far else {}
+            sequences.append(sequence)
+            alone.append(self.model(input_ids=sequence[None], **at).logits[0])
         return packed, torch.cat([logits[-len(part) :] for logits, part in zip(alone, own, strict=True)])
 
 

@@ -109,11 +109,11 @@ def load_shards(policy: Policy, files: WeightFiles, device: torch.device, adapte
         )
 
 
-def expect_packed(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError unless a sharded policy computes packed sequences as its model does each alone. Every rank
-    calls it.
+def expect_packed(policy: Policy, device: torch.device, dtype: torch.dtype, longest: int) -> None:
+    """Raise ModelError unless a sharded policy computes packed sequences of up to `longest` tokens as its model does
+    each alone. Every rank calls it.
     """
     policy.eval()  # no dropout of an adapter
-    check_packed_forward(policy, device, dtype)
+    check_packed_forward(policy, device, dtype, longest=longest)
     policy.train()
     reshard(policy)

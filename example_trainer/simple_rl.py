@@ -16,6 +16,7 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -35,6 +36,7 @@ from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.switch import switch_on
 
 KERNEL_CACHE_BLOCK = 32
+MAX_MODEL_LEN = 512
 
 
 class SimpleConfig(Config):
@@ -87,7 +89,7 @@ def start_vllm(model: str, config: SimpleConfig) -> Any:
         dtype=config.dtype,
         block_size=KERNEL_CACHE_BLOCK,
         seed=config.seed,
-        max_model_len=512,
+        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
     )
@@ -233,12 +235,13 @@ def train(config: SimpleConfig) -> Path:
     from vllm_patching.compat import load_weights
 
     torch.manual_seed(config.seed)
-    model = load_model(name, torch.device("cpu"))
+    load = partial(load_model, name, torch.device("cpu"), longest=MAX_MODEL_LEN)
+    model = load()
     make_exact(model, getattr(torch, config.dtype))
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise TrainerError(f"--model {name} has no tokenizer; give a whole Hugging Face model")
-    reference = load_model(name, torch.device("cpu")).requires_grad_(False) if config.kl_coef else None
+    reference = load().requires_grad_(False) if config.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     problems = arithmetic_problems(held_out=16, seed=config.seed).train
     order = torch.Generator().manual_seed(config.seed)

@@ -185,10 +185,7 @@ def _embed(module: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tenso
     weight = local(module.weight)
     start = dist.get_rank(group) * weight.shape[0]
     others = (ids < start) | (ids >= start + weight.shape[0])
-    padding = None if module.padding_idx is None else module.padding_idx - start
-    if padding is not None and not 0 <= padding < weight.shape[0]:
-        padding = None
-    own = F.embedding((ids - start).masked_fill(others, 0), weight, padding)
+    own = F.embedding((ids - start).masked_fill(others, 0), weight)
     return cast(Tensor, _Leave.apply(own.masked_fill(others[..., None], 0), group))
 
 

@@ -595,6 +595,11 @@ def served_dtype(engine: vllm_types.EngineClient) -> torch.dtype:
     return cast(torch.dtype, engine.model_config.dtype)
 
 
+def longest_sequence(engine: vllm_types.EngineClient) -> int:
+    """The most tokens of a prompt with its answer: --max-model-len, or what vLLM chose for it."""
+    return cast(int, engine.model_config.max_model_len)
+
+
 def adapter_request(name: str, lora_id: int, path: str) -> vllm_types.LoRARequest:
     """A LoRARequest: vLLM's reference to an adapter in a request."""
     from vllm.lora.request import LoRARequest

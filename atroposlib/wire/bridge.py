@@ -232,6 +232,7 @@ class ServerStatus(Struct):
     enabled: bool = False  # whether whole weights can be handed over
     dtype: str = ""
     tp_size: int = 1
+    max_model_len: int | None = None  # of a server that says it
     batch_invariant: bool = False
     paused: bool = False
     poisoned: str | None = None  # why the weights must not be served

@@ -91,7 +91,7 @@ def _connect(
     start: StartWeights,
     trained: TrainedModel,
 ) -> "SingleCopyBridge":
-    return SingleCopyBridge(config, session, manifest, storage, trained, OneProcess(start, trained))
+    return SingleCopyBridge(config, session, manifest, storage, trained, OneProcess(start, trained, config.seq_len))
 
 
 def _connect_ranks(
@@ -123,8 +123,9 @@ class Writer(Protocol):
 class OneProcess:
     """This process writes to every rank of vLLM."""
 
-    def __init__(self, start: StartWeights, trained: TrainedModel) -> None:
+    def __init__(self, start: StartWeights, trained: TrainedModel, longest: int) -> None:
         self._start = start
+        self._longest = longest  # sequences, in tokens
         self._parameters = [piece.parameter for tensor in start.tensors for piece in tensor.pieces]
         self._trained = trained
 
@@ -146,7 +147,7 @@ class OneProcess:
                 torch.cuda.synchronize(device)
 
     def check(self) -> None:
-        check_packed_forward(self._trained.policy, self._trained.model.device)
+        check_packed_forward(self._trained.policy, self._trained.model.device, longest=self._longest)
 
 
 class ByRanks:

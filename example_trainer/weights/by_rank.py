@@ -81,7 +81,7 @@ class RankCopy:
         expect_device(worker.rank, self.buffer.device, device)
         self._files: WeightFiles = open_weights(source)
         model = meta_model(source)
-        prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+        prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
         self.policy = Policy(model)
         shard(self.policy, mesh, dtype=torch.float32, deadline_s=config.dist_timeout_s)
         views = {found.name: (found, view) for found, view in shared_views(worker, self.buffer)}

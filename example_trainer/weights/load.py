@@ -32,10 +32,10 @@ def load_trained(
     if storage is None and is_sharded(Path(source)):
         model = _of_shards(source, device, config)
     elif storage is None:
-        model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
+        model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
     else:
         model = meta_model(source)
-        bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing)
+        bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)
 
 
@@ -44,8 +44,8 @@ def _of_shards(source: str, device: torch.device, config: TrainerConfig) -> PreT
     model = meta_model(source)
     policy = Policy(model)
     load_shards(policy, open_weights(source), device, {})
-    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
-    expect_packed(policy, device, torch.float32)
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
+    expect_packed(policy, device, torch.float32, config.seq_len)
     return model
 
 
@@ -80,7 +80,7 @@ def load_sharded(
 def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None) -> Policy:
     """The frozen start model, which the KL term compares with. Every rank calls it."""
     if mesh is None:
-        return Policy(load_model(config.model_name, device)).requires_grad_(False)
+        return Policy(load_model(config.model_name, device, longest=config.seq_len)).requires_grad_(False)
     # beside an adapter it is rounded as the frozen weights are, so that a fresh adapter's KL is 0
     stored = compute_dtype(config, device) if config.bridge.trains_adapter else torch.float32
     policy = sharded_model(config, config.model_name, device, mesh, stored)
@@ -95,7 +95,7 @@ def sharded_model(
     """A policy over `mesh` with the weights of `source`, in the dtype `stored`."""
     model = meta_model(source)
     nn.Module.to(model, stored)
-    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
     return sharded_policy(config, model, source, device, mesh, {})
 
 
@@ -122,5 +122,5 @@ def sharded_policy(
         deadline_s=config.dist_timeout_s,
     )
     load_shards(policy, files, torch.device("cpu") if config.offload == "all" else device, adapter)
-    expect_packed(policy, device, compute_dtype(config, device))
+    expect_packed(policy, device, compute_dtype(config, device), config.seq_len)
     return policy

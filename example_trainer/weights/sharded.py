@@ -41,12 +41,11 @@ class ShardedLinear(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """`weights` are consecutive vocabulary rows; the row of `padding_idx` gets no gradient, as in nn.Embedding."""
+    """`weights` are consecutive vocabulary rows; every row gets a gradient, that of a padding token, too."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], padding_idx: int | None) -> None:
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.weights = nn.ParameterList(weights)
-        self.padding_idx = padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
         found: list[Tensor] = []
@@ -54,12 +53,7 @@ class ShardedEmbedding(nn.Module):
         for weight in self.weights:
             rows = weight.shape[0]
             inside = (ids >= first) & (ids < first + rows)
-            padding = (
-                None
-                if self.padding_idx is None or not 0 <= self.padding_idx - first < rows
-                else self.padding_idx - first
-            )
-            held = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight, padding).to(ids.device)
+            held = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight).to(ids.device)
             found.append(torch.where(inside[..., None], held, 0))
             first += rows
         return sum(found[1:], found[0])

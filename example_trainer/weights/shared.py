@@ -110,7 +110,13 @@ def _whole(
     )
 
 
-def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
+def bind(
+    model: PreTrainedModel,
+    tensors: Mapping[str, SharedTensor],
+    *,
+    gradient_checkpointing: bool,
+    longest: int | None = None,
+) -> None:
     """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared
     before.
     """
@@ -125,7 +131,7 @@ def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradien
         else:
             model.set_submodule(name, _sharded(name, module, own))
     rebuild_buffers(model, next(model.parameters()).device)
-    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, longest=longest)
 
 
 def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.Module:
@@ -136,7 +142,7 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
         )
     weights = [piece.parameter for piece in own["weight"].pieces]
     if isinstance(module, nn.Embedding):
-        return ShardedEmbedding(weights, module.padding_idx)
+        return ShardedEmbedding(weights)
     biases = [piece.parameter for piece in own["bias"].pieces] if "bias" in own else []
     return ShardedLinear(weights, own["weight"].dim, biases)
 

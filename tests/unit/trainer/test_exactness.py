@@ -130,6 +130,27 @@ def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype, share: b
     assert sorted(found) == apart
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_padding_tokens_embedding_has_a_gradient_in_plain_and_exact_models(tmp_path: Path, tied: bool) -> None:
+    """Chat templates have that token in every prompt."""
+    padding = 7
+    folder = model_folder(tmp_path, tie_word_embeddings=tied, pad_token_id=padding, **SHAPE)
+    group = item([1.0, 0.0], seed=5)
+    for tokens in group["tokens"]:
+        tokens[1] = padding
+    (packed,) = micro_batches(batch_of([group]).sequences, 10_000, torch.device("cpu"))
+    gradients = []
+    for load in (lambda name: load_model(name, torch.device("cpu")), exact):
+        model = load(folder)
+        accumulate_gradients(
+            Policy(model), packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
+        )
+        gradients.append([gradient_of(parameter) for parameter in model.parameters()])
+        assert gradient_of(model.get_input_embeddings().weight)[padding].any()
+    for plain, of_exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, of_exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("share", [False, True], ids=["packed", "shared prefixes"])
 def test_gradients_are_those_of_the_model_in_float64(family: str, share: bool) -> None:

@@ -14,7 +14,7 @@ from example_trainer.model import meta_model
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of
-from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.fakes import item, model_folder
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 
@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True, "qwen3_moe": False}  # whether head and embedding are tied
 STEPS = 6
 FEW_STEPS = 3
+PADDING = item([1.0], seed=0)["tokens"][0][1]  # stands in a prompt of every run
 BUDGET = 20  # tokens a micro-batch
 # float32 sums in another order
 LOSS, NORM, WEIGHTS = 2e-7, 1e-6, 1e-5
@@ -82,7 +83,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     """Every run of this module, by name."""
     folder = tmp_path_factory.mktemp("ranks")
     models = {
-        family: model_folder(folder / "models" / family, family=family, tie_word_embeddings=tied, initializer_range=0.1)
+        family: model_folder(
+            folder / "models" / family,
+            family=family,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+            pad_token_id=PADDING,
+        )
         for family, tied in FAMILIES.items()
     }
     models["other"] = model_folder(folder / "models" / "other", seed=1, tie_word_embeddings=True, initializer_range=0.1)

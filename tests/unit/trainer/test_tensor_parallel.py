@@ -15,7 +15,7 @@ from example_trainer.model import ModelError, meta_model
 from example_trainer.packing import micro_batches
 from example_trainer.tensor_parallel import expect_divisible, partial_parameters
 from example_trainer.tp_plans import MOST, PLANS, size_refusal, sizes, split_shapes
-from tests.unit.trainer.fakes import model_folder, tiny_model
+from tests.unit.trainer.fakes import item, model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True, "mistral": False}  # whether head and embedding are tied
 STEPS, FEW = 6, 3
+PADDING = item([1.0], seed=0)["tokens"][0][1]  # stands in a prompt of every run
 BUDGET = 20  # tokens of a micro-batch
 # float32 sums in another order, on any processor; AdamW's first steps divide by small moments
 LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 1e-4
@@ -56,7 +57,12 @@ BITS = {"compute_dtype": "bfloat16"}
 def run(jobs: dict[str, Job], folder: Path) -> dict[str, Done]:
     models = {
         family: model_folder(
-            folder / "models" / family, family=family, vocab_size=98, tie_word_embeddings=tied, initializer_range=0.1
+            folder / "models" / family,
+            family=family,
+            vocab_size=98,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+            pad_token_id=PADDING,
         )
         for family, tied in FAMILIES.items()
     }
