@@ -248,7 +248,7 @@ class VerifiersEnv(QuestionEnv):
                 calls = {trace.id: (await versions(server, trace.id)).calls for trace in episode.traces}
         finally:
             self.slots.release()
-        trained = seats(episode, calls)
+        trained = seats(episode, calls, asked)
         first = next(iter(trained.values())).rollout
         mean = sum(seat.reward for seat in trained.values()) / len(trained)  # of the agents that train
         return PlayedEpisode(first.text, first.messages, first.sequences, trained, episode, own_score=mean)
@@ -261,7 +261,6 @@ class VerifiersEnv(QuestionEnv):
         for agent in dict.fromkeys(name for episode in played for name in episode.seats):
             mine = [episode.seats[agent] for episode in played if agent in episode.seats]
             group = rollout_group([seat.rollout for seat in mine], [seat.reward for seat in mine])
-            group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
             if len(mine) < len(played):  # it did not take part in each episode
                 group["group_overrides"] = {"group_size": len(mine) + failed.total()}
             groups.append(with_failed(group, Counter(failed)))

@@ -229,15 +229,17 @@ def _sequence(
     trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
     sampler, reference = item.inference_logprobs, item.ref_logprobs  # environments send [] for "none"
+    temperature = float(setting if (setting := sampling_setting(item, index, "temperature")) is not None else 1.0)
+    greedy = temperature == 0  # its log-probabilities are those of temperature 1, without top-p and top-k
     return Sequence(
         tokens=tokens,
         trained=trained,
         sampler_logprobs=np.asarray(sampler[index][:seq_len], dtype=np.float32) if sampler else None,
         advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages[:seq_len],
         reference_logprobs=np.asarray(reference[index][:seq_len], dtype=np.float32) if reference else None,
-        temperature=float(sampling_setting(item, index, "temperature") or 1.0),  # greedy (0) counts as 1
-        top_p=float(sampling_setting(item, index, "top_p") or 1.0),
-        top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
+        temperature=1.0 if greedy else temperature,
+        top_p=1.0 if greedy else float(sampling_setting(item, index, "top_p") or 1.0),
+        top_k=0 if greedy else max(0, int(sampling_setting(item, index, "top_k") or 0)),
         rollout=rollout,
         weight=weight,
     )

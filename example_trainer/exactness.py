@@ -29,6 +29,10 @@ from example_trainer.parallel import Ranks
 
 log = get_logger(__name__)
 
+# nats between the log-probabilities of one policy, on average over a step, that the coarser side's rounding explains
+ROUNDING = {"float32": 0.01, "bfloat16": 0.2}
+WARN_AGAIN_AFTER = 50  # steps
+
 ROWS_SHOWN = 20
 
 
@@ -156,6 +160,9 @@ class Exactness:
         self.served: Served | None = None
         self._agreed = False
         self._mismatch: Mismatch | None = None
+        coarse = "bfloat16" in (config.kernels, config.compute_dtype) or served_dtype != "float32"
+        self._rounding = ROUNDING["bfloat16" if coarse else "float32"]
+        self._warned_at: int | None = None  # the step
         if not config.batch_invariant:
             return
         ranks = set()
@@ -208,8 +215,26 @@ class Exactness:
                 "settings that the batch does not report"
             )
             raise self._mismatch
+        self._warn_of_more_than_rounding(mean, step, batch)
         self._agreed = self._agreed or row["bit_exact/tokens"] > 0
         return row
+
+    def _warn_of_more_than_rounding(self, mean: float, step: int, batch: Batch) -> None:
+        """The same policy, sampled from the distribution that the batch names, differs by rounding alone."""
+        if batch.staleness_max != 0 or mean <= self._rounding:
+            return
+        if self._warned_at is not None and step < self._warned_at + WARN_AGAIN_AFTER:
+            return
+        self._warned_at = step
+        log.warning(
+            "Step %d: the sampler's log-probabilities differ from the trainer's by %.3g nats on average at staleness 0"
+            " (logprob_diff_mean); rounding explains up to %g. Usual causes: the environment sampled with a"
+            " temperature, top_p or top_k that its groups do not report, or changed the tokens or the prompt;"
+            " vLLM serves other weights",
+            step,
+            mean,
+            self._rounding,
+        )
 
     def expect_agreement(self) -> None:
         """At the end of a run: raise its last Mismatch if no batch agreed with the sampler."""

@@ -31,7 +31,7 @@ from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, show
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
-from atroposlib.envs.errors import EnvError, GroupTooLargeError, PeerError, RecordError, Unscored
+from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.former_attributes import FormerAttributes
@@ -53,10 +53,12 @@ from atroposlib.envs.payloads import (
 )
 from atroposlib.envs.records import JsonlWriter, append_jsonl, markdown_table, write_eval_results
 from atroposlib.envs.sample_rows import Sampled, SampleRows
+from atroposlib.envs.sampled_with import with_settings
 from atroposlib.envs.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.time_limit import time_limit
 from atroposlib.envs.waits import wait_for_peer
@@ -556,8 +558,8 @@ class EnvRun:
         """
         self._unscored_in_row = 0
         given = scored_data if isinstance(scored_data, list) else [scored_data]
-        groups = [group for group in given if group]
-        defects = [defect(group, self.needs) for group in groups]
+        settled = [self._with_settings(group) for group in given if group]
+        groups, defects = [group for group, _ in settled], [found for _, found in settled]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
         accepted = []
         for group in whole:
@@ -573,6 +575,28 @@ class EnvRun:
             raise MalformedGroup(
                 "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
             )
+
+    def sampled_with(self, group: ScoredDataGroup) -> list[list[Settings]]:
+        """The settings with which each sequence was sampled, one unless its turns differ; none where not known."""
+        ledger, logprobs = self.env.server.ledger, group.get("inference_logprobs")
+        return [
+            ledger.settings_of(tokens, masks, logprobs[index] if logprobs else None)
+            for index, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True))
+        ]
+
+    def _with_settings(self, group: ScoredDataGroup) -> tuple[ScoredDataGroup, str | None]:
+        """The group with what it does not say of its sampling, or why that cannot be trained on."""
+        if (found := defect(group, self.needs)) is not None:
+            return group, found
+        try:
+            found_settings = self.sampled_with(group)
+        except (OverflowError, TypeError, ValueError):  # no ids; the API or the trainer says so
+            return group, None
+        try:
+            group = with_settings(group, found_settings)
+        except NotReplayed as error:
+            return group, str(error)
+        return group, defect(group, self.needs)  # with what was added
 
     async def _send_all(self, chosen: Sequence[Sampled], send: bool = True) -> None:
         """Keep groups in the files and tables, and send them."""

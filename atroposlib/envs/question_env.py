@@ -207,7 +207,10 @@ class QuestionEnv(BaseEnv):
         left, failed = self._env_run.survivors(await self._judged_answers(item), item)
         rewards = [scored.reward for _, scored in left if scored.reward is not None]
         group = rollout_group([rollout for rollout, _ in left], rewards, [scored.rewards for _, scored in left])
-        group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
+        if not any(group.get(name) for name in ("generation_params", "overrides")) and not any(
+            self._env_run.sampled_with(group)
+        ):  # by a client of the author's own, which was given these
+            group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
         return with_failed(group, failed), []
 
     async def _judged_answers(self, item: Item) -> list[tuple[Rollout, Scored] | Failure]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.envs.payloads import ScoredDataGroup
+from atroposlib.envs.sampled_with import fields_of, one_setting
 from atroposlib.envs.server_handling.sequence_book import SequenceNode, trained_once
 from atroposlib.type_definitions import Messages
 
@@ -48,8 +49,9 @@ def rollout_group(
     rollouts: Sequence[Rollout], rewards: Sequence[float], named: Sequence[Mapping[str, float]] = ()
 ) -> ScoredDataGroup:
     """A group of rollouts with their rewards: ids, log-probabilities and policy versions as they were sampled, never
-    text tokenised again. It numbers the rollout of each sequence if any rollout has several. `named` are the rewards by
-    name of each rollout, kept for people who read the group.
+    text tokenised again, with how they were sampled if each node says it. It numbers the rollout of each sequence if
+    any rollout has several. `named` are the rewards by name of each rollout, kept for people who read the group. Raises
+    NotReplayed for a sequence whose turns were sampled in different ways.
     """
     numbered = [(number, node) for number, rollout in enumerate(rollouts) for node in trained_once(rollout.sequences)]
     nodes = [node for _, node in numbered]
@@ -64,6 +66,10 @@ def rollout_group(
         finish_reasons=_of_all(nodes, "finish_reason"),
         routed_experts=_of_all(nodes, "routed_experts"),
     )
+    settings = [one_setting(node.trained_settings(), index) for index, node in enumerate(nodes)]
+    known = [each for each in settings if each is not None]
+    if len(known) == len(nodes):
+        group.update(fields_of(known))  # type: ignore[typeddict-item]
     if len(nodes) > len(rollouts):
         group["rollouts"] = [number for number, _ in numbered]
     if any(named):

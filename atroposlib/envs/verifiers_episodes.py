@@ -18,7 +18,9 @@ from msgspec import Meta, Struct
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.rollouts import Rollout
+from atroposlib.envs.server_handling.sampling import Settings, settings_of
 from atroposlib.envs.server_handling.sequence_book import SequenceNode
+from atroposlib.envs.server_handling.vllm_server import LEAST_TEMPERATURE
 from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.type_definitions import Messages
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED, Cause
@@ -148,14 +150,15 @@ def check_sampling(episode: Episode, asked: Mapping[str, Any]) -> None:
                 raise NotReplayed(f"agent {trace.agent!r}: {wrong[0]} {used[wrong[0]]} {NOT_REPLAYED}")
 
 
-def seats(episode: Episode, calls: Mapping[str, Sequence[Call]]) -> dict[str, Seat]:
+def seats(episode: Episode, calls: Mapping[str, Sequence[Call]], asked: Mapping[str, Any]) -> dict[str, Seat]:
     """What trains the policy, by agent: `solver`, and `solver-2` for a second trace of it. `calls` are those of the
-    server, by trace. Raises RolloutFailed where nothing was sampled.
+    server, by trace, `asked` the sampling of agents that say nothing of theirs. Raises RolloutFailed where nothing was
+    sampled.
     """
     found: dict[str, Seat] = {}
     counts: defaultdict[str, int] = defaultdict(int)
     for trace in episode.traces:
-        if trace.trainable and (nodes := sequences(trace, calls.get(trace.id, []))):
+        if trace.trainable and (nodes := sequences(trace, calls.get(trace.id, []), asked)):
             counts[trace.agent] += 1
             name = trace.agent if counts[trace.agent] == 1 else f"{trace.agent}-{counts[trace.agent]}"
             found[name] = Seat(_rollout(trace, nodes), trace.reward)
@@ -171,7 +174,7 @@ def _rollout(trace: Trace, nodes: Sequence[SequenceNode]) -> Rollout:
     return Rollout(said[-1] if said else "", messages, nodes)
 
 
-def sequences(trace: Trace, calls: Sequence[Call]) -> list[SequenceNode]:
+def sequences(trace: Trace, calls: Sequence[Call], asked: Mapping[str, Any]) -> list[SequenceNode]:
     """One a branch, without those that would train nothing."""
     versions = _versions(trace, calls)
     trained: set[int] = set()
@@ -179,7 +182,7 @@ def sequences(trace: Trace, calls: Sequence[Call]) -> list[SequenceNode]:
     for path in trace.branches:
         mine = {place for place in path if any(trace.nodes[place].mask)} - trained
         if mine:
-            found.append(_sequence(trace, path, mine, versions))
+            found.append(_sequence(trace, path, mine, versions, asked))
         trained |= mine
     return found
 
@@ -196,17 +199,22 @@ def _versions(trace: Trace, calls: Sequence[Call]) -> dict[int, Call]:
     return found
 
 
-def _sequence(trace: Trace, path: Sequence[int], mine: set[int], versions: Mapping[int, Call]) -> SequenceNode:
+def _sequence(
+    trace: Trace, path: Sequence[int], mine: set[int], versions: Mapping[int, Call], asked: Mapping[str, Any]
+) -> SequenceNode:
     tokens: list[int] = []
     masks: list[int] = []
     logprobs: list[float] = []
     sampled_by: list[tuple[int, Call | None]] = []  # (position of the first sampled token, the call)
+    settings: list[tuple[int, Settings]] = []
     finish = None
     for place in path:
         node = trace.nodes[place]
         values = iter(node.logprobs)
         if any(node.mask):
             sampled_by.append((len(tokens) + node.mask.index(1), versions.get(place)))
+            used = {name: value for name, value in (node.sampling or {}).items() if value is not None}
+            settings.append((sampled_by[-1][0], settings_of({**asked, **used}, LEAST_TEMPERATURE)))
             finish = node.finish
         for token, chosen in zip(node.ids, node.mask, strict=True):
             value = next(values) if chosen else NO_LOGPROB
@@ -214,8 +222,14 @@ def _sequence(trace: Trace, path: Sequence[int], mine: set[int], versions: Mappi
             tokens.append(token)
             masks.append(token if is_mine else NOT_TRAINED)
             logprobs.append(value if is_mine else NO_LOGPROB)
-    metadata = {"finish_reason": finish, "policy_versions": _ends(sampled_by), "version_spans": _spans(sampled_by)}
-    return SequenceNode(full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs, metadata=metadata)
+    metadata = {
+        "finish_reason": finish,
+        "policy_versions": _ends(sampled_by),
+        "version_spans": _spans(sampled_by),
+    }
+    return SequenceNode(
+        full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs, metadata=metadata, settings=settings
+    )
 
 
 def _ends(sampled_by: Sequence[tuple[int, Call | None]]) -> list[int] | None:

@@ -23,7 +23,7 @@ from openai.types.completion_usage import CompletionUsage
 
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.dispatch import Split
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens, Settings
 from atroposlib.envs.server_handling.sequence_book import (
     SequenceKeeper,
     SequenceNode,
@@ -247,6 +247,7 @@ def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> Sequenc
             "policy_versions": list(versions) if versions is not None else None,
             "version_spans": _version_spans(prompt, sequence),
         },
+        settings=_settings(prompt, sequence),
     )
     if sequence.routed_experts is not None:
         node.metadata["routed_experts"] = sequence.routed_experts  # of earlier turns, too: the model read them again
@@ -264,6 +265,14 @@ def _version_spans(prompt: SequenceNode, sequence: SampledSequence) -> list[list
     if (earlier := prompt.metadata["version_spans"]) is None:
         return None
     return [*earlier, *(turn[1:] if turn[0][1] == earlier[-1][1] else turn)]
+
+
+def _settings(prompt: SequenceNode, sequence: SampledSequence) -> list[tuple[int, Settings]] | None:
+    """(start, settings) of each completion, over all turns; None where one is not known."""
+    earlier = prompt.settings if prompt.metadata else []
+    if sequence.settings is None or earlier is None:
+        return None
+    return [*earlier, (len(prompt.tokens), sequence.settings)]
 
 
 def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:

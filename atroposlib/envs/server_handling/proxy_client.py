@@ -10,6 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.openai_server import replied
+from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.sequence_book import SequenceNode, State
 
 REQUEST_TIMEOUT_S = 1200.0
@@ -24,6 +25,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         self.model_name = model_name
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._nodes: list[SequenceNode] = []
+        self.ledger: SampledLedger | None = None  # where the nodes are noted, too
 
     def get_url(self) -> str:
         """Address for an OpenAI client that is to talk to this session."""
@@ -42,6 +44,11 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         """Ask the proxy for the nodes."""
         reply = await request(f"{self.proxy_url}/{self.session_uuid}/nodes", "GET", None, self._headers)
         self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
+        for node in self._nodes if self.ledger is not None else []:
+            for start, end, settings in node.completions():
+                self.ledger.record(
+                    node.tokens[:start], node.tokens[start:end], node.logprobs[start:end], settings, trained=True
+                )
         return self.get_state()
 
     async def chat_completion(

@@ -2,11 +2,17 @@
 it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
+
+from atroposlib.groups import not_replayed
 
 # What a call is given, in the words of OpenAI's API.
 Arguments = dict[str, Any]
+# Which distribution a sequence was sampled from: temperature, top_p, top_k, and what the trainer does not replay.
+Settings = dict[str, Any]
+GREEDY_BELOW = 1e-5  # vLLM's and SGLang's rule
 # (prompt tokens, output tokens per sequence, log-probabilities per sequence, finish reason per sequence)
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
 
@@ -25,7 +31,8 @@ class SampledSequence:
 
     `policy_versions` are the versions that sampled the first and the last token, `version_spans` the runs of tokens of
     one version, as (start, version); None when the server does not say. `routed_experts` are the experts that read each
-    token but the last, prompt included, as `atroposlib/routing.py` writes them; None without such.
+    token but the last, prompt included, as `atroposlib/routing.py` writes them; None without such. `settings` are those
+    of the request that sampled it.
     """
 
     token_ids: list[int]
@@ -34,6 +41,7 @@ class SampledSequence:
     policy_versions: tuple[int, int] | None = None
     version_spans: list[tuple[int, int]] | None = None
     routed_experts: str | None = None
+    settings: Settings | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -52,3 +60,21 @@ class SampledTokens:
 
     prompt_token_ids: list[int]
     sequences: list[SampledSequence]
+
+
+def settings_of(arguments: Mapping[str, Any], least_temperature: float = 0.0) -> Settings:
+    """What a call asks for, with the servers' defaults where it says nothing. Greedy sampling reads neither top_p nor
+    top_k; a server may raise a temperature above 0 to its `least_temperature`.
+    """
+    given = {**(arguments.get("extra_body") or {}), **arguments}
+    temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))
+    temperature = 1.0 if temperature is None else temperature
+    others = {name: given[name] for name in not_replayed(given)}
+    if temperature < GREEDY_BELOW:
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **others}
+    return {
+        "temperature": max(float(temperature), least_temperature),
+        "top_p": 1.0 if top_p is None else float(top_p),
+        "top_k": 0 if top_k is None else max(0, int(top_k)),
+        **others,
+    }

@@ -3,11 +3,12 @@ again.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr
 
+from atroposlib.envs.server_handling.sampling import Settings
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 
@@ -30,7 +31,35 @@ class SequenceNode(BaseModel):
     masked_tokens: list[int]
     logprobs: list[float]
     metadata: dict[str, Any] = Field(default_factory=dict)
+    # how the completion from each position on was sampled, by the start of each; None where a server's class hides it
+    settings: list[tuple[int, Settings]] | None = None
     _carried: int = PrivateAttr(default=0)  # leading tokens that are those of the node it continued
+
+    def __eq__(self, other: object) -> bool:
+        """By what was sampled alone: authors compare with nodes that they write themselves, which hold no settings."""
+        if not isinstance(other, SequenceNode):
+            return NotImplemented
+        return self.model_dump(exclude={"settings"}) == other.model_dump(exclude={"settings"})
+
+    def completions(self) -> Iterator[tuple[int, int, Settings]]:
+        """The first place, the one behind the last, and the settings of each completion whose settings are known."""
+        for start, end, settings in self._spans():
+            masks = self.masked_tokens[start:end]
+            stop = start + next((place for place, value in enumerate(masks) if value == NOT_TRAINED), len(masks))
+            yield start, stop, settings
+
+    def trained_settings(self) -> list[Settings]:
+        """The different settings of the tokens that are trained on."""
+        found: list[Settings] = []
+        for start, end, settings in self._spans():
+            if settings not in found and any(value != NOT_TRAINED for value in self.masked_tokens[start:end]):
+                found.append(settings)
+        return found
+
+    def _spans(self) -> Iterator[tuple[int, int, Settings]]:
+        starts = self.settings or []
+        ends = [*(start for start, _ in starts[1:]), len(self.tokens)]
+        return ((start, end, settings) for (start, settings), end in zip(starts, ends, strict=False))
 
 
 def trained_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
@@ -74,7 +103,7 @@ def unsampled_prompt(text: str, tokens: list[int]) -> SequenceNode:
 
 def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> SequenceNode:
     """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text
-    alone. Its metadata hold the parent's versions; those of a prompt without sampled tokens are empty.
+    alone. Its metadata hold the parent's versions and settings; those of a prompt without sampled tokens are empty.
 
     When the completion ended with a special token (the end of its turn) and the added text begins with that token's
     text, the sampled one stands for both. When the text continues without it, it is left out, so that the ids say what
@@ -98,6 +127,7 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Se
             "policy_versions": parent.metadata.get("policy_versions"),
             "version_spans": spans and [span for span in spans if span[0] < kept],
         },
+        settings=parent.settings,
     )
     extended._carried = kept
     return extended

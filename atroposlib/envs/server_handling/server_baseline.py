@@ -6,9 +6,11 @@ A request for more completions than `max_n_completions` is sent as several and m
 """
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -32,8 +34,11 @@ from atroposlib.envs.server_handling.sampling import (
     PromptLogprobs,
     SampledSequence,
     SampledTokens,
+    Settings,
     TokensAndLogprobs,
+    settings_of,
 )
+from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.throttle import Throttle
 from atroposlib.errors import reading
@@ -61,6 +66,11 @@ class InferenceCalls(ABC):
     max_n_completions: int | None = None
     # A tokenizer that is already loaded. Without it, `tokenizer_id` is loaded.
     tokenizer: Any = None
+
+    @functools.cached_property
+    def ledger(self) -> SampledLedger:
+        """How each sequence was sampled."""
+        return SampledLedger()
 
     @property
     @abstractmethod
@@ -95,7 +105,12 @@ class InferenceCalls(ABC):
         if split == "train":
             refuse_what_is_not_replayed(arguments)
         parts = await self._in_parts(arguments, "token sampling", _sampled, split)
-        return SampledTokens(parts[0].prompt_token_ids, [sequence for part in parts for sequence in part.sequences])
+        sequences = [sequence for part in parts for sequence in part.sequences]
+        prompt, to_train = parts[0].prompt_token_ids, split == "train"
+        for each in sequences:
+            if each.settings is not None:
+                self.ledger.record(prompt, each.token_ids, each.logprobs, each.settings, trained=to_train)
+        return SampledTokens(prompt, sequences)
 
     async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
         """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
@@ -233,6 +248,10 @@ class APIServer(InferenceCalls):
             sampled.append(SampledSequence(tokens, logprobs, reason["type"] if isinstance(reason, dict) else reason))
         return SampledTokens(prompt, sampled)
 
+    def settings_of(self, arguments: Arguments) -> Settings:
+        """The settings with which this server samples for such a request."""
+        return settings_of(arguments)
+
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
         return await self._hooked(self._get_logprobs_wrapper, arguments)
@@ -326,7 +345,9 @@ async def _sampled(server: APIServer, arguments: Arguments) -> SampledTokens:
     with reading(f"{server.name} returned what no model can sample", PermanentServerError):
         for sequence in samples.sequences:
             check_sampled(sequence.token_ids, sequence.logprobs)
-    return samples
+    settings = server.settings_of(arguments)
+    sequences = [replace(sequence, settings=settings) for sequence in samples.sequences]
+    return SampledTokens(samples.prompt_token_ids, sequences)
 
 
 def merge_replies(parts: Sequence[Reply]) -> Reply:

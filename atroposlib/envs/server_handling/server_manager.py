@@ -101,6 +101,8 @@ class ServerManager(InferenceCalls):
                 for config in server_configs(configs, slurm, self._environment)
             ]
         )
+        for server in self.servers:
+            server.ledger = self.ledger
 
     @functools.cached_property
     def _environment(self) -> ServerEnvironment:
@@ -173,6 +175,7 @@ class ServerManager(InferenceCalls):
             async with await create_proxy_session(
                 self.proxy_url, base_url, self.tool_parser or "hermes", track_tree, preserve_think_blocks
             ) as session:
+                session.ledger = self.ledger
                 yield session
             return
         servers = self.servers_at(base_url) if base_url else self.servers
@@ -211,6 +214,7 @@ class StickyRoute(InferenceCalls):
 
     def __init__(self, manager: ServerManager, servers: Sequence[APIServer]) -> None:
         self.max_n_completions = manager.max_n_completions
+        self.ledger = manager.ledger
         self._retry = manager.retry
         self._servers = servers
         self._server: APIServer | None = None

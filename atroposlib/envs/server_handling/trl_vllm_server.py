@@ -18,8 +18,15 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.envs.server_handling.sampling import (
+    Arguments,
+    PromptLogprobs,
+    SampledSequence,
+    SampledTokens,
+    Settings,
+    settings_of,
+)
+from atroposlib.envs.server_handling.vllm_server import LEAST_TEMPERATURE, VLLMServer
 from atroposlib.utils.tokenizers import encode_prompt
 
 DEFAULTS = {
@@ -106,6 +113,10 @@ class TrlVllmServer(VLLMServer):
                 for completion, logprobs in zip(reply.completion_ids, reply.logprobs, strict=True)
             ],
         )
+
+    def settings_of(self, arguments: Arguments) -> Settings:
+        # no other argument is sent
+        return settings_of({name: arguments.get(name) for name in DEFAULTS}, LEAST_TEMPERATURE)
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         raise NotImplementedError(

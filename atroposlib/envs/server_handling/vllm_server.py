@@ -18,7 +18,14 @@ from atroposlib.envs.server_handling.errors import (
 from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.reply_checks import raise_error_inside
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import (
+    Arguments,
+    PromptLogprobs,
+    SampledSequence,
+    SampledTokens,
+    Settings,
+    settings_of,
+)
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
@@ -33,6 +40,7 @@ SETTLED = frozenset(
 )
 
 
+LEAST_TEMPERATURE = 0.01  # vLLM raises those between 0 and this one
 # Finish reasons of sequences that the server gave up; sampling them again is the only use for them.
 UNFINISHED = frozenset({"abort", "error"})
 
@@ -94,6 +102,9 @@ class VLLMServer(OpenAIServer):
         if UNFINISHED & set(reply.finish_reasons):
             raise RetryableServerError(f"{self.generate_url} aborted a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
+
+    def settings_of(self, arguments: Arguments) -> Settings:
+        return settings_of(arguments, LEAST_TEMPERATURE if self.config.server_type == "vllm" else 0.0)
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})

@@ -50,6 +50,9 @@ async def test_environment_samples_through_the_proxy_and_gets_the_nodes(monkeypa
             assert (await httpx_get(f"{url}/sessions"))["sessions"][0]["uuid"] == managed.session_uuid
         assert (await httpx_get(f"{url}/sessions"))["sessions"] == []
         await manager.close()
+        node = nodes[0]
+        found = manager.ledger.settings_of(node.tokens, node.masked_tokens, node.logprobs)
+        assert found == node.trained_settings() == [{"temperature": 1.0, "top_p": 0.5, "top_k": 0}]
     assert [choice.message.content for choice in reply.choices] == ["yes", "yes"]
     assert len(nodes) == 2
     assert TOKENIZER.decode([token for token in nodes[0].masked_tokens if token != -100]) == "yes<|im_end|>"

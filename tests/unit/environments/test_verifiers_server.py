@@ -83,6 +83,18 @@ async def test_a_group_has_ids_masks_log_probabilities_rewards_and_policy_versio
     assert sorted(metrics["right"]) == [0.0, 0.0, 1.0, 1.0]
 
 
+async def test_a_group_says_the_sampling_that_an_agent_added(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [node([1, 2], "user"), node([3, 10, 11], "assistant", 2)]
+    nodes[1]["sampling"] = {"temperature": 1.0, "top_k": 20}
+    arguments = {"fates": [{"traces": [trace(1, nodes=nodes, branches=[[0, 1]])]}] * 4}
+    async with playing(tmp_path, tokenizer, monkeypatch, arguments) as (env, _):
+        group, _ = await env.collect_trajectories(0)
+    assert isinstance(group, dict)
+    assert group["generation_params"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20}
+
+
 async def test_an_episode_of_several_branches_is_one_rollout_and_each_token_is_trained_once(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     assert sums == 3 * count  # two layers and the root
     assert calls("one sum of gradients")[1] == 3 * FEW_STEPS
     # the root once and two layers twice a pass, or each once a step
-    assert gathers == 5 * count + probes + 11  # the check after loading runs the layers five times
+    assert gathers == 5 * count + probes + 13  # the check after loading runs the layers six times
     assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3
 
 
