@@ -51,7 +51,20 @@ CHECKED_FIELDS = (
     "finish_reasons",
     "failed",
     "routed_experts",
+    "distill_token_ids",
+    "distill_logprobs",
+    "images",
 )
+_NO_TEACHER = (
+    "which this trainer does not train on; sample without the teacher (drop --env.teacher_enabled), or post to a"
+    " trainer that distils"
+)
+# What is carried for other trainers and would be lost here without a word: what it is, and what to do.
+NOT_TRAINED_ON = {
+    "distill_token_ids": f"a teacher's tokens, {_NO_TEACHER}",
+    "distill_logprobs": f"a teacher's log-probabilities, {_NO_TEACHER}",
+    "images": "images, and this trainer reads text alone; post groups without images, or to a trainer that reads them",
+}
 Location = tuple[str | int, ...]
 
 
@@ -161,6 +174,7 @@ def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
             _check_logprobs(logprobs, sampled)
     _check_advantages(group, tokens)
     _check_settings(group, tokens)
+    _refuse_what_is_not_trained_on(group)
     _check_versions(group, tokens)
     _check_spans(group, tokens)
     _check_finish_reasons(group, tokens)
@@ -331,6 +345,14 @@ def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
         expect_count("overrides", len(overrides), len(tokens.lengths))
         for index, override in enumerate(overrides):
             _check_object(override, "overrides", index)
+
+
+def _refuse_what_is_not_trained_on(group: Mapping[str, Any]) -> None:
+    for name, what in NOT_TRAINED_ON.items():
+        value = group.get(name)
+        entries = value if isinstance(value, (list, tuple)) else [value]  # environments send [] for "none"
+        if any(entry is not None and not (isinstance(entry, list) and not entry) for entry in entries):
+            raise Untrainable(what, name)
 
 
 def _check_object(settings: Any, *where: str | int) -> None:

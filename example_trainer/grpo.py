@@ -308,6 +308,11 @@ class Run:
             )
         if config.mask_truncated and batch.cut_answers is None:
             log.warning("--mask-truncated masks nothing: no group of this batch reports why its answers ended")
+        if config.kl_coef and any(each.top_p < 1 or each.top_k for each in batch.sequences):
+            log.warning(
+                "--kl-coef compares two distributions that top-p and top-k truncated differently, the policy's and the"
+                " start model's: sample with top_p 1 and without top_k"
+            )
         if not batch.sequences:
             reason = (
                 "equal scores" if batch.zero_variance_groups == batch.groups else "equal scores or cut answers alone"

@@ -590,7 +590,7 @@ class EnvRun:
             return group, found
         try:
             found_settings = self.sampled_with(group)
-        except (OverflowError, TypeError, ValueError):  # no ids; the API or the trainer says so
+        except (OverflowError, TypeError, ValueError):  # no ids: the API or the trainer refuses them
             return group, None
         try:
             group = with_settings(group, found_settings)

@@ -95,7 +95,7 @@ def _expect_true(group: Mapping[str, Any], index: int, settings: Settings) -> No
 
 def _same(name: str, said: Any, sampled: Any) -> bool:
     if name == "top_k":
-        return max(0, int(said)) == sampled
+        return bool(max(0, int(said)) == sampled)
     if isinstance(said, numbers.Real) and isinstance(sampled, numbers.Real):
         return math.isclose(said, sampled, rel_tol=1e-9)
     return sampled is None or bool(said == sampled)  # a setting that changes nothing is not in what was sampled

@@ -6,7 +6,8 @@
 The teacher is another server with its own flags (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have
 the student's vocabulary, since ids are compared with ids. At each position the sequence's own token comes first,
 then the teacher's likeliest others; nothing precedes the first position, so its lists are empty. If the teacher fails
-on a group, the group is sent without them.
+on a group, the group is sent without them. The trainer of this project does not train on them: where it has registered,
+the first group ends the environment with a line that says so.
 """
 
 import asyncio
@@ -16,7 +17,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
+from atroposlib.envs.errors import EnvError
 from atroposlib.errors import reading
+from atroposlib.groups import NOT_TRAINED_ON
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -90,6 +93,8 @@ class TeacherDistillationEnv(BaseEnv):
         group["distill_token_ids"] = group["distill_logprobs"] = None
         if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
             return group
+        if self._env_run.needs.trainable_only:
+            raise EnvError(f"--env.teacher_enabled: {NOT_TRAINED_ON['distill_logprobs']}")
         answers = await asyncio.gather(
             *(self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]), return_exceptions=True
         )

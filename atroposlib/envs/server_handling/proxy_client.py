@@ -44,11 +44,9 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         """Ask the proxy for the nodes."""
         reply = await request(f"{self.proxy_url}/{self.session_uuid}/nodes", "GET", None, self._headers)
         self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
-        for node in self._nodes if self.ledger is not None else []:
-            for start, end, settings in node.completions():
-                self.ledger.record(
-                    node.tokens[:start], node.tokens[start:end], node.logprobs[start:end], settings, trained=True
-                )
+        if self.ledger is not None:
+            for node in self._nodes:
+                node.note_in(self.ledger)
         return self.get_state()
 
     async def chat_completion(

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field, PrivateAttr
 
 from atroposlib.envs.server_handling.sampling import Settings
+from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 
@@ -41,12 +42,14 @@ class SequenceNode(BaseModel):
             return NotImplemented
         return self.model_dump(exclude={"settings"}) == other.model_dump(exclude={"settings"})
 
-    def completions(self) -> Iterator[tuple[int, int, Settings]]:
-        """The first place, the one behind the last, and the settings of each completion whose settings are known."""
+    def note_in(self, ledger: SampledLedger) -> None:
+        """Note how each completion was sampled, of a node that was made in another process."""
         for start, end, settings in self._spans():
             masks = self.masked_tokens[start:end]
             stop = start + next((place for place, value in enumerate(masks) if value == NOT_TRAINED), len(masks))
-            yield start, stop, settings
+            ledger.record(
+                self.tokens[:start], self.tokens[start:stop], self.logprobs[start:stop], settings, trained=True
+            )
 
     def trained_settings(self) -> list[Settings]:
         """The different settings of the tokens that are trained on."""

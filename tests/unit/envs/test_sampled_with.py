@@ -1,4 +1,4 @@
-"""A group says how its sequences were sampled, whoever wrote the environment; what contradicts it is refused."""
+"""A group says how its sequences were sampled, in any environment; what contradicts it is refused."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,6 +4,7 @@ leaves behind.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from example_trainer.batching import make_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.exact_model import make_exact
-from example_trainer.exactness import Comparison, NotExact, summary
+from example_trainer.exactness import Comparison, Exactness, NotExact, summary
 from example_trainer.model import load_model
 from example_trainer.packing import micro_batches
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
@@ -300,3 +301,25 @@ def test_sequences_survive_being_kept() -> None:
     found = exactness.sequence_from(exactness._tensors(sequence))
     assert np.array_equal(found.tokens, sequence.tokens)
     assert found.temperature == sequence.temperature
+
+
+@pytest.mark.parametrize(("staleness", "sampled_at", "warns"), [(0, 0.7, True), (0, 1.0, False), (1, 0.7, False)])
+def test_log_probabilities_of_another_sampling_are_warned_of_at_staleness_0(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, staleness: int, sampled_at: float, warns: bool
+) -> None:
+    """The environment sampled at `sampled_at`, and its groups say temperature 1."""
+    group = item([1.0, 0.0, 0.0, 1.0], seed=5, policy_versions=[[0, 0]] * 4)
+    sequences = batch_of([group | {"generation_params": {"temperature": sampled_at}}]).sequences
+    policy, comparison = Policy(load_model(model, torch.device("cpu"))), Comparison()
+    for packed in micro_batches(sequences, 64, torch.device("cpu")):
+        sampler = token_logprobs(policy, packed, 8)
+        ours = token_logprobs(policy, replace(packed, temperatures=torch.ones_like(packed.temperatures)), 8)
+        comparison.add(packed.targets, sampler, ours)
+    settings = config(model, tmp_path, batch_invariant=False, bit_exact="report")
+    judge = Exactness(settings, policy.model, "float32")
+    batch = make_batch(as_records([group]), seq_len=2048, policy_version=staleness)
+    for step in (1, 2):  # once
+        judge.judge(comparison, step, batch, policy.model)
+    found = [record for record in caplog.records if "at staleness 0" in record.message]
+    assert len(found) == warns
+    assert all("temperature, top_p or top_k that its groups do not report" in record.message for record in found)
