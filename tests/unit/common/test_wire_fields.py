@@ -87,7 +87,10 @@ def test_a_field_that_is_not_read_changes_nothing(field: str) -> None:
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_field_that_is_not_trained_on_is_refused_by_name(field: str) -> None:
-    for group in (plain() | {field: REFUSED[field]}, *as_records([plain() | {field: REFUSED[field]}])):
+    (record,) = as_records([plain() | {field: REFUSED[field]}])
+    assert isinstance(record, ScoredData)
+    groups: tuple[Any, ...] = (plain() | {field: REFUSED[field]}, record)
+    for group in groups:
         with pytest.raises(Untrainable, match=rf"^{field}: .*; .*post"):
             check(group, Needs(trainable_only=True))
         check(group, Needs())  # other trainers get it

@@ -99,7 +99,8 @@ async def taken(folder: Path, **attributes: Any) -> ScoredDataGroup:
     async with FakeInferenceServer() as server, running_env_of_base(kind, folder, server) as env:
         group, _ = await env.collect_trajectories(1)
         await env._env_run.take(group, 1, send=False, limit_lengths=False)
-        return env.sent[0]
+        sent: ScoredDataGroup = env.sent[0]
+        return sent
 
 
 def running_env_of_base(kind: type[Any], folder: Path, server: FakeInferenceServer) -> Any:
@@ -126,7 +127,9 @@ async def test_rollouts_of_an_authors_own_sampling_say_so(tmp_path: Path) -> Non
 
 
 async def test_rollouts_that_were_sampled_differently_say_it_one_by_one(tmp_path: Path) -> None:
-    OneByOne = type("OneByOne", (OwnSampling,), {"settings": (OWN, {"temperature": 1.2}, {"temperature": 0.0}, {})})
+    class OneByOne(OwnSampling):
+        settings = (OWN, {"temperature": 1.2}, {"temperature": 0.0}, {})
+
     async with FakeInferenceServer() as server, running_env(OneByOne, tmp_path, server) as env:
         group, _ = await env.collect_trajectories("7")
     assert group is not None
@@ -185,7 +188,8 @@ async def taken_by_our_trainer(folder: Path, **attributes: Any) -> ScoredDataGro
         env._env_run.needs = Needs(trainable_only=True)
         group, _ = await env.collect_trajectories(1)
         await env._env_run.take(group, 1, send=False, limit_lengths=False)
-        return env.sent[0]
+        sent: ScoredDataGroup = env.sent[0]
+        return sent
 
 
 async def test_turns_of_one_sequence_that_were_sampled_differently_are_refused(tmp_path: Path) -> None:

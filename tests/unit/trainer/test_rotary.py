@@ -114,7 +114,7 @@ def test_the_load_check_sees_tables_that_change_behind_the_original_length() -> 
 
 
 def test_a_server_of_longer_sequences_is_refused(monkeypatch: pytest.MonkeyPatch, longrope: str) -> None:
-    config, model = TrainerConfig(model_name=longrope, seq_len=ORIGINAL), meta_model(longrope)
+    config, model = TrainerConfig.model_validate({"model_name": longrope, "seq_len": ORIGINAL}), meta_model(longrope)
     for served, refused in ((ORIGINAL, False), (WHOLE, True), (None, False)):
         client = SimpleNamespace(url="http://gpu01:9001", status=lambda n=served: SimpleNamespace(max_model_len=n))
         monkeypatch.setattr(grpo, "vllm_clients", lambda _, client=client: [client])
