@@ -29,6 +29,7 @@ from pydantic import Field
 from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
+from atroposlib.env_proxies import without_loopback_proxies
 from atroposlib.envs.errors import DataError, EnvError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.metrics import Metrics
@@ -336,7 +337,7 @@ def child_environment(config: VerifiersConfig, keys: Mapping[str, str]) -> dict[
     """The variables that verifiers gets: no secrets but those that were named, and `uv` on its PATH."""
     inherited = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in without_loopback_proxies(os.environ).items()
         if name not in NOT_INHERITED and (name in config.forward_env or not SECRET.search(name))
     }
     folder = str(Path(config.verifiers_python).absolute().parent)

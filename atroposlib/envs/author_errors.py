@@ -28,6 +28,9 @@ FOREIGN = [
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 ]
 GENERATED = ("<frozen", "<template>")  # the latter is a chat template's
+OWN_CODE = " in the environment's own code"
+CORRECT = "Correct that line"
+NOT_THEIRS = "That line is a library's and not the environment's; the log has the traceback"
 WINDOW = 100
 ITEM_CHARS_LOGGED = 300
 RETURNED_CHARS_SHOWN = 80
@@ -97,14 +100,20 @@ def origin(error: BaseException, written: Mapping[str, str] | None = None) -> st
     framework worked with, unless a server failed.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
+    where = (blamed(error, written) or [_place(frame) for frame in frames])[-1:]
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
+    return " at ".join([words, *where])
+
+
+def blamed(error: BaseException, written: Mapping[str, str] | None = None) -> list[str]:
+    """Lines of the author's that an error is put down to, the innermost last; none if it is a library's alone."""
+    frames = list(traceback.extract_tb(error.__traceback__))
     own = [_place(frame) for frame in frames if is_authors(frame.filename)]
     if isinstance(error, WrongReturn) and error.where:
         own = [error.where]
     elif not own and written and not isinstance(error, ServerError):
         own = [_worked_with(frames, written)]
-    where = (own or [_place(frame) for frame in frames])[-1:]
-    words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
-    return " at ".join([words, *where])
+    return own
 
 
 def _place(frame: traceback.FrameSummary) -> str:
@@ -155,6 +164,10 @@ class ErrorLog:
         with_traceback = not count and not isinstance(error, SAY_ALL)
         log.log(level, "%s: %s%s", text, self.origin(error), again, exc_info=error if with_traceback else None)
 
+    def blamed(self, error: BaseException) -> list[str]:
+        """As `blamed`."""
+        return blamed(error, self._written)
+
     def again(self, error: BaseException) -> str:
         """` (the same error 32 more times)`; empty when it was noted once."""
         more = self._seen[self._kind(error)] - 1
@@ -188,10 +201,11 @@ class ErrorBudget:
         self._recent.append(True)
         failed = sum(self._recent)
         if failed > self._allowed:
+            is_own = bool(self._errors.blamed(error))
             raise TooManyFailures(
-                f"{failed} of the last {len(self._recent)} items failed in the environment's own code (limit "
+                f"{failed} of the last {len(self._recent)} items failed{OWN_CODE if is_own else ''} (limit "
                 f"{self._allowed}, --env.max_failed_items). The last one, {item}: {self._errors.origin(error)}"
-                f"{self._errors.again(error)}. Correct that line, or raise the limit"
+                f"{self._errors.again(error)}. {CORRECT if is_own else NOT_THEIRS}, or raise the limit"
             ) from error
 
 
@@ -208,6 +222,6 @@ def needed(what: str, method: Callable[..., Any]) -> Iterator[None]:
         if not isinstance(error, SAY_ALL):
             log.error("%s failed", what, exc_info=error)
         where = location(method)
-        raise AuthorError(
-            f"{what} failed: {origin(error, {what: where} if where else None)}. Correct that line"
-        ) from error
+        written = {what: where} if where else None
+        remedy = CORRECT if blamed(error, written) else NOT_THEIRS
+        raise AuthorError(f"{what} failed: {origin(error, written)}. {remedy}") from error

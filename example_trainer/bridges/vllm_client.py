@@ -71,15 +71,17 @@ class ServerClient:
     def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
         limit_s = min(timeout_s, self._timeout_s)
         try:
-            # not a Session: its pool would reuse a connection that the server has closed or is about to close
-            reply = requests.request(
-                method,
-                self.url + path,
-                json=msgspec.to_builtins(body),
-                headers=self._headers,
-                timeout=(CONNECT_S, limit_s),
-                allow_redirects=False,
-            )
+            # a session of its own: a pool would reuse a connection that the server has closed or is about to close
+            with requests.Session() as session:
+                session.trust_env = False  # neither proxies nor .netrc are for a run's own servers
+                reply = session.request(
+                    method,
+                    self.url + path,
+                    json=msgspec.to_builtins(body),
+                    headers=self._headers,
+                    timeout=(CONNECT_S, limit_s),
+                    allow_redirects=False,
+                )
         except requests.RequestException as error:
             raise NoAnswer(
                 f"the {self.software} server at {self.url} did not answer {method} {path} ({type(error).__name__},"

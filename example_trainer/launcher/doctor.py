@@ -348,11 +348,13 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
 def ask(url: str, key: str | None) -> Answer:
     """One GET; status 0 if there is no answer in time."""
     with contextlib.suppress(requests.RequestException, ValueError):
-        reply = requests.get(
-            url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=(CONNECT_S, ANSWER_S),
-            allow_redirects=False,
-        )
+        with requests.Session() as session:
+            session.trust_env = False  # a proxy is not for a run's own servers
+            reply = session.get(
+                url,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=(CONNECT_S, ANSWER_S),
+                allow_redirects=False,
+            )
         return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
     return Answer(0)

@@ -11,6 +11,7 @@ import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from atroposlib.env_proxies import proxy_variable, through_proxy
 from atroposlib.envs.server_handling.affinity import session_headers
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
@@ -66,6 +67,8 @@ class OpenAIServer(APIServer):
         self._http: aiohttp.ClientSession | None = None
         # Only OpenAI's own address may see the key that the environment holds for it.
         self._api_key = config.key or (ServerEnvironment().openai_api_key if is_openai(config.base_url) else None) or ""
+        # a run's own servers are asked directly, wherever they are
+        self._proxied = config.server_type == "openai" and proxy_variable(self.base_url) is not None
         self._n_is_ignored = config.n_kwarg_is_ignored
 
     @property
@@ -78,6 +81,10 @@ class OpenAIServer(APIServer):
         return f"{self.base_url}/models"
 
     @property
+    def _via(self) -> str:
+        return through_proxy(self.base_url) if self._proxied else ""
+
+    @property
     def sdk(self) -> openai.AsyncOpenAI:
         """The SDK's client: it retries nothing and never times out by itself, both are the caller's business."""
         if self._sdk is None:
@@ -86,9 +93,16 @@ class OpenAIServer(APIServer):
                 base_url=self.base_url,
                 max_retries=0,
                 timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
-                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+                http_client=self._sdk_transport(),
             )
         return self._sdk
+
+    def _sdk_transport(self) -> openai.DefaultAsyncHttpxClient:
+        """It reads the environment's proxies only where one is meant for this address: reading any may fail."""
+        try:
+            return openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=self._proxied)
+        except (ImportError, ValueError) as error:  # a kind of proxy that it does not know, or lacks a package for
+            raise PermanentServerError(f"{self.name}: {describe(error)}{through_proxy(self.base_url)}") from error
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -98,6 +112,7 @@ class OpenAIServer(APIServer):
                 headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                trust_env=self._proxied,
             )
         return self._http
 
@@ -121,7 +136,7 @@ class OpenAIServer(APIServer):
         except TimeoutError:
             return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
         except aiohttp.ClientError as error:
-            return f"{self.health_url}: {describe(error)}"
+            return f"{self.health_url}: {describe(error)}{self._via}"
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         return merge_replies(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))
@@ -163,7 +178,8 @@ class OpenAIServer(APIServer):
         except openai.APITimeoutError as error:
             raise RetryableServerError(f"{self.name} gave no reply in time: {error}") from error
         except openai.APIConnectionError as error:
-            raise ServerUnreachableError(f"{self.name}: {describe(error.__cause__ or error)}") from error
+            said = f"{self.name}: {describe(error.__cause__ or error)}"
+            raise ServerUnreachableError(said + self._via) from error
         except openai.APIStatusError as error:
             refusal = error.response
             raise status_error(str(error.request.url), error.status_code, refusal.text, refusal.headers) from error

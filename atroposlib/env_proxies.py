@@ -1,0 +1,52 @@
+"""Which proxy of the environment a client would use for an address. Clients of this machine use none, whatever the
+environment says; those of other people's servers do, and an error then names the variable.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+LOOPBACK = "localhost,127.0.0.1,::1"
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether an address is of this machine alone."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def proxy_variable(url: str) -> str | None:
+    """The variable whose proxy a request to `url` would take, as it is written in this environment; None if none is
+    taken.
+    """
+    parts = urlsplit(url)
+    proxies = getproxies_environment()
+    if is_loopback_url(url) or (proxies.get("no") and proxy_bypass_environment(parts.netloc, proxies)):
+        return None
+    for scheme in (parts.scheme, "all"):
+        if scheme in proxies:
+            name = f"{scheme}_proxy"
+            return name if os.environ.get(name) else name.upper()
+    return None
+
+
+def through_proxy(url: str) -> str:
+    """For the end of an error: which variable's proxy was asked; empty if none was."""
+    variable = proxy_variable(url)
+    return f" (through the proxy of {variable}: correct it, or name this host in NO_PROXY)" if variable else ""
+
+
+def without_loopback_proxies(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a child whose own clients read it: no proxy for addresses of this machine."""
+    found = dict(environment)
+    if any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment):
+        for name in ("NO_PROXY", "no_proxy"):
+            found[name] = ",".join(filter(None, [environment.get("no_proxy") or environment.get("NO_PROXY"), LOOPBACK]))
+    return found

@@ -1,0 +1,125 @@
+"""Proxies of the environment: never for addresses of this machine, and named in an error where one was asked."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from atroposlib.env_proxies import is_loopback_url, proxy_variable, through_proxy, without_loopback_proxies
+from atroposlib.envs.author_errors import CORRECT, NOT_THEIRS, ErrorBudget, TooManyFailures
+from atroposlib.envs.server_handling.errors import PermanentServerError, ServerUnreachableError
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.launcher.doctor import ask
+from tests.unit.trainer.fakes import FakeApi, serve
+
+DEAD = "http://127.0.0.1:1"
+VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    return
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1"),
+        ("all_proxy", "socks5h://127.0.0.1:1"),
+        ("HTTP_PROXY", DEAD),
+        ("http_proxy", DEAD),
+        ("HTTP_PROXY", "nonsense://x"),
+    ],
+)
+async def test_clients_of_this_machine_use_no_proxy(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    async with FakeInferenceServer(lambda prompt: "yes") as fake:
+        server = OpenAIServer(APIServerConfig(server_type="openai", base_url=fake.base_url, model_name="fake"))
+        assert await server.probe() is None
+        reply = await server.request_chat({"messages": [{"role": "user", "content": "?"}]})
+        await server.close()
+    assert reply.choices[0].message.content == "yes"
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
+def test_the_trainer_and_the_doctor_ask_servers_directly(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "socks5://127.0.0.1:1" if variable == "ALL_PROXY" else DEAD)
+    with serve(FakeApi([])) as url:
+        port = int(url.rpartition(":")[2])
+        assert ask(f"{url}/health", None).status != 0
+        VllmClient("127.0.0.1", port, None, 5.0).status()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("HTTPS_PROXY", DEAD, ServerUnreachableError),
+        ("ALL_PROXY", "socks5://127.0.0.1:1", PermanentServerError),
+    ],
+)
+async def test_an_error_through_a_proxy_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, error: type[Exception]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    server = OpenAIServer(APIServerConfig(server_type="openai", base_url="https://models.example/v1", model_name="m"))
+    with pytest.raises(error, match=rf"models.example.*through the proxy of {variable}: correct it"):
+        await server.request_chat({"messages": [{"role": "user", "content": "?"}]})
+    await server.close()
+
+
+def test_what_is_of_this_machine() -> None:
+    for url in ("http://localhost:1/v1", "http://127.0.0.9", "http://[::1]:9001/v1", "http://api.localhost./"):
+        assert is_loopback_url(url)
+    for url in ("http://gpu01:9001", "https://127.0.0.1.example", "http://10.0.0.1", "nothing"):
+        assert not is_loopback_url(url)
+
+
+def test_the_variable_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert through_proxy("https://models.example") == ""
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:secret@proxy:1")
+    assert proxy_variable("https://models.example") == "ALL_PROXY"
+    assert "secret" not in through_proxy("https://models.example")
+    monkeypatch.setenv("https_proxy", DEAD)
+    assert proxy_variable("https://models.example/v1") == "https_proxy"
+    monkeypatch.setenv("NO_PROXY", ".example")
+    assert proxy_variable("https://models.example/v1") is None
+    assert proxy_variable("http://127.0.0.1:9001") is None
+
+
+def test_children_get_no_proxy_for_this_machine() -> None:
+    assert without_loopback_proxies({"A": "1"}) == {"A": "1"}
+    found = without_loopback_proxies({"HTTP_PROXY": DEAD, "no_proxy": "a.b"})
+    assert found["NO_PROXY"] == found["no_proxy"] == "a.b,localhost,127.0.0.1,::1"
+
+
+def test_a_line_of_a_library_is_not_called_the_authors() -> None:
+    def of_library() -> Exception:
+        try:
+            json.loads("{")
+        except ValueError as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this test's own line
+            return error
+        raise AssertionError
+
+    with pytest.raises(TooManyFailures) as raised:
+        ErrorBudget(0).note_failure(of_library(), "1")
+    assert NOT_THEIRS in str(raised.value)
+    assert CORRECT not in str(raised.value)
+    assert "own code" not in str(raised.value)
+
+
+def test_a_line_of_the_authors_is_named_to_be_corrected() -> None:
+    def own() -> Exception:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            return error
+
+    with pytest.raises(TooManyFailures, match=rf"environment's own code .*test_env_proxies.py.* {CORRECT}"):
+        ErrorBudget(0).note_failure(own(), "1")
