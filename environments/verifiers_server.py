@@ -26,10 +26,10 @@ import aiohttp
 import msgspec
 from pydantic import Field
 
+from atroposlib.addresses import without_loopback_proxies
 from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
-from atroposlib.env_proxies import without_loopback_proxies
 from atroposlib.envs.errors import DataError, EnvError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.metrics import Metrics

@@ -68,7 +68,8 @@ class VllmServers(Config):
                     " in the file"
                 )
             if "," not in self.vllm_host:
-                return _distinct(((self.vllm_host, port) for port in ports), "--vllm-port")
+                host = self.vllm_host.removeprefix("[").removesuffix("]")  # of IPv6
+                return _distinct(((host, port) for port in ports), "--vllm-port")
             hosts = self.vllm_host.split(",")
             return _distinct((each for host in hosts for each in _addresses(host, ports, "--vllm-host")), "--vllm-host")
         if hosts_file is not None:
@@ -121,10 +122,12 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
 
 def _addresses(entry: str, ports: Sequence[int], where: str) -> list[Address]:
     """Of one host[:port]; of every port where it has none."""
-    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", entry)
+    bare = entry if entry.count(":") > 1 and not entry.startswith("[") else None  # an IPv6 address without a port
+    name = f"[{bare}]" if bare else entry
+    match = re.fullmatch(r"(?:([A-Za-z0-9][A-Za-z0-9._-]*)|\[([0-9A-Fa-f:.]+)\])(?::(\d+))?", name)
     if match is None:
-        raise ValueError(f"{where}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
-    host, port = match.groups()
+        raise ValueError(f"{where}: {entry!r} is not host[:port]; write e.g. gpu01, 10.0.0.7:9001 or [fd00::7]:9001")
+    host, port = match[1] or match[2], match[3]
     if port is not None and not 1 <= int(port) <= 65535:
         raise ValueError(f"{where}: port {port} is not between 1 and 65535")
     return [(host, int(port))] if port else [(host, each) for each in ports]

@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points, packages_distributions, version
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from atroposlib.addresses import resolved
 from atroposlib.errors import AtroposError, reading
 from atroposlib.extras import need
 from atroposlib.files import expect_regular
@@ -36,6 +36,7 @@ from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
 from atroposlib.wire.folders import is_sharded, needs_export
+from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
@@ -215,7 +216,8 @@ def _environment_before_vllm() -> None:
     }
     for variable, value in defaults.items():
         os.environ.setdefault(variable, value)
-    folder = tempfile.mkdtemp(prefix="vllm-")
+    with _refusing(AtroposError):
+        folder = socket_folder(os.environ.get("VLLM_RPC_BASE_PATH"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # where vLLM leaves the sockets between its processes: eight a start, in /tmp forever
     os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
@@ -277,10 +279,11 @@ def _check_port(host: str, port: int) -> None:
             LaunchError,
             remedy="stop what holds it (scripts/status.sh) or choose another port",
         ),
-        socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
     ):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
 
 
 def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
@@ -308,7 +311,7 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
             f"--pipeline-parallel-size {args.pipeline_parallel_size}: the weight bridge does not support it; use"
             " --tensor-parallel-size, or unset VLLM_ENABLE_SHARED_WEIGHTS"
         )
-    if not guarded and not is_loopback(socket.gethostbyname(args.host)):
+    if not guarded and not is_loopback(resolved(args.host)):
         raise LaunchError(
             f"--host {args.host} without --api-key: anyone who can reach it could replace the weights; give "
             "--api-key, or"

@@ -19,6 +19,7 @@ from typing import NoReturn
 import uvicorn
 from uvicorn.supervisors import ChangeReload
 
+from atroposlib.addresses import netloc
 from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.long_poll import LongPoll
 from atroposlib.api.server import create_app
@@ -67,7 +68,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         for listener in bound:
             listener.close()
         remedy = _REMEDIES.get(refusal.errno, remedy)
-        raise AddressError(f"cannot listen on {host}:{port}: {os.strerror(refusal.errno or 0)}; {remedy}")
+        raise AddressError(f"cannot listen on {netloc(host, port)}: {os.strerror(refusal.errno or 0)}; {remedy}")
     return bound
 
 
@@ -89,10 +90,11 @@ def serve(config: RunApiConfig) -> None:
     port = sockets[0].getsockname()[1]
     journal = None if config.reload else config.journal_at(port)
     app = None if config.reload else create_app(config, journal=journal, accept_loss=config.journal_accept_loss)
-    log.info("Batching API listens on http://%s:%d", config.host, port)
+    where = netloc(config.host, port)
+    log.info("Batching API listens on http://%s", where)
     log.info("Groups are kept in %s", "memory only" if journal is None else journal.absolute())
     if not is_loopback(config.host) and config.token is None:
-        log.warning("Anyone who can reach %s:%d can read and change everything: no token is set", config.host, port)
+        log.warning("Anyone who can reach %s can read and change everything: no token is set", where)
     limits = Limits(body_s=config.body_timeout, most=connections_allowed(config.max_connections))
     settings = uvicorn.Config(
         app or "atroposlib.api:app",

@@ -28,6 +28,7 @@ import numpy as np
 from aiohttp import web
 from pydantic import Field, model_validator
 
+from atroposlib.addresses import netloc
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.flags import Repeated
@@ -104,7 +105,7 @@ class FakeInferenceServer:
     @property
     def base_url(self) -> str:
         """Address for APIServerConfig.base_url."""
-        return f"http://{self.host}:{self.port}/v1"
+        return f"http://{netloc(self.host, self.port)}/v1"
 
     def fail_next(self, count: int, status: int = 500, headers: dict[str, str] | None = None) -> None:
         """Answer the next `count` POST requests with `status`; 0 breaks the connection without a reply."""
@@ -372,7 +373,7 @@ def main() -> None:
     except KeyboardInterrupt:
         log.info("Interrupted")
     except OSError as error:
-        raise SystemExit(f"{PROG}: cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise SystemExit(f"{PROG}: cannot listen on {netloc(config.host, config.port)}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import uvicorn
 
+from atroposlib.addresses import netloc
 from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.view.flags import PORT, add_flags
@@ -65,7 +66,7 @@ def listen(host: str, port: int, exact: bool) -> socket.socket:
 def address(host: str, port: int) -> str:
     """What to type into a browser."""
     name = "127.0.0.1" if host in ANYWHERE else host
-    return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+    return f"http://{netloc(name, port)}/"
 
 
 def page_of(labels: Sequence[str]) -> str:
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _refusal(host: str, port: int, why: str) -> str:
-    return f"cannot listen on {host}:{port}: {why}; choose another --host or --port"
+    return f"cannot listen on {netloc(host, port)}: {why}; choose another --host or --port"
 
 
 def _host_name(text: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from atroposlib.addresses import resolved
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
@@ -103,7 +104,7 @@ class VllmServer:
     def start(self, source: str, policy_version: int, served_name: str) -> None:
         """Start our own from `source`: the model, or a directory that holds `policy_version`."""
         config = self._config
-        if not ipaddress.ip_address(socket.gethostbyname(config.vllm_host)).is_loopback:
+        if not ipaddress.ip_address(resolved(config.vllm_host)).is_loopback:
             raise BridgeError(
                 f"nothing listens at {self.client.url}, but this trainer starts vLLM only on its own loopback: "
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"

@@ -5,7 +5,6 @@ called again; `drop` ends the rest.
 """
 
 import ipaddress
-import socket
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
@@ -13,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from atroposlib.addresses import resolved
 from atroposlib.clients.waiting import waiting
 from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
@@ -59,7 +59,7 @@ def listen(config: TrainerConfig, mode: Grouped) -> Rendezvous:
 
 def _resolve(host: str, what: str) -> str:
     with reading(f"{what} {host} cannot be resolved to an address", BridgeError):
-        return socket.gethostbyname(host)
+        return resolved(host)
 
 
 class ServerLink:

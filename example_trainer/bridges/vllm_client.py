@@ -10,6 +10,7 @@ import msgspec
 import requests
 from requests import Response
 
+from atroposlib.addresses import netloc
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
@@ -59,7 +60,7 @@ class ServerClient:
     software: ClassVar[str] = "vLLM"
 
     def __init__(self, host: str, port: int, api_key: str | None, timeout_s: float) -> None:
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://{netloc(host, port)}"
         self._timeout_s = timeout_s
         self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 

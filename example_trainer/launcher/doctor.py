@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,11 @@ import msgspec
 import requests
 from pydantic import Field
 
+from atroposlib.addresses import netloc
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, keys_of, make_parser
+from atroposlib.http_guard import is_loopback
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
 from example_trainer.launcher import device_checks
@@ -55,6 +58,7 @@ from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.servers import is_server
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import LAUNCHED, Broadcast
+from example_trainer.socket_folder import usable_parent
 from vllm_patching.free_memory import available_memory
 
 PROG = "atropos doctor"
@@ -202,6 +206,8 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
         yield checks.check_driver(driver, driver_cuda, torch_cuda())
         yield checks.check_compiler(find_compiler(config.cc), python_header())
         yield checks.check_proven(read_gpu_record(config.cache_home / RECORD), names)
+    yield checks.check_tmpdir(tempfile.gettempdir(), usable_parent(tempfile.gettempdir()))
+    yield checks.check_proxies(os.environ)
     yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -333,16 +339,16 @@ def urls_of_run(run: Path) -> list[str]:
 
 def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Listener]) -> Server:
     address = resolve(host)
-    local = address is not None and address.startswith("127.")
+    local = address is not None and is_loopback(address)
     listener = listeners.get(port) if local else None
     status, manifest = Answer(0), None
     if listener or not local:
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
-        status = ask(f"http://{host}:{port}/v1/bridge/status", key)
+        status = ask(f"http://{netloc(host, port)}/v1/bridge/status", key)
         if status.status == 200 and status.body.get("enabled"):
-            answer = ask(f"http://{host}:{port}/v1/bridge/manifest", key)
+            answer = ask(f"http://{netloc(host, port)}/v1/bridge/manifest", key)
             manifest = msgspec.convert(answer.body, Manifest) if answer.status == 200 else None
-    return Server(f"{host}:{port}", local, listener, status, manifest)
+    return Server(netloc(host, port), local, listener, status, manifest)
 
 
 def ask(url: str, key: str | None) -> Answer:

@@ -19,12 +19,14 @@ from example_trainer.launcher.gpu_record import GpuRecord
 from example_trainer.launcher.machine import Listener
 from example_trainer.launcher.model_files import Model
 from example_trainer.modes import LAUNCHED, Mode
+from example_trainer.socket_folder import LONGEST_PARENT
 
 PYTHON = (3, 11)
 DISTRIBUTION = "atroposlib"
 # by CUDA release, docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minimum required driver version for CUDA minor
 # version compatibility"
 DRIVERS = {12: 525, 13: 580}
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 
 
@@ -150,6 +152,25 @@ def check_proven(record: GpuRecord | str | None, gpus: Sequence[str]) -> Finding
     if record.failed:
         return Finding("warn", name, f"{shown}: {', '.join(record.failed)}", f"see {record.table}")
     return Finding("ok", name, f"{shown}, vLLM {record.vllm}")
+
+
+def check_tmpdir(own: str, usable: str | None) -> Finding:
+    """`usable`: the directory in which vLLM's sockets would be made; None if none is short enough."""
+    if usable is None:
+        shown = f"{own} has {len(own)} characters, vLLM's sockets need at most {LONGEST_PARENT}"
+        return Finding("fail", "TMPDIR", shown, "set TMPDIR to a shorter directory")
+    if usable != own:
+        shown = f"{own} has {len(own)} characters, too long for vLLM's sockets: they will be in {usable}"
+        return Finding("warn", "TMPDIR", shown, f"set TMPDIR to a directory of at most {LONGEST_PARENT} characters")
+    return Finding("ok", "TMPDIR", own)
+
+
+def check_proxies(environment: Mapping[str, str]) -> Finding:
+    """Proxies are for the hub and for other people's servers; a run's own servers are asked directly."""
+    found = [name for name in environment if name.lower() in PROXIES and environment[name]]
+    if not found:
+        return Finding("ok", "proxies", "none")
+    return Finding("ok", "proxies", f"{', '.join(sorted(found))}, not used for this run's own servers")
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

@@ -6,7 +6,6 @@ import csv
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sysconfig
 from contextlib import suppress
@@ -15,6 +14,8 @@ from importlib import metadata, util
 from pathlib import Path
 
 import psutil
+
+from atroposlib.addresses import resolved
 
 MIB = 1 << 20
 COMMAND_LIMIT_S = 20
@@ -137,7 +138,7 @@ def command_of(pid: int | None) -> str:
 
 def resolve(host: str) -> str | None:
     with suppress(OSError):
-        return socket.gethostbyname(host)
+        return resolved(host)
     return None
 
 

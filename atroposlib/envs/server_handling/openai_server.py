@@ -11,7 +11,7 @@ import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.env_proxies import proxy_variable, through_proxy
+from atroposlib.addresses import proxy_variable, through_proxy
 from atroposlib.envs.server_handling.affinity import session_headers
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (

@@ -1,14 +1,28 @@
-"""Which proxy of the environment a client would use for an address. Clients of this machine use none, whatever the
-environment says; those of other people's servers do, and an error then names the variable.
+"""Addresses as every client and server here writes and reads them: IPv6 hosts in brackets, and which proxy of the
+environment a request would take. Clients of this machine take none, whatever the environment says; those of other
+people's servers do, and an error then names the variable.
 """
 
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment
 
 LOOPBACK = "localhost,127.0.0.1,::1"
+
+
+def netloc(host: str, port: int) -> str:
+    """`host:port` for a URL or a log; an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolved(host: str) -> str:
+    """The first address of a host, of IPv4 if it has one. Raises OSError for a name that has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return str(address[0])
 
 
 def is_loopback_url(url: str) -> bool:

@@ -1,17 +1,29 @@
 """Proxies of the environment: never for addresses of this machine, and named in an error where one was asked."""
 
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from atroposlib.env_proxies import is_loopback_url, proxy_variable, through_proxy, without_loopback_proxies
+from atroposlib.addresses import (
+    is_loopback_url,
+    netloc,
+    proxy_variable,
+    resolved,
+    through_proxy,
+    without_loopback_proxies,
+)
+from atroposlib.cli import run_api
 from atroposlib.envs.author_errors import CORRECT, NOT_THEIRS, ErrorBudget, TooManyFailures
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerUnreachableError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.view import serve as view
+from example_trainer import vllm_api_server
 from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor import ask
 from tests.unit.trainer.fakes import FakeApi, serve
 
@@ -121,5 +133,39 @@ def test_a_line_of_the_authors_is_named_to_be_corrected() -> None:
         except ZeroDivisionError as error:
             return error
 
-    with pytest.raises(TooManyFailures, match=rf"environment's own code .*test_env_proxies.py.* {CORRECT}"):
+    with pytest.raises(TooManyFailures, match=rf"environment's own code .*test_addresses.py.* {CORRECT}"):
         ErrorBudget(0).note_failure(own(), "1")
+
+
+async def test_servers_of_ipv6_hosts_listen_and_write_their_address_in_brackets() -> None:
+    async with FakeInferenceServer(lambda prompt: "yes", host="::1") as fake:
+        assert fake.base_url == f"http://[::1]:{fake.port}/v1"
+        server = OpenAIServer(APIServerConfig(server_type="openai", base_url=fake.base_url, model_name="fake"))
+        assert await server.probe() is None
+        await server.close()
+    with run_api.listen("::1", 0)[0] as api, view.listen("::1", 0, exact=True) as window:
+        assert api.family == window.family == socket.AF_INET6
+    assert view.address("::1", 9200) == "http://[::1]:9200/"
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(run_api.AddressError, match=rf"cannot listen on \[::1\]:{port}: "):
+            run_api.listen("::1", port)
+        with pytest.raises(vllm_api_server.LaunchError, match=rf"--port {port} on ::1: .*in use"):
+            vllm_api_server._check_port("::1", port)
+    vllm_api_server._check_port("::1", 0)
+
+
+def test_the_trainer_names_servers_of_ipv6_hosts() -> None:
+    assert VllmClient("::1", 9001, None, 5.0).url == "http://[::1]:9001"
+    config = {"model_name": "m", "vllm_host": "::1", "vllm_port": "9001"}
+    assert TrainerConfig.model_validate(config).vllm_servers == [("::1", 9001)]
+    several = TrainerConfig.model_validate(config | {"vllm_host": "[fd00::7]:9005,fd00::8,gpu01:9002"}).vllm_servers
+    assert several == [("fd00::7", 9005), ("fd00::8", 9001), ("gpu01", 9002)]
+    assert (netloc("::1", 1), netloc("gpu01", 1), resolved("::1"), resolved("127.0.0.1")) == (
+        "[::1]:1",
+        "gpu01:1",
+        "::1",
+        "127.0.0.1",
+    )
