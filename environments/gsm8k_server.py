@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from atroposlib.envs.dataset import OVERLAP, Overlap
 from atroposlib.envs.errors import DataError
+from atroposlib.envs.known_answers import gradable
 from atroposlib.envs.problems import (
     Problem,
     ProblemSet,
@@ -52,6 +54,7 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         default=None, description="File to evaluate with; otherwise part of dataset_path is held out."
     )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
+    overlap: Overlap = Field(default="refuse", description=OVERLAP)
     prompt_style: Literal["auto", "boxed", "plain"] = Field(
         default="auto",
         description=(
@@ -84,7 +87,8 @@ class GSM8kEnv(QuestionEnv):
 
     async def setup(self) -> None:
         """Load the problems."""
-        self.problems, source = await self._load()
+        problems, source = await self._load()
+        self.problems = await gradable(problems, self.grader)
         self.stream, self.held_out = ProblemStream(self.problems.train, self.config.seed), self.problems.held_out
         if self.config.prompt_style == "auto":
             self.boxed = source != "arithmetic"
@@ -107,13 +111,16 @@ class GSM8kEnv(QuestionEnv):
                     Path(config.dataset_test_path) if config.dataset_test_path else None,
                     config.heldout_size,
                     config.seed,
+                    overlap=config.overlap,
                 ),
                 config.dataset_path,
             )
         if config.dataset != "arithmetic":
             try:
                 return (
-                    await hub_problem_set(*HUB_DATASET, config.heldout_size, config.seed, config.hub_timeout),
+                    await hub_problem_set(
+                        *HUB_DATASET, config.heldout_size, config.seed, config.hub_timeout, overlap=config.overlap
+                    ),
                     "gsm8k",
                 )
             except DataError as error:

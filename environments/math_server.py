@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
+from atroposlib.envs.dataset import OVERLAP, Overlap
+from atroposlib.envs.known_answers import gradable
 from atroposlib.envs.problems import (
     Fields,
     Problem,
@@ -52,6 +54,7 @@ class MathConfig(QuestionEnvConfig):
     question_field: str = Field(default="question", description="Field of a record that holds the question.")
     answer_field: str = Field(default="answer", description="Field of a record that holds the answer.")
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
+    overlap: Overlap = Field(default="refuse", description=OVERLAP)
     grader_processes: int = Field(default=1, ge=1, le=64, description="Number of grading processes.")
     grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
 
@@ -70,6 +73,8 @@ class MathEnv(QuestionEnv):
     async def setup(self) -> None:
         """Load the problems."""
         problems = await self._load()
+        if self.config.dataset_path is not None or self.config.dataset != GENERATED:
+            problems = await gradable(problems, self.grader)
         self.stream, self.held_out = ProblemStream(problems.train, self.config.seed), problems.held_out
         log.info("Problems: %d to train on, %d held out", len(problems.train), len(self.held_out))
 
@@ -83,10 +88,17 @@ class MathEnv(QuestionEnv):
                 config.heldout_size,
                 config.seed,
                 fields,
+                config.overlap,
             )
         if config.dataset != GENERATED:
             return await hub_problem_set(
-                config.dataset, config.dataset_config, config.heldout_size, config.seed, config.hub_timeout, fields
+                config.dataset,
+                config.dataset_config,
+                config.heldout_size,
+                config.seed,
+                config.hub_timeout,
+                fields,
+                config.overlap,
             )
         made = dict.fromkeys(make_problem(Random(f"{config.seed} {number}")) for number in range(GENERATED_PROBLEMS))
         return split(list(made), config.heldout_size, config.seed, "the generated set")

@@ -104,6 +104,9 @@ class BaseEnvConfig(BaseModel):
     held_out_path: OutputFileText | None = Field(
         default=None, description="JSONL file, one line per answer of an evaluation."
     )
+    run_record_path: OutputFileText | None = Field(
+        default=None, description="JSON file of the run, to which the look at the data is added as `data`."
+    )
     metrics_path: OutputFileText | None = Field(default=None, description="JSONL file, one line of metrics per step.")
     min_items_sent_before_logging: int = Field(
         default=2, description="Groups sent before metrics are logged; 0 or less: every step."

@@ -8,9 +8,11 @@ name the file, the line and the column, and the columns that there are. The hub 
 """
 
 import asyncio
+import codecs
 import contextlib
 import csv
 import io
+import itertools
 import random
 import sys
 import tempfile
@@ -18,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import orjson
 from pydantic import Field
 
 from atroposlib.config import Config
+from atroposlib.envs.data_report import DataReport, note_report, note_stream, question_key
 from atroposlib.envs.errors import DataError
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
@@ -34,6 +37,14 @@ T = TypeVar("T")
 
 HUB_CHILD = Path(__file__).with_name("hub_download.py")
 TRAIN, TEST = "train", "test"
+# What becomes of held-out questions that are trained on, too.
+Overlap = Literal["refuse", "leave_out", "allow"]
+OVERLAP = (
+    "Held-out questions that are also trained on: refuse the data, leave_out those questions of the training part, or"
+    " allow them."
+)
+# The value of an item that is its question, by the names in use; the whole item without any of them.
+QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "messages")
 
 
 class DatasetConfig(Config):
@@ -53,6 +64,7 @@ class DatasetConfig(Config):
         default=TEST, description="Split of the hub dataset to evaluate with; without it part of split is held out."
     )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
+    overlap: Overlap = Field(default="refuse", description=OVERLAP)
 
     async def load(self, held_out: int, seed: int) -> "ItemSet[dict[str, Any]]":
         """Items to train on and at most `held_out` to measure with, each a dictionary with the keys of `columns`, or
@@ -67,7 +79,9 @@ class DatasetConfig(Config):
             tables = await hub_tables(self.source, self.name, self.hub_timeout, remedy, (self.split, self.test_split))
             if self.test_source:
                 tables = Tables(tables.source, tables.train, read_rows(Path(self.test_source)))
-        return tables.items(lambda row: row.picked(self.columns), held_out, seed)
+        return tables.items(
+            lambda row: row.picked(self.columns), held_out, seed, overlap=self.overlap, flag="--env.data.overlap"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +110,42 @@ class ItemSet(Generic[T]):
 
     train: list[T]
     held_out: list[T]
+    report: DataReport | None = None  # of the look at the data
 
     def stream(self, seed: int) -> "ItemStream[T]":
         """Those to train on, without end."""
         return ItemStream(self.train, seed)
 
 
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A record that is no item: it is left out, and counted by its kind."""
+
+    kind: str
+
+
 class ItemStream(Generic[T]):
     """Items without end: all of them again and again, each time in another order that `seed` fixes."""
 
     def __init__(self, items: Sequence[T], seed: int) -> None:
-        self._items = items
-        self._generator = random.Random(seed)
+        self._seed = seed
+        self._start(items)
+        note_stream(self)
+
+    def _start(self, items: Sequence[T]) -> None:
+        self.items = items
+        self._generator = random.Random(self._seed)
         self._epochs: list[list[T]] = []
+
+    def leave_out(self, places: set[int]) -> None:
+        """Never give the items at these places of `items`."""
+        self._start([item for place, item in enumerate(self.items) if place not in places])
 
     def __getitem__(self, number: int) -> T:
         """Item `number`: 0, 1, 2, ..."""
-        epoch, place = divmod(number, len(self._items))
+        epoch, place = divmod(number, len(self.items))
         while len(self._epochs) <= epoch:
-            self._epochs.append(self._generator.sample(self._items, len(self._items)))
+            self._epochs.append(self._generator.sample(self.items, len(self.items)))
         return self._epochs[epoch][place]
 
 
@@ -126,25 +157,131 @@ class Tables:
     train: list[Row]
     test: list[Row] | None
 
-    def items(self, item: Callable[[Row], T], held_out: int, seed: int) -> ItemSet[T]:
-        """Each row as an item, at most `held_out` of them held out, by `seed`. Raises DataError."""
-        train = [item(row) for row in self.train]
-        if self.test is None:
-            return split(train, held_out, seed, self.source)
-        test = [item(row) for row in self.test]
-        return ItemSet(train, random.Random(seed).sample(test, min(held_out, len(test))))
-
-
-def split(items: Sequence[T], held_out: int, seed: int, source: str) -> ItemSet[T]:
-    """`items` shuffled by `seed`, the first `held_out` of them held out. Raises DataError when none is left to train
-    on.
-    """
-    if held_out >= len(items):
-        raise DataError(
-            f"{source} has {len(items)} questions, and heldout_size {held_out} leaves none to train on; lower it"
+    def items(
+        self,
+        item: Callable[[Row], T | Flaw],
+        held_out: int,
+        seed: int,
+        overlap: Overlap = "refuse",
+        flag: str = "--env.overlap",
+    ) -> ItemSet[T]:
+        """Each row as an item, at most `held_out` of them held out, by `seed`. Raises DataError, also for held-out
+        questions that are trained on unless `overlap`, which `flag` sets, says otherwise.
+        """
+        report = DataReport(self.source, len(self.train) + len(self.test or []))
+        train = _without_flaws(self.train, item, report)
+        test = None if self.test is None else _without_flaws(self.test, item, report)
+        report.check_left_out(
+            report.records - len(train) - len(test or []), "check the columns, or leave these records out"
         )
+        if test is None:
+            return split(train, held_out, seed, self.source, report)
+        measured = _apart(random.Random(seed).sample(test, min(held_out, len(test))), report)
+        train = _disjoint(train, measured, report, overlap, flag)
+        return _reported(train, measured, report)
+
+
+def _without_flaws(rows: Sequence[Row], item: Callable[[Row], T | Flaw], report: DataReport) -> list[T]:
+    found: list[T] = []
+    for row in rows:
+        made = item(row)
+        if isinstance(made, Flaw):
+            report.add(made.kind, "left out", row.where)
+        else:
+            found.append(made)
+    return found
+
+
+def split(items: Sequence[T], held_out: int, seed: int, source: str, report: DataReport | None = None) -> ItemSet[T]:
+    """`items` shuffled by `seed`, the first `held_out` questions of them held out. A question that comes several times
+    is on one side. Raises DataError when none is left to train on.
+    """
+    report = report or DataReport(source, len(items))
     shuffled = random.Random(seed).sample(list(items), len(items))
-    return ItemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
+    keys = [hash(question_of(item)) for item in shuffled]
+    chosen = dict.fromkeys(keys)  # each question once, in this order
+    if held_out >= len(chosen):
+        raise DataError(
+            f"{source} has {len(chosen)} questions, and heldout_size {held_out} leaves none to train on; lower it"
+        )
+    measured = set(itertools.islice(chosen, held_out))
+    train, trained, tested, seen = [], [], [], set[int]()
+    for key, item in zip(keys, shuffled, strict=True):
+        if key not in measured:
+            train.append(item)
+            trained.append(key)
+        elif key not in seen:
+            tested.append(item)
+        else:
+            report.add("more copies of held-out questions", "left out", shown_question(item))
+        seen.add(key)
+    _note_copies(train, trained, report)
+    return _reported(train, tested, report)
+
+
+def question_of(item: Any) -> str:
+    """What tells an item's question from another, see `question_key`."""
+    question = getattr(item, "question", None)
+    if isinstance(item, Mapping):
+        question = next((item[name] for name in QUESTION_NAMES if item.get(name)), item)
+    return question_key(question if isinstance(question, str) else _as_text(item if question is None else question))
+
+
+def shown_question(item: Any) -> str:
+    """An item for people."""
+    question = getattr(item, "question", None)
+    if isinstance(item, Mapping):
+        question = next((item[name] for name in QUESTION_NAMES if item.get(name)), None)
+    return question if isinstance(question, str) else _as_text(item)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _reported(train: list[T], held_out: list[T], report: DataReport) -> ItemSet[T]:
+    report.train, report.held_out = len(train), len(held_out)
+    note_report(report)
+    return ItemSet(train, held_out, report)
+
+
+def _apart(items: Sequence[T], report: DataReport) -> list[T]:
+    """Each question once."""
+    found: dict[str, T] = {}
+    for item in items:
+        if found.setdefault(question_of(item), item) is not item:
+            report.add("more copies of held-out questions", "left out", shown_question(item))
+    return list(found.values())
+
+
+def _disjoint(train: list[T], held_out: Sequence[T], report: DataReport, overlap: Overlap, flag: str) -> list[T]:
+    """`train`, where `overlap` wants it without the held-out questions. Raises DataError if it refuses them."""
+    measured, keys = {hash(question_of(item)) for item in held_out}, [hash(question_of(item)) for item in train]
+    shared = {place for place, key in enumerate(keys) if key in measured}
+    done = {"refuse": "refused", "leave_out": "left out of the training part", "allow": f"allowed by {flag}"}[overlap]
+    kind = "held-out questions in the training part"
+    for place in sorted(shared):
+        report.add(kind, done, shown_question(train[place]))
+    if shared and overlap == "refuse":
+        raise DataError(
+            f"{report.source}: {report.findings[kind].line()}. An accuracy on them shows what was learned by heart:"
+            f" pass {flag} leave_out to train without them, or {flag} allow"
+        )
+    places = [place for place in range(len(train)) if overlap == "allow" or place not in shared]
+    if not places:
+        raise DataError(f"{report.source}: every training question is held out, too; give other files")
+    kept = [train[place] for place in places]
+    _note_copies(kept, [keys[place] for place in places], report)
+    return kept
+
+
+def _note_copies(train: Sequence[Any], keys: Sequence[int], report: DataReport) -> None:
+    """Questions that come again are kept: their author may have meant it."""
+    seen = set[int]()
+    for item, key in zip(train, keys, strict=True):
+        if key in seen:
+            report.add("repeated training questions", "kept", shown_question(item))
+        seen.add(key)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -183,7 +320,7 @@ def _in(folder: Path, name: str) -> Path | None:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if line.strip():
             with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
                 value = orjson.loads(line)
@@ -191,7 +328,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    text = path.read_bytes()
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     with reading(f"{path} is not JSON", DataError):
         values = orjson.loads(text)
     if not isinstance(values, list):

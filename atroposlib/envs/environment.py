@@ -30,6 +30,7 @@ from atroposlib.envs import author_checks, checkpoints
 from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation import held_out_row
@@ -201,6 +202,9 @@ class Environment(FormerAttributes, ABC):
     def _prompt_of(self, item: Item) -> Messages | None:
         """The messages that ask `item`, for samples.jsonl where no rollout has them; None if they are not known."""
         return None
+
+    async def _leave_out_long(self, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
+        """Leave out questions whose prompts are too long, where they are known: by a `QuestionEnv`."""
 
     @classmethod
     def _further_servers(cls) -> dict[str, Any]:
@@ -441,6 +445,7 @@ class EnvRun:
             self.filling = BatchFilling(env.config.max_items_per_batch, env.config.max_batches_offpolicy == 0)
         self.durations = Durations()
         self.eval_results: Metrics = {}
+        self.data = LoadedData()
         self.held_out: list[dict[str, Any]] = []  # answers of the evaluation that is under way, or over
 
         path = env.config.metrics_path
@@ -470,8 +475,28 @@ class EnvRun:
 
     async def set_up(self) -> None:
         """Call the author's `setup`. Raises AuthorError when it fails."""
-        with needed("setup", self.env.setup):
+        with noted_data() as self.data, needed("setup", self.env.setup):
             await settled(self.env.setup())
+        limits = [limit for server in self.env.server.servers if (limit := await server.context_length())]
+        if limits:
+            await self.env._leave_out_long(self.data, min(limits), "of the server", held_out_too=True)
+        self.tell_data()
+
+    async def take_over_limit(self) -> None:
+        """Leave out what the registered trainer cannot train on."""
+        before = [report.as_json() for report in self.data.reports]
+        if self.env.max_token_len > 0:
+            await self.env._leave_out_long(self.data, self.env.max_token_len, "of the trainer", held_out_too=False)
+        if [report.as_json() for report in self.data.reports] != before:
+            self.tell_data()
+
+    def tell_data(self) -> None:
+        """Log what the look at the data has found, and write it to the run's record."""
+        for report in self.data.reports:
+            report.tell()
+        path = self.env.config.run_record_path
+        if path is not None and self.data.reports:
+            write_reports(Path(path), self.display_name, self.data.reports)
 
     # --- one item -------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,23 @@
 """
 
 import json
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
-from atroposlib.envs.dataset import ItemSet, ItemStream, Row, Tables, hub_tables, local_tables, read_rows
+from atroposlib.envs.dataset import (
+    Flaw,
+    ItemSet,
+    ItemStream,
+    Overlap,
+    Row,
+    Tables,
+    hub_tables,
+    local_tables,
+    read_rows,
+)
 from atroposlib.envs.dataset import split as split
 from atroposlib.envs.errors import DataError
 from atroposlib.grading.extraction import extract_boxed
@@ -65,41 +78,83 @@ def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSe
 
 def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
     """The records of a file. Raises DataError naming file and line."""
-    return [_problem(row, fields) for row in read_rows(path)]
+    return [found for row in read_rows(path) if isinstance(found := _problem(row, fields), Problem)]
 
 
 def read_problem_set(
-    path: Path, test_path: Path | None, held_out: int, seed: int, fields: Fields = GSM8K_FIELDS
+    path: Path,
+    test_path: Path | None,
+    held_out: int,
+    seed: int,
+    fields: Fields = GSM8K_FIELDS,
+    overlap: Overlap = "refuse",
 ) -> ProblemSet:
     """A directory with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is
     held out.
 
     At most `held_out` problems of a test file are taken, by `seed`.
     """
-    return _problem_set(local_tables(path, test_path), held_out, seed, fields)
+    return _problem_set(local_tables(path, test_path), held_out, seed, fields, overlap)
 
 
 async def hub_problem_set(
-    dataset: str, name: str, held_out: int, seed: int, deadline_s: float, fields: Fields = GSM8K_FIELDS
+    dataset: str,
+    name: str,
+    held_out: int,
+    seed: int,
+    deadline_s: float,
+    fields: Fields = GSM8K_FIELDS,
+    overlap: Overlap = "refuse",
 ) -> ProblemSet:
     """The train and test records of a hub dataset; of one with one split part is held out.
 
     Raises DataError when the hub does not give them within `deadline_s` seconds.
     """
-    return _problem_set(await hub_tables(dataset, name, deadline_s, HUB_REMEDY), held_out, seed, fields)
+    return _problem_set(await hub_tables(dataset, name, deadline_s, HUB_REMEDY), held_out, seed, fields, overlap)
 
 
 def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:
     return Problem(f"What is {a} {operator} {b}?", f"{a} {operator} {b} = {result}\n{ANSWER_MARK} {result}")
 
 
-def _problem_set(tables: Tables, held_out: int, seed: int, fields: Fields) -> ProblemSet:
-    return tables.items(lambda row: _problem(row, fields), held_out, seed)
+def _problem_set(tables: Tables, held_out: int, seed: int, fields: Fields, overlap: Overlap) -> ProblemSet:
+    return tables.items(lambda row: _problem(row, fields), held_out, seed, overlap)
 
 
-def _problem(row: Row, fields: Fields) -> Problem:
-    question, answer = row.value(fields.question), row.value(fields.answer)
-    if not isinstance(question, str) or not isinstance(answer, str) or (fields.marked and ANSWER_MARK not in answer):
-        found = json.dumps(row.values, ensure_ascii=False, default=str)[:SHOWN_CHARS]
-        raise DataError(f"{row.where} is not a problem: expected {fields.shape}, found {found}")
-    return Problem(question, answer)
+def _problem(row: Row, fields: Fields) -> Problem | Flaw:
+    """The problem of a row, or why it has none. Raises DataError for a row of another shape."""
+    question, answer = _value(row, fields.question), _value(row, fields.answer)
+    if isinstance(answer, (list, tuple)) and len(answer) == 1:  # as AIME's are
+        answer = answer[0]
+    if question is None or (isinstance(question, str) and not question.strip()):
+        return Flaw("with an empty question")
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
+        return Flaw("with an empty answer")
+    is_text = isinstance(answer, str)
+    if not isinstance(question, str) or (is_text and fields.marked and ANSWER_MARK not in answer):
+        raise DataError(f"{row.where} is not a problem: expected {fields.shape}, found {_found(row.values)}")
+    problem = Problem(question, answer if is_text else _number(answer, row, fields))
+    return problem if problem.result else Flaw("with an empty answer")
+
+
+def _value(row: Row, column: str) -> Any:
+    """None where the column has nothing. Raises DataError where there is no such column."""
+    return row.values[column] if column in row.values else row.value(column)
+
+
+def _number(value: Any, row: Row, fields: Fields) -> str:
+    """A number as an answer's text. Raises DataError for any other kind of value."""
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value) if isinstance(value, int) else as_decimal(value)
+    found = _found(row.values[fields.answer])
+    raise DataError(f"{row.where} has the answer {found}: expected text, a finite number or a list of one")
+
+
+def as_decimal(value: float | Decimal) -> str:
+    """A number written out in digits: 16 for 16.0, and 0.0000001 for 1e-07."""
+    text = format(Decimal(str(value)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _found(values: Any) -> str:
+    return json.dumps(values, ensure_ascii=False, default=str)[:SHOWN_CHARS]

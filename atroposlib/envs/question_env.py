@@ -23,12 +23,14 @@ from atroposlib.envs import author_checks
 from atroposlib.envs.author_errors import location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.data_report import LoadedData
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.evaluation import Answered, Unanswered
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.problems import Problem
+from atroposlib.envs.prompt_limits import leave_out_long
 from atroposlib.envs.rewards import reward as reward  # authors import these from here
 from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.rollouts import Rollout as Rollout
@@ -374,6 +376,11 @@ class QuestionEnv(BaseEnv):
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep how many questions were taken, so that a resumed run continues with the next one."""
         super().save_checkpoint(step, {"taken": self.taken} | (data or {}))
+
+    async def _leave_out_long(self, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
+        """See `prompt_limits.py`."""
+        if data.streams or self.held_out:
+            await leave_out_long(self, data, limit, whose, held_out_too=held_out_too)
 
     def _reference_of(self, item: Item) -> str | None:
         return self.reference_answer(item)

@@ -128,6 +128,7 @@ class ServeLoop:
         await self.env.register_env()
         await self.env.setup_wandb()
         await self.env.get_server_info()
+        await self.run.take_over_limit()
         self.run.waits_for = ""
 
     async def turn_until_done(self) -> None:

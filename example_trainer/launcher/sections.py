@@ -186,6 +186,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             "use_wandb": run.wandb,
             "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
             "held_out_path": str(site.run_dir / "held_out.jsonl"),
+            **({"run_record_path": str(site.run_dir / "run.json")} if "run_record_path" in known["env"] else {}),
             "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
             **({"wandb_name": service} if several else {}),
             **{key: value for key, value in section.inherited.items() if key in known["env"]},

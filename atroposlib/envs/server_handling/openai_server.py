@@ -3,6 +3,7 @@ itself.
 """
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
 REASON_BYTES = 4096
+MODELS_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 10.0
 # Below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one.
 KEEPALIVE_S = 4.0
@@ -137,6 +139,19 @@ class OpenAIServer(APIServer):
             return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
         except aiohttp.ClientError as error:
             return f"{self.health_url}: {describe(error)}{self._via}"
+
+    async def context_length(self) -> int | None:
+        """As vLLM lists it."""
+        url = f"{self.base_url}/models"
+        try:
+            async with self.http.get(
+                url, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S), allow_redirects=False
+            ) as reply:
+                listed = json.loads(await reply.content.read(MODELS_BYTES))["data"]
+                limits = [card.get("max_model_len") for card in listed if card.get("id") == self.config.model_name]
+                return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None  # other servers have other lists, or none
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         return merge_replies(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))

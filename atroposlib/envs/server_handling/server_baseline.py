@@ -230,6 +230,10 @@ class APIServer(InferenceCalls):
             return f"{self.name}: {describe(error)}"
         return None if self._said_healthy else f"{self.name}: check_server_status_task finds it unhealthy"
 
+    async def context_length(self) -> int | None:
+        """Tokens that a prompt and its answer may have together; None if the server does not say."""
+        return None
+
     async def request_chat(self, arguments: Arguments) -> "ChatCompletion":
         """One chat completion request."""
         return await self._hooked(self._chat_completion_wrapper, self.chat_arguments(arguments))

@@ -45,13 +45,14 @@ async def test_both_turns_are_trained_whatever_the_template_does_with_thoughts(t
 
 
 async def test_the_second_answer_counts_and_problems_may_come_from_a_file(tmp_path: Path) -> None:
-    line = '{"question": "What is 7 * 8?", "answer": "#### 56"}\n'
-    (tmp_path / "problems.jsonl").write_text(line * 8)
+    lines = [f'{{"question": "What is 7 * {number}?", "answer": "#### {7 * number}"}}\n' for number in range(8, 13)]
+    (tmp_path / "problems.jsonl").write_text("".join(lines))
     async with (
         FakeInferenceServer(lambda prompt: DRAFT if "Check that." in prompt else FINAL) as server,
         running_env(
             SelfCheckEnv, tmp_path, server, dataset_path=str(tmp_path / "problems.jsonl"), show_thinking=False
         ) as env,
     ):
-        assert env.prompt(await env.get_next_item()) == [{"role": "user", "content": "What is 7 * 8?"}]
+        (message,) = env.prompt(await env.get_next_item())
+        assert message["content"] in {f"What is 7 * {number}?" for number in range(8, 13)}
         assert (await env.evaluate())["accuracy"] == 0.0

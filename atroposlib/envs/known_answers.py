@@ -1,0 +1,74 @@
+"""Known answers that the grader cannot read are left out when the data is loaded: nothing that is compared with them
+could be scored, and their groups would be sampled and thrown away in every epoch.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from atroposlib.envs.data_report import DataReport
+from atroposlib.envs.dataset import ItemSet
+from atroposlib.envs.problems import Problem
+from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.grading import Grader, Outcome
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+BUDGET_S = 20.0
+AT_ONCE = 16
+PLAIN = re.compile(r"-?[0-9]+(\.[0-9]+)?(/[1-9][0-9]*)?")  # which every grader reads
+KNOWN_TO_WORK = r"\frac{1}{2}"
+KIND = "with an answer that cannot be graded"
+LOOKED_AT = "known answers"
+
+
+async def gradable(
+    problems: ItemSet[Problem], grader: Grader, budget_s: float = BUDGET_S, now: Callable[[], float] = time.monotonic
+) -> ItemSet[Problem]:
+    """`problems` without those whose known answer does not even equal itself. Plain numbers are taken as they are. As
+    many of the others are tried as `budget_s` seconds allow; the report says how many.
+
+    Raises DataError where more than half of all records would be left out.
+    """
+    every = [*problems.held_out, *problems.train]
+    report = problems.report or DataReport("the problems", len(every))
+    doubtful = list(dict.fromkeys(problem.result for problem in every if not PLAIN.fullmatch(problem.result)))
+    if not doubtful:
+        return problems
+    log.info("Trying %d known answers that are no plain numbers with the grader, at most %g s", len(doubtful), budget_s)
+    with _without_lines_of("atroposlib.grading.grader"):  # a line for each answer; the report has them all
+        if await grader.grade(KNOWN_TO_WORK, KNOWN_TO_WORK) is not Outcome.RIGHT:
+            report.looked_at[LOOKED_AT] = "not looked at, since the grader does not answer"
+            return problems
+        unreadable, tried, end = set[str](), 0, now() + budget_s
+        while tried < len(doubtful) and now() < end:
+            batch = doubtful[tried : tried + AT_ONCE]
+            outcomes = await gather_or_cancel([grader.grade(answer, answer) for answer in batch])
+            unreadable |= {answer for answer, found in zip(batch, outcomes, strict=True) if found is not Outcome.RIGHT}
+            tried += len(batch)
+    if tried < len(doubtful):
+        report.looked_at[LOOKED_AT] = f"looked at {tried} of {len(doubtful)} that are not plain numbers"
+    for problem in every:
+        if problem.result in unreadable:
+            report.add(KIND, "left out", f"{problem.result!r} to {problem.question}")
+    report.check_left_out(sum(problem.result in unreadable for problem in every), "check the column of the answers")
+    train = [problem for problem in problems.train if problem.result not in unreadable]
+    held_out = [problem for problem in problems.held_out if problem.result not in unreadable]
+    report.train, report.held_out = len(train), len(held_out)
+    return replace(problems, train=train, held_out=held_out)
+
+
+@contextmanager
+def _without_lines_of(logger: str) -> Iterator[None]:
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    logging.getLogger(logger).addFilter(drop)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(drop)

@@ -1,0 +1,99 @@
+"""Training questions whose prompt leaves no room for an answer are left out when the data is loaded. A server refuses
+them, or the trainer drops what comes of them, in every epoch again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from atroposlib.envs.data_report import DataReport, LoadedData
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.payloads import Item
+from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
+
+log = get_logger(__name__)
+
+BUDGET_S = 20.0
+BETWEEN_PAUSES = 256  # questions
+TEMPLATE_BYTES = 1024  # that a chat template adds, at most: a shorter text is not tokenised
+KIND = "with a prompt over the limit of {} tokens ({})"
+LOOKED_AT = "lengths of prompts"
+
+
+class Asks(Protocol):
+    """A `QuestionEnv`, of which this needs the prompt of each item and its length."""
+
+    server: Any
+    tokenizer: Any
+    held_out: Sequence[Item]
+
+    def _prompt_of(self, item: Item) -> Messages | None: ...
+
+
+async def leave_out_long(env: Asks, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
+    """Leave those questions out of the training streams whose prompt has `limit` tokens or more; count them, and those
+    that are held out. At most BUDGET_S seconds are spent; the report says how many were looked at.
+
+    Raises DataError if no training question is left.
+    """
+    report = data.reports[0] if data.reports else DataReport("the questions")
+    kind = KIND.format(limit, whose)
+    async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+        look = Look(lambda item: _reaches(env, managed, item, limit))
+        for stream in data.streams:
+            places = await look.at(stream.items)
+            for place in sorted(places):
+                report.add(kind, "left out", repr(stream.items[place]))
+            if places and len(places) == len(stream.items):
+                raise DataError(f"each of the {len(places)} questions is one {kind}: give shorter ones, or raise it")
+            if places:
+                stream.leave_out(places)
+                report.train -= len(places)
+        for place in sorted(await look.at(env.held_out) if held_out_too else ()):
+            report.add(f"held out {kind}", "asked, and without a score", repr(env.held_out[place]))
+    if look.looked < look.total:
+        report.looked_at[LOOKED_AT] = f"looked at {look.looked} of {look.total}"
+    if report.findings and report not in data.reports:
+        data.reports.append(report)
+
+
+class Look:
+    """Looks at items until its time is over. `now` is the clock, in seconds."""
+
+    def __init__(self, reaches: Callable[[Item], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._reaches = reaches
+        self._now = now
+        self._end = now() + BUDGET_S
+        self.looked = self.total = 0
+
+    async def at(self, items: Sequence[Item]) -> set[int]:
+        """The places of those that reach the limit."""
+        found = set[int]()
+        self.total += len(items)
+        for place, item in enumerate(items):
+            if place % BETWEEN_PAUSES == BETWEEN_PAUSES - 1:
+                await asyncio.sleep(0)  # heartbeats go on
+                if self._now() > self._end:
+                    break
+            self.looked += 1
+            if self._reaches(item):
+                found.add(place)
+        return found
+
+
+def _reaches(env: Asks, managed: Any, item: Item, limit: int) -> bool:
+    """Whether the prompt of an item has `limit` tokens. False where that is not known: what an author's `prompt` raises
+    is told when the item is asked.
+    """
+    try:
+        messages = env._prompt_of(item)
+    except Exception:
+        return False
+    if messages is None or not all(isinstance(message.get("content"), str) for message in messages):
+        return False
+    if sum(len(str(message["content"]).encode()) for message in messages) + TEMPLATE_BYTES < limit:
+        return False  # a token is a byte at least
+    length = managed.prompt_length(messages)
+    return length is not None and length >= limit
