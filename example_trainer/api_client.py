@@ -30,7 +30,7 @@ from atroposlib.wire.routes import Route
 from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
 
-HEARTBEAT_S = 15.0
+HEARTBEAT_S = 5.0
 MAX_REASON = 1000  # characters
 
 R = TypeVar("R")

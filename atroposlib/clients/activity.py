@@ -9,6 +9,7 @@ from atroposlib.wire.batching import Activity, EnvActivity, EnvReport
 
 SHOWN = 8  # environments
 POLL_S = 10.0  # a trainer that waits asks for its batch more often
+SILENT_S = 16.0  # three heartbeats of an environment or trainer are missing: what it said last may not hold any more
 EQUAL_SCORES = "all scores equal"
 GRADER_FAILED = "the grader failed"
 CODE_FAILED = "the environment's code failed"
@@ -45,6 +46,11 @@ def is_training(activity: Activity) -> bool:
     return activity.trainer and activity.asked_s is not None and activity.asked_s > POLL_S
 
 
+def is_silent(activity: Activity) -> bool:
+    """Whether the trainer has missed heartbeats; ours sends one every 5 s, also while it trains."""
+    return activity.trainer and activity.trainer_heard_s is not None and activity.trainer_heard_s > SILENT_S
+
+
 def _head(activity: Activity) -> str:
     heard_s, asked_s = activity.trainer_heard_s, activity.asked_s
     if not activity.trainer:
@@ -53,6 +59,11 @@ def _head(activity: Activity) -> str:
         return "the trainer has been silent for a long time: see its log"
     if asked_s is None:
         return "the trainer has registered but not yet asked for a batch"
+    if is_silent(activity):
+        return (
+            f"the trainer (step {activity.current_step} of {activity.num_steps}) has been silent for {heard_s:.0f} s:"
+            " it is stopped or hangs, or sends no heartbeats while it trains (see its log)"
+        )
     if is_training(activity) and activity.trained_steps == activity.current_step:
         return (
             f"the trainer has done step {activity.current_step} of {activity.num_steps} but not yet asked for the "
@@ -96,6 +107,11 @@ def _environment(environment: EnvActivity) -> str:
     heard = f"{name} (heard {environment.heard_s:.0f} s ago)"
     if report is None:
         return f"{heard} sends no reports"
+    if environment.heard_s > SILENT_S:
+        return (
+            f"{name} has been silent for {environment.heard_s:.0f} s: it is stopped or hangs, or its own code"
+            " holds it up (see its log)"
+        )
     if environment.env_id is None:
         heard += ", not yet registered,"
     parts = [_state(report)]

@@ -1,7 +1,7 @@
 """What a look at the data found when it was loaded: on the log, and in the run's run.json.
 
     loaders (`dataset.py`, `problems.py`) ──▶ DataReport: records, parts, findings with counts and examples
-    EnvRun.set_up ──▶ noted_data(): the reports and streams of one set-up ──▶ prompts over the limit ──▶ log, run.json
+    EnvRun.set_up ──▶ noted_data(): the reports and streams of one setup ──▶ prompts over the limit ──▶ log, run.json
 
 A finding is a kind of record that a run should not meet in silence: empty, twice there, held out and trained on, one
 whose answer cannot be graded, or whose prompt is too long.
@@ -90,7 +90,7 @@ class DataReport:
         """Raise DataError where most records had to be left out: then it is not the records that are wrong."""
         if count > MOST_LEFT_OUT * self.records:
             raise DataError(
-                f"{count} of the {self.records} records of {self.source} are of no use: {self._found}; {remedy}"
+                f"{count} of the {self.records} records of {self.source} cannot be used: {self._found}; {remedy}"
             )
 
     @property
@@ -112,7 +112,7 @@ class DataReport:
 
 @dataclass
 class LoadedData:
-    """What was loaded in one set-up."""
+    """What was loaded in one setup."""
 
     reports: list[DataReport] = field(default_factory=list)
     streams: list["ItemStream[Any]"] = field(default_factory=list)
@@ -133,7 +133,7 @@ def noted_data() -> Iterator[LoadedData]:
 
 
 def note_report(report: DataReport) -> None:
-    """A source was loaded; outside of a set-up it is logged at once."""
+    """A source was loaded; outside of a setup nobody hears of it."""
     if (loaded := _loaded.get()) is not None:
         loaded.reports.append(report)
 

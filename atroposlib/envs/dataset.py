@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 HUB_CHILD = Path(__file__).with_name("hub_download.py")
 TRAIN, TEST = "train", "test"
-# What becomes of held-out questions that are trained on, too.
+# What happens to held-out questions that are trained on, too.
 Overlap = Literal["refuse", "leave_out", "allow"]
 OVERLAP = (
     "Held-out questions that are also trained on: refuse the data, leave_out those questions of the training part, or"
@@ -119,7 +119,7 @@ class ItemSet(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A record that is no item: it is left out, and counted by its kind."""
+    """A record that makes no item: it is left out, and counted by its kind."""
 
     kind: str
 

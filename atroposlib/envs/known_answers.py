@@ -39,7 +39,7 @@ async def gradable(
     doubtful = list(dict.fromkeys(problem.result for problem in every if not PLAIN.fullmatch(problem.result)))
     if not doubtful:
         return problems
-    log.info("Trying %d known answers that are no plain numbers with the grader, at most %g s", len(doubtful), budget_s)
+    log.info("Trying %d known answers with the grader that are not numbers, at most %g s", len(doubtful), budget_s)
     with _without_lines_of("atroposlib.grading.grader"):  # a line for each answer; the report has them all
         if await grader.grade(KNOWN_TO_WORK, KNOWN_TO_WORK) is not Outcome.RIGHT:
             report.looked_at[LOOKED_AT] = "not looked at, since the grader does not answer"

@@ -1,5 +1,5 @@
 """Training questions whose prompt leaves no room for an answer are left out when the data is loaded. A server refuses
-them, or the trainer drops what comes of them, in every epoch again.
+them, or the trainer drops their sequences, in every epoch again.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Look:
         self.total += len(items)
         for place, item in enumerate(items):
             if place % BETWEEN_PAUSES == BETWEEN_PAUSES - 1:
-                await asyncio.sleep(0)  # heartbeats go on
+                await asyncio.sleep(0)  # heartbeats continue
                 if self._now() > self._end:
                     break
             self.looked += 1

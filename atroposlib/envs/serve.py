@@ -17,12 +17,13 @@ from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import author_checks
 from atroposlib.envs.api_link import ApiLink
-from atroposlib.envs.author_errors import ErrorBudget
+from atroposlib.envs.author_errors import ErrorBudget, location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, evaluate_version, evaluations_file, finite_numbers
+from atroposlib.envs.loop_watch import LoopWatch
 from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl, crossed
@@ -37,6 +38,7 @@ log = get_logger(__name__)
 
 TURN_S = 0.1
 IDLE_REPORT_S = 60.0
+NO_ITEMS_TOLD_AFTER_S = 5.0
 REJOIN_S = 15.0
 GOODBYE_LIMIT_S = 3.0
 EVALUATION_TRIES = 3
@@ -73,7 +75,8 @@ def _client(config: BaseEnvConfig) -> AsyncBatchingApi:
 async def _serve(env: Environment, api: AsyncBatchingApi, reporting: Reporting) -> None:
     async with env._env_run as run, ServeLoop(run, api, reporting) as loop:
         await loop.start_up()
-        await loop.turn_until_done()
+        async with LoopWatch():
+            await loop.turn_until_done()
 
 
 class ServeLoop:
@@ -112,6 +115,8 @@ class ServeLoop:
         self._due: int | None = None
         self._moved_at = time.monotonic()
         self._idle_since = time.monotonic()
+        self._no_items_since: float | None = None  # get_next_item gives none; times of day
+        self._no_items_told_at = 0.0
 
     async def start_up(self) -> None:
         """Wait for every peer, load the data, join."""
@@ -249,18 +254,22 @@ class ServeLoop:
             self.pool.start(item)
         self._rest_until = now + rest_s
         run.in_flight = self.pool.in_flight
-        if run.in_flight:
-            run.waits_for = ""
-        elif decision.reason == EVALUATION_RUNS:
-            run.waits_for = "the end of its evaluation"
-        else:
-            run.waits_for = f"the trainer: {decision.reason}"
+        has_ended = self._no_items_since is not None and decision.start > 0 and self.pool.in_flight == before
+        run.waits_for = "" if run.in_flight else self._what_is_missing(decision.reason, has_ended)
         self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
         if self.pool.in_flight or self._evaluation is not None:
             self._idle_since = now
+        elif has_ended:
+            self._tell_no_items()
         elif now - self._idle_since >= IDLE_REPORT_S:
             log.info("Not sampling: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
             self._idle_since = now
+
+    def _what_is_missing(self, reason: str, has_ended: bool) -> str:
+        """What keeps the environment from sampling; `reason` is the queue policy's."""
+        if has_ended:
+            return f"more items ({self._no_more_items})"
+        return "the end of its evaluation" if reason == EVALUATION_RUNS else f"the trainer: {reason}"
 
     @property
     def _batches_filled(self) -> int:
@@ -270,7 +279,12 @@ class ServeLoop:
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
         try:
-            return self.env.backlog.pop() if self.env.backlog else await settled(self.env.get_next_item())
+            item = self.env.backlog.pop() if self.env.backlog else await settled(self.env.get_next_item())
+            if item is not None:
+                self._no_items_since = None
+            elif self._no_items_since is None:
+                self._no_items_since = time.time()
+            return item
         except EnvError:
             raise
         except Exception as error:
@@ -278,6 +292,28 @@ class ServeLoop:
             self.run.outcomes.note_failed(error)
             self.pool.note_failure(error, "that get_next_item was to give")
             return None
+
+    @property
+    def _no_more_items(self) -> str:
+        since = time.strftime("%H:%M:%S", time.localtime(self._no_items_since))
+        return f"the environment has no more items since {since}"
+
+    def _tell_no_items(self) -> None:
+        """Once after a while, for an environment may have none for a moment, and then every minute."""
+        now, since = time.time(), self._no_items_since or 0.0
+        if now - max(since, self._no_items_told_at) < (
+            IDLE_REPORT_S if self._no_items_told_at > since else NO_ITEMS_TOLD_AFTER_S
+        ):
+            return
+        self._no_items_told_at = now
+        where = location(self.env.get_next_item)
+        log.warning(
+            "Not sampling: %s, after %d groups. get_next_item gives None%s: let it begin again at the end of its data,"
+            " or end the run (Ctrl-C, or fewer steps of the trainer)",
+            self._no_more_items,
+            self.run.outcomes.posted,
+            f" ({where})" if where else "",
+        )
 
     def _note_end(self, success: bool, seconds: float) -> None:
         self.run.counts["items_done" if success else "items_failed"] += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from example_trainer.launcher.events import Event, Quiet
 from example_trainer.launcher.health import answers
+from example_trainer.launcher.records import Records
 
 if TYPE_CHECKING:  # loads an HTTP client
     from atroposlib.wire.batching import Activity
@@ -25,11 +26,19 @@ Ask = Callable[[], "Activity"]  # raises NotYet or ApiRefused
 
 
 class Diagnosis:
-    """What there is to tell since the last call. `health` has the addresses of other services by name."""
+    """What there is to tell since the last call. `health` has the addresses of other services by name, and `records`
+    the processes of the run.
+    """
 
     def __init__(
-        self, api_url: str, token: str | None = None, health: Mapping[str, str] | None = None, ask: Ask | None = None
+        self,
+        api_url: str,
+        token: str | None = None,
+        health: Mapping[str, str] | None = None,
+        ask: Ask | None = None,
+        records: Records | None = None,
     ) -> None:
+        self._records = records
         self._api_url = api_url
         self._token = token
         self._health = dict(health or {})
@@ -59,7 +68,7 @@ class Diagnosis:
 
     def look(self, ask: Ask) -> None:
         """Ask once, and leave an event if it is time for one."""
-        from atroposlib.clients.activity import explain, is_training
+        from atroposlib.clients.activity import explain, is_silent, is_training
         from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable
 
         patient = False
@@ -72,9 +81,14 @@ class Diagnosis:
             steps = self._quiet.steps
         else:
             lines, steps = explain(activity), activity.trained_steps
-            patient = is_training(activity) and (activity.asked_s or 0.0) < TRAINING_S
+            patient = is_training(activity) and not is_silent(activity) and (activity.asked_s or 0.0) < TRAINING_S
         if (for_s := self._quiet.lasts(steps, patient)) is None:
             return
+        lines += [
+            f"{record.name} is stopped (SIGSTOP, or Ctrl-Z): `kill -CONT -- -{record.pid}` continues it"
+            for record in (self._records.services() if self._records is not None else [])
+            if record.is_stopped
+        ]
         silent = [name for name, url in self._health.items() if not answers(url)]
         lines += [f"{name} does not answer at {self._health[name]}: see its log" for name in silent]
         self._events.put(Quiet(for_s, tuple(lines)))

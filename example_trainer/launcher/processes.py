@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+STOPPED = "Tt"  # by SIGSTOP, by the terminal, or by a debugger
 DEAD = "ZX"  # a zombie still has its number
 
 
@@ -35,6 +36,11 @@ def is_alive(pid: int, start: int) -> bool:
 def living_members(group: int) -> list[int]:
     """The processes of a group that leads a session of its own."""
     return [pid for pid in _numbers_of(group) if (fields := _fields(pid)) and fields[0] not in DEAD]
+
+
+def stopped_members(group: int) -> list[int]:
+    """Those of them that are stopped."""
+    return [pid for pid in living_members(group) if (fields := _fields(pid)) and fields[0] in STOPPED]
 
 
 def _numbers_of(group: int) -> Iterator[int]:

@@ -27,7 +27,7 @@ from msgspec import Meta
 from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import escape
-from example_trainer.launcher.processes import boot_id, first_ticks, is_alive, living_members
+from example_trainer.launcher.processes import boot_id, first_ticks, is_alive, living_members, stopped_members
 from example_trainer.launcher.service import LAUNCHER, NAME
 
 FOLDER = "pids"
@@ -75,6 +75,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.boot != boot_id() or first_ticks(self.pid) not in (None, self.start):
             return []
         return living_members(self.pid)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a process of the service's group is stopped (SIGSTOP)."""
+        return self.is_alive and bool(stopped_members(self.pid))
 
     def signal(self, number: signal.Signals) -> bool:
         """To the whole group, so that a process that was forked meanwhile is not missed. Returns whether there was

@@ -1,6 +1,7 @@
 """`atropos status`: one line per service, and how finished runs ended.
 
-Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no address, "dead" is gone.
+Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no address, "stopped" was
+stopped by a signal, "dead" is gone.
 """
 
 from argparse import Namespace
@@ -72,6 +73,8 @@ def _running(run: Path) -> list[str]:
 def _health(service: Record) -> str:
     if not service.is_alive:
         return "dead"
+    if service.is_stopped:
+        return "stopped"
     if not service.url:
         return "running"
     return "healthy" if answers(service.url) else "no answer"

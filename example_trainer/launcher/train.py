@@ -36,6 +36,7 @@ from example_trainer.launcher.layout import (
 from example_trainer.launcher.machines import MachineFlags, Machines
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
+from example_trainer.launcher.records import Records
 from example_trainer.launcher.run_record import write_record
 from example_trainer.launcher.run_site import Site, tensor_parallel_size, variables
 from example_trainer.launcher.sections import KEY, resolve_trainer
@@ -301,7 +302,9 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
     run_dir.mkdir(parents=True, exist_ok=True)
     token = plan.trainer.atropos_token
     others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
-    watch = Diagnosis(plan.site.api, None if token is None else token.get_secret_value(), others)
+    watch = Diagnosis(
+        plan.site.api, None if token is None else token.get_secret_value(), others, records=Records(run_dir)
+    )
     services = [*plan.services, *more]
     os.environ.update({name: plan.site.environ[name] for name in (KEY,) if name in plan.site.environ})
     with closing(watch), Supervisor(run_dir, services, console, watch=watch) as supervisor:

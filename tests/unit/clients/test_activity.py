@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.clients.activity import EQUAL_SCORES, GRADER_FAILED, explain, is_training
+from atroposlib.clients.activity import EQUAL_SCORES, GRADER_FAILED, explain, is_silent, is_training
 from atroposlib.wire.batching import Activity, EnvActivity, EnvReport
 
 
@@ -128,3 +128,20 @@ def test_a_step_that_takes_long_is_no_wait_for_a_batch() -> None:
     assert is_training(waiting([], asked_s=42.0))
     assert not is_training(waiting([], asked_s=1.0))
     assert not is_training(Activity(False))
+
+
+def test_what_a_silent_environment_said_last_is_not_told_as_if_it_were_true() -> None:
+    stopped = environment(heard_s=33.0, waits_for="the trainer: on-policy: it trains", waited_s=5.0)
+    _, line = explain(waiting([stopped]))
+    assert line.startswith("environment gsm8k_0 has been silent for 33 s: it is stopped or hangs")
+    assert "the trainer: on-policy" not in line
+
+
+@pytest.mark.parametrize("asked_s", [1.0, 42.0])
+def test_a_silent_trainer_is_not_told_to_be_at_work(asked_s: float) -> None:
+    activity = waiting([environment()], trainer_heard_s=33.0, asked_s=asked_s)
+    assert explain(activity)[0].startswith(
+        "the trainer (step 3 of 20) has been silent for 33 s: it is stopped or hangs"
+    )
+    assert is_silent(activity)
+    assert not is_silent(waiting([environment()], trainer_heard_s=5.0))

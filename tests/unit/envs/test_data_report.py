@@ -176,7 +176,7 @@ def test_empty_records_are_left_out_and_counted(tmp_path: Path, record: Any, kin
 
 def test_a_file_of_which_most_is_empty_is_refused(tmp_path: Path) -> None:
     records = [{"question": "q", "answer": ""}] * 3
-    with pytest.raises(DataError, match=r"3 of the 4 records of .* are of no use: 3 with an empty answer "):
+    with pytest.raises(DataError, match=r"3 of the 4 records of .* cannot be used: 3 with an empty answer "):
         read_problem_set(write(tmp_path / "d.jsonl", *records, *sums(1)), None, 1, 0)
 
 
@@ -223,7 +223,7 @@ async def test_data_without_answers_that_can_be_graded_is_refused(tmp_path: Path
     problems = split([Problem(f"q{number}", NONSENSE) for number in range(9)], 2, 0, "the file")
     grader = Grader()
     with pytest.raises(
-        DataError, match=r"9 of the 9 records of the file are of no use: 9 with an answer that cannot be"
+        DataError, match=r"9 of the 9 records of the file cannot be used: 9 with an answer that cannot be"
     ):
         await gradable(problems, grader)
     await grader.close()
@@ -320,8 +320,9 @@ async def test_prompts_over_the_trainers_limit_are_left_out_once_it_is_known(tmp
 
 
 async def test_data_of_which_every_prompt_is_too_long_is_refused(tmp_path: Path) -> None:
-    async with LimitedServer() as server, running_env(LongEnv, tmp_path, server) as env:
-        server.limit = 20
+    tight = LimitedServer()
+    tight.limit = 20
+    async with tight as server, running_env(LongEnv, tmp_path, server) as env:
         with pytest.raises(DataError, match=r"each of the \d+ questions is one with a prompt over the limit of 20"):
             await env._env_run.set_up()
 

@@ -12,7 +12,7 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import EvaluationFailed, evaluate_version
 from atroposlib.envs.evaluation_report import evaluate_once
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.question_env import QuestionEnv
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.testing.fake_answers import CannotAnswer
@@ -81,7 +81,9 @@ FAULTS: dict[str, tuple[str, Any, Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_the_other_questions_count(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     cause, methods, reason = FAULTS[fault]
-    env_class = type("Faulty", (NumberEnv,), {name: staticmethod(does) for name, does in methods.items()})
+    env_class: type[NumberEnv] = type(
+        "Faulty", (NumberEnv,), {name: staticmethod(does) for name, does in methods.items()}
+    )
     answers = too_long if fault == "a prompt that is too long" else answer
     limits = {"rollout_timeout": 1.5 if "hangs" in fault else 60}
     async with FakeInferenceServer(answers) as server, running_env(env_class, tmp_path, server, **limits) as env:
@@ -177,7 +179,7 @@ async def test_serve_says_once_that_an_evaluation_failed_and_asks_nothing_again(
 
     async with FakeInferenceServer(answer) as server, running_api() as api:
         plain = config(tmp_path, api.url).model_dump()
-        env = Broken(NumberEnv.env_config_cls(**plain), server_config(server))
+        env = Broken(QuestionEnvConfig(**plain), server_config(server))
         trainer = Trainer(api.url, num_steps=2)
         serving = asyncio.create_task(serve(env))
         await trainer.register()

@@ -1,6 +1,12 @@
 """What the launcher reports while no step is done."""
 
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +15,7 @@ from atroposlib.wire.batching import Activity
 from example_trainer.launcher import diagnosis
 from example_trainer.launcher.diagnosis import Diagnosis, Silence, asking
 from example_trainer.launcher.events import Event, Quiet, Started
+from example_trainer.launcher.records import Record
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.supervisor import Supervisor
 from tests.unit.trainer.test_trainer_with_api import real_api
@@ -105,3 +112,34 @@ def test_the_supervisor_tells_what_a_real_api_says(tmp_path: Path) -> None:
         assert asking(url, None)().trainer is False
     assert isinstance(events[0], Started)
     assert any(isinstance(event, Quiet) and "no trainer has registered" in event.lines[0] for event in events)
+
+
+def test_a_stopped_process_is_named() -> None:
+    record = SimpleNamespace(name="env", pid=4711, is_stopped=True)
+    running = SimpleNamespace(name="api", pid=4712, is_stopped=False)
+    records: Any = SimpleNamespace(services=lambda: [record, running])
+    watch = Diagnosis("http://api", records=records)
+    watch._quiet = Silence(now=iter([0.0, 31.0]).__next__)
+    for _ in range(2):
+        watch.look(lambda: Activity(False))
+    event = watch._events.get_nowait()
+    assert watch._events.empty()
+    assert isinstance(event, Quiet)
+    assert event.lines[-1] == "env is stopped (SIGSTOP, or Ctrl-Z): `kill -CONT -- -4711` continues it"
+
+
+@pytest.mark.services
+def test_a_record_knows_that_its_process_is_stopped() -> None:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        record = Record.of("env", child.pid)
+        assert not record.is_stopped
+        os.killpg(child.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while not record.is_stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert record.is_stopped
+    finally:
+        child.kill()
+        child.wait()
+    assert not record.is_stopped

@@ -61,7 +61,7 @@ async def running(limited: Limited) -> AsyncIterator[str]:
 
 
 def client(base_url: str, **settings: object) -> OpenAIServer:
-    return OpenAIServer(APIServerConfig(base_url=base_url, model_name="m", **settings))  # type: ignore[arg-type]
+    return OpenAIServer(APIServerConfig(base_url=base_url, model_name="m", **settings))
 
 
 def refusal(status: int, wish: Callable[[float], str] | None = None) -> Callable[[float], web.Response]:
@@ -137,7 +137,8 @@ async def test_the_interval_doubles_once_a_burst_and_shrinks_with_answers() -> N
     clock[0] = 9.0
     throttle.note_refusal(8.0, 1.0, policy)
     assert throttle.interval_s == 2 * FIRST_INTERVAL_S
-    fast, slow = [], []
+    fast: list[float] = []
+    slow: list[float] = []
     for _ in range(40):
         before = throttle.interval_s
         throttle.note_answer()
