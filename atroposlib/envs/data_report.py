@@ -17,15 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from atroposlib.envs.errors import DataError, RecordError
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
-
-if TYPE_CHECKING:
-    from atroposlib.envs.dataset import ItemStream
 
 log = get_logger(__name__)
 
@@ -110,12 +107,20 @@ class DataReport:
         return asdict(self) | {"findings": [asdict(finding) for finding in self.findings.values()]}
 
 
+class Stream(Protocol):
+    """An `ItemStream`."""
+
+    items: Sequence[Any]
+
+    def leave_out(self, places: set[int]) -> None: ...
+
+
 @dataclass
 class LoadedData:
     """What was loaded in one setup."""
 
     reports: list[DataReport] = field(default_factory=list)
-    streams: list["ItemStream[Any]"] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
 
 
 _loaded: ContextVar[LoadedData | None] = ContextVar("loaded", default=None)
@@ -138,7 +143,7 @@ def note_report(report: DataReport) -> None:
         loaded.reports.append(report)
 
 
-def note_stream(stream: "ItemStream[Any]") -> None:
+def note_stream(stream: Stream) -> None:
     """Items are trained on."""
     if (loaded := _loaded.get()) is not None:
         loaded.streams.append(stream)

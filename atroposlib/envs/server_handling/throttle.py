@@ -13,12 +13,9 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from atroposlib.logs import get_logger
-
-if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.dispatch import RetryPolicy
 
 log = get_logger(__name__)
 
@@ -28,6 +25,15 @@ UNNOTICED_S = 0.005  # a shorter interval is none
 FASTER, FASTER_THAN_REFUSED = 0.9, 0.99  # of the interval, with each answer
 NEAR_REFUSED = 1.25  # times the interval that was refused: from here on slowly
 TOLD_EVERY_S = 10.0
+
+
+class Pauses(Protocol):
+    """A `RetryPolicy`."""
+
+    @property
+    def sleep(self) -> Callable[[float], Awaitable[None]]: ...
+
+    def refused_pause_s(self, refused: int, asked_s: float) -> float: ...
 
 
 class Throttle:
@@ -65,7 +71,7 @@ class Throttle:
         if self.interval_s < UNNOTICED_S:
             self.interval_s = 0.0
 
-    def note_refusal(self, began_at: float, asked_s: float, policy: "RetryPolicy") -> None:
+    def note_refusal(self, began_at: float, asked_s: float, policy: Pauses) -> None:
         """The server has refused a call that began at `began_at`, and wants none for `asked_s` seconds (0: it did not
         say). Calls that began before the last slow-down are of the same burst, and slow down no further.
         """

@@ -173,8 +173,8 @@ async def test_environment_served_by_a_command_samples_a_group(
         fields = {"tokenizer_name": save_tiny_tokenizer(tmp_path / "tokenizer"), "total_steps": 1, "heldout_size": 2}
         fields |= {"data_path_to_save_groups": tmp_path / "groups.jsonl", "ensure_scores_are_not_same": False}
         if "HuggingFaceH4" in command or (env_cls.name == "gsm8k" and "arithmetic" not in command):  # no hub here
-            record = {"question": "1+1?", "problem": "1+1?", "answer": "#### 2"}
-            (tmp_path / "problems.jsonl").write_text(f"{json.dumps(record)}\n" * 8)
+            records = [{"question": f"{n}+1?", "problem": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(8)]
+            (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
             fields |= {"dataset_path": tmp_path / "problems.jsonl"}
         flags = [f"--env.{name}={value}" for name, value in fields.items()]
         flags += [f"--openai.base_url={server.base_url}", "--openai.model_name=fake"]
