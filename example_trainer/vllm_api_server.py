@@ -5,12 +5,14 @@
 
 Its own flags (`own_flags`) are parsed together with vLLM's: `--batch-invariant` makes log-probabilities bit-exact
 (docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
-`--bridge-staging` says where new weights are received, and `--allowed-host` is another name of the server,
-besides 127.0.0.1, localhost and --host. Unless the flag is given, it sets before vLLM starts: port 9001, host
-127.0.0.1, `processed_logprobs` (log-probabilities of the distribution that was really sampled from), the bridge's
-worker class (with --enable-lora also room for the adapters of two policy versions at once), and on CPUs float32, eager
-mode, a KV block of 32 tokens and a modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV block
-of 32 tokens and FlashAttention. The only module outside vllm_patching/ that imports vLLM.
+`--bridge-staging` says where new weights are received, `--structured-outputs` takes schemas and grammars, and
+`--allowed-host` is another name of the server, besides 127.0.0.1, localhost and --host.
+
+Unless the flag is given, it sets before vLLM starts: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities
+of the distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the
+adapters of two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a modest KV
+cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention. The only
+module outside vllm_patching/ that imports vLLM.
 """
 
 import argparse
@@ -80,6 +82,8 @@ def main(argv: list[str] | None = None) -> None:
 
         with _refusing(ValueError):
             args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
+            if args.structured_outputs:
+                compat.use_xgrammar_alone(args)
         path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
         if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
             raise LaunchError(
@@ -146,6 +150,14 @@ def own_flags() -> argparse.ArgumentParser:
             "Where the server receives new weights while it serves the old ones: device, which takes memory from the"
             " KV cache; host memory, from which they are copied during a pause; or none, for a single copy"
             " (default: %(default)s)."
+        ),
+    )
+    group.add_argument(
+        "--structured-outputs",
+        action="store_true",
+        help=(
+            "Take requests that constrain sampling by a schema, pattern or grammar, within bounds (docs/operate.md);"
+            " refused otherwise, as training cannot replay them."
         ),
     )
     group.add_argument(

@@ -4,13 +4,17 @@ trainer on CUDA.
 Everything else in this package imports vLLM through here, so that a new vLLM release is one diff.
 """
 
+import contextlib
+import dataclasses
+import functools
 import importlib
 import os
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -547,6 +551,86 @@ def refuse_undecodable_requests(engine: vllm_types.EngineClient) -> None:
     engine.output_processor.add_request = checked
 
 
+def check_structured_outputs(check: Callable[[dict[str, Any]], str | None]) -> None:
+    """Refuse a request for what `check` finds in its structured outputs, on every route of this process, before vLLM or
+    a library reads them: where vLLM makes their record of a request, and where it validates sampling parameters. A
+    second call replaces the first one's check. A VLLMValidationError is a 400 on every route.
+    """
+    from vllm.sampling_params import StructuredOutputsParams
+
+    names = [field.name for field in dataclasses.fields(StructuredOutputsParams) if not field.name.startswith("_")]
+    made: Any = getattr(StructuredOutputsParams.__post_init__, "__wrapped__", StructuredOutputsParams.__post_init__)
+    stock = SamplingParams._validate_structured_outputs
+    validate: Any = getattr(stock, "__wrapped__", stock)
+
+    def expect(asked: Any) -> None:
+        if (why := check({name: getattr(asked, name, None) for name in names})) is not None:
+            raise VLLMValidationError(why, parameter="structured_outputs")
+
+    @functools.wraps(made)
+    def checked_record(self: Any) -> None:
+        expect(self)
+        made(self)
+
+    @functools.wraps(validate)
+    def validated(self: vllm_types.SamplingParams, *arguments: Any, **named: Any) -> None:
+        if self.structured_outputs is not None:
+            expect(self.structured_outputs)
+        validate(self, *arguments, **named)
+
+    cast(Any, StructuredOutputsParams).__post_init__ = checked_record
+    cast(Any, SamplingParams)._validate_structured_outputs = validated
+
+
+def check_requests(engine: vllm_types.EngineClient, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    """Await `check`, of the fields of a request's structured outputs, before `engine` validates and takes it. Every
+    route that generates calls `engine.generate`.
+    """
+    stock = engine.generate
+
+    async def generate(prompt: Any, sampling_params: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        asked = getattr(sampling_params, "structured_outputs", None)
+        if asked is not None:
+            await check({name: value for name, value in vars(asked).items() if not name.startswith("_")})
+        async with contextlib.aclosing(stock(prompt, sampling_params, *arguments, **named)) as outputs:
+            async for output in outputs:
+                yield output
+
+    engine.generate = generate
+
+
+def use_xgrammar_alone(args: vllm_types.Arguments) -> None:
+    """Make vLLM refuse what xgrammar does not take, instead of handing it to another library. Raises ValueError for a
+    server that was told to use another one.
+    """
+    config = args.structured_outputs_config
+    if config.backend not in ("auto", "xgrammar"):
+        raise ValueError(
+            f"--structured-outputs-config with backend {config.backend}: --structured-outputs checks what xgrammar"
+            " compiles; leave the backend out"
+        )
+    config.backend = "xgrammar"
+
+
+def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str, Any]) -> vllm_types.Grammar:
+    """What vLLM's engine compiles for `fields` of structured outputs. Raises what vLLM and xgrammar raise."""
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    validate_xgrammar_grammar(params)
+    config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(disable_any_whitespace=fields.get("disable_any_whitespace", False)),
+        model_config=None,
+        speculative_config=None,
+    )
+    backend = XgrammarBackend(cast(Any, config), tokenizer=tokenizer, vocab_size=vocabulary)
+    asked = params.structured_outputs
+    assert asked is not None
+    return backend.compile_grammar(*get_structured_output_key(asked))
+
+
 def version_spans(sequence: vllm_types.CompletionOutput, started: int, finished: int) -> list[list[int]] | None:
     """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None if only
     the versions at its two ends are known.
@@ -629,6 +713,27 @@ def api_keys(args: vllm_types.Arguments) -> list[str]:
     from vllm import envs
 
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def tokenizer_of(model: vllm_types.ModelConfig) -> dict[str, Any]:
+    """What `load_tokenizer` needs to load the served model's tokenizer in another process."""
+    return {
+        "tokenizer_name": model.tokenizer,
+        "tokenizer_mode": model.tokenizer_mode,
+        "revision": model.tokenizer_revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def load_tokenizer(named: dict[str, Any], tool_parser_plugin: str | None) -> Any:
+    """The tokenizer of `tokenizer_of`, as vLLM loads it; also loads the parsers of --tool-parser-plugin."""
+    from vllm.tokenizers.registry import get_tokenizer
+    from vllm.tool_parsers import ToolParserManager
+
+    if tool_parser_plugin:
+        ToolParserManager.import_tool_parser(tool_parser_plugin)
+    tokenizer: Any = get_tokenizer(**named)
+    return tokenizer
 
 
 def tool_parsers() -> list[str]:

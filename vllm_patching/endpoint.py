@@ -6,18 +6,21 @@ vLLM's own included, answer only requests for one of the server's host names, no
 server has a key, only those that carry it (http/keys.py).
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
 
 from atroposlib.http_guard import HostGuard, OwnHosts
-from vllm_patching import compat, vllm_types
+from vllm_patching import compat, structured_outputs, vllm_types
 from vllm_patching.engines import ROUTES, engines_of
 from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
 from vllm_patching.http.engine_watch import EngineWatch
 from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, GeneratingTime, Timed, Unavailable
+from vllm_patching.http.grammars import GrammarCheck
 from vllm_patching.http.keys import RequireKey, bears_key
+from vllm_patching.http.limited_work import LimitedWork
 from vllm_patching.http.routes import add_routes
 from vllm_patching.http.tool_calls import ToolCallParsing
 
@@ -42,6 +45,10 @@ class BridgeEndpoints:
 
     async def init_state(self, engine_client: vllm_types.EngineClient, state: Any, args: vllm_types.Arguments) -> None:
         compat.refuse_undecodable_requests(engine_client)
+        state.limited_work = LimitedWork(_child_order(engine_client, args))
+        structured = getattr(args, "structured_outputs", False)
+        compat.check_structured_outputs(structured_outputs.refusal if structured else structured_outputs.off)
+        compat.check_requests(engine_client, GrammarCheck(state.limited_work).expect_fast)
         bridge = (args.additional_config or {}).get("atropos_bridge")
         serving = Serving(
             engine_client,
@@ -55,7 +62,10 @@ class BridgeEndpoints:
         )
         await serving.start()
         state.sessions = Sessions(serving, engines_of(serving))
-        state.tool_calls = ToolCallParsing(engine_client, getattr(args, "tool_call_parser", None))
+        chosen = getattr(args, "tool_call_parser", None)
+        state.tool_calls = ToolCallParsing(state.limited_work, chosen)
+        if structured or chosen:  # otherwise most servers never need it
+            state.starting = asyncio.create_task(state.limited_work.warm_up())
         self._guard_hosts(args, compat.api_keys(args))
         state.engine_watch.start(engine_client, getattr(args, "engine_deadline_s", ENGINE_DEADLINE_S))
         on = "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1"
@@ -69,3 +79,12 @@ class BridgeEndpoints:
         inside = self._app.middleware_stack or self._app.build_middleware_stack()
         keyed = RequireKey(inside, keys)
         self._app.middleware_stack = HostGuard(keyed, hosts, bears_token=lambda scope: bears_key(scope, keys))
+
+
+def _child_order(engine: vllm_types.EngineClient, args: vllm_types.Arguments) -> dict[str, Any]:
+    model = engine.model_config
+    return {
+        "tokenizer": compat.tokenizer_of(model),
+        "vocabulary": model.get_vocab_size(),
+        "tool_parser_plugin": getattr(args, "tool_parser_plugin", None) or None,
+    }

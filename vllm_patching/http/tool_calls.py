@@ -2,31 +2,32 @@
 
     POST /v1/tool_calls/parse {"text", "tools", "parser"} ──▶ {"parser", "content", "calls": [{"name", "arguments"}]}
 
-A model wrote the text, so expect anything. Parsing happens in two threads of its own and never holds up the server: one
-that takes too long is answered, and its thread is free again when it ends.
+A model wrote the text, so expect anything: some parsers take minutes for one that repeats itself. Each text is parsed
+in a process of its own that is killed when late (limited_work.py), and waits for texts of the same parser alone.
 """
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-from atroposlib.wire.tool_calls import FoundCall, FoundToolCalls, ParseToolCalls
+from atroposlib.child_processes.lines import ChildRefused
+from atroposlib.child_processes.pool import ChildFailed
+from atroposlib.wire.tool_calls import LONGEST_TEXT, FoundCall, FoundToolCalls, ParseToolCalls
 from atroposlib.wire.typed import printable
 from vllm_patching import compat
 from vllm_patching.engines.base import Refused
+from vllm_patching.http.limited_work import LimitedWork
 
-THREADS = 2
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 5.0
+# Parsers whose time grows faster than the text: in vLLM 0.32 they took over 12 s for 8,000 or 32,000 characters that
+# repeat an opened call. An answer of a model, its thoughts included, is shorter than this.
+SUPERLINEAR = ("glm45", "glm47", "ling3", "mimo", "qwen3_coder", "qwen3_xml", "seed_oss", "step3p5")
+LONGEST_SUPERLINEAR = 65_536  # characters
 
 
 class ToolCallParsing:
-    """`chosen` is the server's --tool-call-parser. `engine` is vLLM's client of its engine, which has the tokenizer."""
+    """`chosen` is the server's --tool-call-parser."""
 
-    def __init__(self, engine: Any, chosen: str | None, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._engine = engine
+    def __init__(self, work: LimitedWork, chosen: str | None, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._work = work
         self._chosen = chosen
         self._time_limit_s = time_limit_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tool-calls")
 
     async def found(self, request: ParseToolCalls) -> FoundToolCalls:
         """What the parser finds. Raises Refused for a parser that there is not, that does not suit the model, or that
@@ -37,16 +38,26 @@ class ToolCallParsing:
             raise Refused("no tool parser: name one in the request, or start the server with --tool-call-parser", 400)
         if name not in (known := compat.tool_parsers()):
             raise Refused(f"tool parser {name!r} is not one of vLLM's: {', '.join(known)}", 400)
-        tokenizer = self._engine.get_tokenizer()
-        parsing = asyncio.get_running_loop().run_in_executor(
-            self._threads, compat.parse_tool_calls, tokenizer, name, request.text, request.tools
-        )
-        try:
-            content, calls = await asyncio.wait_for(parsing, self._time_limit_s)
-        except TimeoutError:
+        if len(request.text) > (most := most_characters(name)):
             raise Refused(
-                f"tool parser {name} took longer than {self._time_limit_s:g} s on {len(request.text)} characters", 422
-            ) from None
-        except Exception as error:  # of vLLM's parsers, of which each raises its own
-            raise Refused(f"tool parser {name}: {type(error).__name__}: {printable(str(error), 500)}", 400) from error
-        return FoundToolCalls(name, content, [FoundCall(*call) for call in calls])
+                f"tool parser {name}: the text has {len(request.text)} characters, at most {most} are parsed", 400
+            )
+        try:
+            reply = await self._work.ask(
+                "parse", name, self._time_limit_s, parser=name, text=request.text, tools=request.tools
+            )
+        except ChildRefused as error:
+            why = printable(str(error), 500)
+            if error.is_wrong:
+                raise Refused(f"tool parser {name}: {why}", 400) from error
+            if why == "late":
+                why = f"took longer than {self._time_limit_s:g} s"
+            raise Refused(f"tool parser {name} {why} on {len(request.text)} characters", 422) from error
+        except ChildFailed as error:
+            raise Refused(f"tool parser {name}: its process failed: {printable(str(error), 500)}", 503) from error
+        return FoundToolCalls(name, reply["content"], [FoundCall(*call) for call in reply["calls"]])
+
+
+def most_characters(parser: str) -> int:
+    """How long a text the parser gets."""
+    return LONGEST_SUPERLINEAR if parser in SUPERLINEAR else LONGEST_TEXT

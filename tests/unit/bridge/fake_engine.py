@@ -79,7 +79,13 @@ class FakeEngine:
         self.during: dict[str, Callable[[], Awaitable[None]]] = {}
         self.output: Any = None
         self.model_config = SimpleNamespace(
-            dtype=torch.float32, is_multimodal_model=False, get_vocab_size=lambda: VOCABULARY
+            dtype=torch.float32,
+            is_multimodal_model=False,
+            get_vocab_size=lambda: VOCABULARY,
+            tokenizer="m",
+            tokenizer_mode="auto",
+            tokenizer_revision=None,
+            trust_remote_code=False,
         )
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
         self.renderer = self.engine_core = self

@@ -1,0 +1,47 @@
+"""The last check of structured outputs that are within bounds: they are compiled, and stepped, in a process that is
+killed when late. vLLM compiles them again in its engine, whose loop waits for each step of each grammar.
+"""
+
+import json
+from collections import OrderedDict
+from typing import Any
+
+from atroposlib.child_processes.lines import ChildRefused
+from atroposlib.child_processes.pool import ChildFailed
+from atroposlib.wire.typed import printable
+from vllm_patching import compat
+from vllm_patching.http.limited_work import LimitedWork
+
+COMPILE_LIMIT_S = 5.0
+LANE = "grammars"
+REMEMBERED = 256  # grammars that passed, so that a schema of many requests is compiled once
+
+
+class GrammarCheck:
+    """What passes it compiles within COMPILE_LIMIT_S."""
+
+    def __init__(self, work: LimitedWork, time_limit_s: float = COMPILE_LIMIT_S) -> None:
+        self._work = work
+        self._time_limit_s = time_limit_s
+        self._passed: OrderedDict[str, None] = OrderedDict()
+
+    async def expect_fast(self, fields: dict[str, Any]) -> None:
+        """Raise VLLMValidationError, a 400 on every route, for what xgrammar refuses, and what is late or slow."""
+        key = json.dumps(fields, sort_keys=True, default=str)
+        if key in self._passed:
+            self._passed.move_to_end(key)
+            return
+        try:
+            await self._work.ask("compile", LANE, self._time_limit_s, fields=fields)
+        except ChildRefused as error:
+            why = printable(str(error), 500)
+            if not error.is_wrong:
+                late = f"takes longer than {self._time_limit_s:g} s"
+                why = f"its grammar {late if why == 'late' else f'cannot be compiled: the process was {why}'}"
+            raise compat.VLLMValidationError(f"structured outputs: {why}", parameter="structured_outputs") from error
+        except ChildFailed as error:
+            why = printable(str(error), 500)
+            raise compat.EngineGenerateError(f"structured outputs cannot be checked: {why}") from error
+        self._passed[key] = None
+        if len(self._passed) > REMEMBERED:
+            self._passed.popitem(last=False)

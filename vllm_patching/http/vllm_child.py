@@ -1,0 +1,72 @@
+"""The process that runs vLLM's tool parsers and compiles grammars, each request in a fork that is killed when late.
+
+    {"do": "parse", "parser": "hermes", "text": ..., "tools": []}  ──▶  {"content": ..., "calls": [[name, arguments]]}
+    {"do": "compile", "fields": {...}}                             ──▶  {"step_s": 0.0004}
+
+`limited_work.py` starts it with its order as the argument: the tokenizer's name, mode and revision, and the plugin of
+--tool-parser-plugin. It has no GPU. `atroposlib/child_processes/forks.py` is its loop.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+from atroposlib.child_processes.forks import answer_by_forks
+from vllm_patching import compat
+
+MEMORY_BYTES = 1 << 30  # of one fork, beyond what is loaded
+STEPS = 64
+STEP_LIMIT_S = 0.05  # of processor time; a step of the whole engine waits for it
+
+
+class TooSlow(ValueError):
+    """A grammar whose steps would hold up the engine."""
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    tokenizer = compat.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "parse":
+            content, calls = compat.parse_tool_calls(tokenizer, request["parser"], request["text"], request["tools"])
+            return {"content": content, "calls": calls}
+        grammar = compat.compile_structured_output(tokenizer, order["vocabulary"], request["fields"])
+        return {"step_s": slowest_step(grammar, order["vocabulary"])}
+
+    answer_by_forks(answer, MEMORY_BYTES)
+
+
+def slowest_step(grammar: Any, vocabulary: int) -> float:
+    """Processor seconds of the slowest of some steps as the engine makes them. Raises TooSlow: an ambiguous grammar
+    takes longer with every token.
+    """
+    import torch
+
+    mask = torch.full((1, (vocabulary + 31) // 32), -1, dtype=torch.int32)
+    slowest, chance = 0.0, torch.Generator().manual_seed(0)
+    bits = torch.arange(32, dtype=torch.int32)
+    for step in range(STEPS):
+        began = time.thread_time()
+        grammar.fill_bitmask(mask, 0)
+        taken = time.thread_time() - began
+        allowed = ((mask[0, :, None] >> bits) & 1).flatten()[:vocabulary].nonzero().flatten()
+        if grammar.is_terminated() or not len(allowed):
+            break
+        token = int(allowed[torch.randint(len(allowed), (1,), generator=chance)])
+        began = time.thread_time()
+        accepted = grammar.accept_tokens("", [token])
+        slowest = max(slowest, taken + time.thread_time() - began)
+        if slowest > STEP_LIMIT_S:
+            raise TooSlow(
+                f"token {step + 1} took {slowest:.2f} s of the engine's own loop; structured outputs take grammars with"
+                f" at most {STEP_LIMIT_S:g} s"
+            )
+        if not accepted:
+            break
+    return slowest
+
+
+if __name__ == "__main__":
+    main()
