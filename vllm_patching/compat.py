@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import torch
 from packaging.version import Version
+from vllm import exceptions
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -43,6 +44,7 @@ from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
 __all__ = [
+    "ClientError",
     "ColumnParallelLinear",
     "EngineDeadError",
     "EngineGenerateError",
@@ -79,6 +81,18 @@ __all__ = [
     "wrap_attention_metadata",
     "wrap_config_check",
 ]
+
+# what makes a grammar of a text, in xgrammar's Grammar, and the field of structured outputs that the text is
+GRAMMAR_READERS = {
+    "from_json_schema": "json",
+    "from_regex": "regex",
+    "from_ebnf": "grammar",
+    "from_lark": "grammar",
+    "from_structural_tag": "structural_tag",
+}
+# A 400 on every route, which vLLM does not take for a malformed tag, and so keeps its message. Its class is newer than
+# that of wrong values, from which it is no different before.
+ClientError: type[Exception] = getattr(exceptions, "VLLMClientError", VLLMValidationError)
 
 
 def end_engine_with_its_threads() -> None:
@@ -551,11 +565,12 @@ def refuse_undecodable_requests(engine: vllm_types.EngineClient) -> None:
     engine.output_processor.add_request = checked
 
 
-def check_structured_outputs(check: Callable[[dict[str, Any]], str | None]) -> None:
+def check_structured_outputs(check: Callable[[Mapping[str, Any]], str | None]) -> None:
     """Refuse a request for what `check` finds in its structured outputs, on every route of this process, before vLLM or
-    a library reads them: where vLLM makes their record of a request, and where it validates sampling parameters. A
-    second call replaces the first one's check. A VLLMValidationError is a 400 on every route.
+    a library reads them: where vLLM makes their record of a request, where it validates sampling parameters, and where
+    a parser of tools hands a schema to xgrammar by itself. A second call replaces the first one's check.
     """
+    import xgrammar
     from vllm.sampling_params import StructuredOutputsParams
 
     names = [field.name for field in dataclasses.fields(StructuredOutputsParams) if not field.name.startswith("_")]
@@ -565,7 +580,7 @@ def check_structured_outputs(check: Callable[[dict[str, Any]], str | None]) -> N
 
     def expect(asked: Any) -> None:
         if (why := check({name: getattr(asked, name, None) for name in names})) is not None:
-            raise VLLMValidationError(why, parameter="structured_outputs")
+            raise ClientError(why)
 
     @functools.wraps(made)
     def checked_record(self: Any) -> None:
@@ -580,6 +595,23 @@ def check_structured_outputs(check: Callable[[dict[str, Any]], str | None]) -> N
 
     cast(Any, StructuredOutputsParams).__post_init__ = checked_record
     cast(Any, SamplingParams)._validate_structured_outputs = validated
+    for name, kind in GRAMMAR_READERS.items():
+        if (reader := getattr(xgrammar.Grammar, name, None)) is not None:
+            setattr(xgrammar.Grammar, name, staticmethod(_checked_reader(reader, kind, check)))
+
+
+def _checked_reader(
+    reader: Callable[..., Any], kind: str, check: Callable[[Mapping[str, Any]], str | None]
+) -> Callable[..., Any]:
+    read: Callable[..., Any] = getattr(reader, "__wrapped__", reader)
+
+    @functools.wraps(read)
+    def checked(given: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(given, str | dict) and (why := check({kind: given})) is not None:
+            raise ClientError(why)
+        return read(given, *arguments, **named)
+
+    return checked
 
 
 def check_requests(engine: vllm_types.EngineClient, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
@@ -625,7 +657,8 @@ def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str,
         model_config=None,
         speculative_config=None,
     )
-    backend = XgrammarBackend(cast(Any, config), tokenizer=tokenizer, vocab_size=vocabulary)
+    make: Callable[..., Any] = partial(XgrammarBackend, vocab_size=vocabulary)  # a field of its base, in the contract
+    backend: Any = make(config, tokenizer=tokenizer)
     asked = params.structured_outputs
     assert asked is not None
     return backend.compile_grammar(*get_structured_output_key(asked))

@@ -47,8 +47,9 @@ class BridgeEndpoints:
         compat.refuse_undecodable_requests(engine_client)
         state.limited_work = LimitedWork(_child_order(engine_client, args))
         structured = getattr(args, "structured_outputs", False)
-        compat.check_structured_outputs(structured_outputs.refusal if structured else structured_outputs.off)
-        compat.check_requests(engine_client, GrammarCheck(state.limited_work).expect_fast)
+        bounds = structured_outputs.refusal if structured else structured_outputs.off
+        compat.check_structured_outputs(bounds)
+        compat.check_requests(engine_client, GrammarCheck(state.limited_work, bounds).expect_fast)
         bridge = (args.additional_config or {}).get("atropos_bridge")
         serving = Serving(
             engine_client,

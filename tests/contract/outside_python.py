@@ -56,6 +56,11 @@ TABLE = (
     # who may come in: the keys as vLLM reads them, and that it serves the very app whose middleware we wrap
     Row("vllm_patching/compat.py", "args.api_key or [envs", ENTRY, r"args\.api_key or \[envs\.VLLM_API_KEY\]"),
     Row(ENDPOINT, "self._app.middleware_stack = ", ENTRY, r"await serve_http\(\s*app,"),
+    # structured outputs: the fields of the backend's base, and that every route comes by what is hooked
+    Row("vllm_patching/compat.py", "vocab_size=vocabulary", "vllm/v1/structured_output", r"^    vocab_size: int"),
+    Row("vllm_patching/compat.py", "._validate_structured_outputs", "vllm", r"self\._validate_structured_outputs\("),
+    Row("vllm_patching/compat.py", ".__post_init__", "vllm/sampling_params.py", r"^    def __post_init__\(self\):"),
+    Row("vllm_patching/compat.py", "sampling_params: Any,", "vllm/v1/engine/async_llm.py", r"^ {8}sampling_params: S"),
     # by name, so that no import shows them
     Row("vllm_patching/compat.py", "home.log_softmax", "vllm/model_executor", r"^def log_softmax\(input: .*, dim: "),
     Row("vllm_patching/compat.py", "mm_features=None", "vllm/v1/engine/__init__.py", r"^    mm_features: .*None"),

@@ -69,7 +69,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
         output = generating.result()
     except asyncio.CancelledError:  # from uvicorn, at the end of its shutdown timeout: the engine is gone
         raise Refused("the server is shutting down", 503) from None
-    except (ValueError, compat.VLLMValidationError, compat.EngineGenerateError, compat.EngineDeadError) as error:
+    except (ValueError, compat.ClientError, compat.EngineGenerateError, compat.EngineDeadError) as error:
         raise _refusal(error) from error
     finally:
         generating.cancel()
@@ -92,7 +92,7 @@ def _refusal(error: BaseException) -> Refused:
         error = error.__cause__ or error
     return Refused(
         f"vLLM cannot generate: {printable(str(error), 500)}",
-        400 if isinstance(error, ValueError | TypeError | compat.VLLMValidationError) else 500,
+        400 if isinstance(error, ValueError | TypeError | compat.ClientError) else 500,
     )
 
 

@@ -1,9 +1,10 @@
-"""The last check of structured outputs that are within bounds: they are compiled, and stepped, in a process that is
-killed when late. vLLM compiles them again in its engine, whose loop waits for each step of each grammar.
+"""The last check of structured outputs: those within bounds are compiled, and stepped, in a process that is killed when
+late. vLLM compiles them again in its engine, whose loop waits for each step of each grammar.
 """
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from atroposlib.child_processes.lines import ChildRefused
@@ -12,21 +13,25 @@ from atroposlib.wire.typed import printable
 from vllm_patching import compat
 from vllm_patching.http.limited_work import LimitedWork
 
-COMPILE_LIMIT_S = 5.0
+Bounds = Callable[[Mapping[str, Any]], str | None]
+COMPILE_LIMIT_S = 3.0
 LANE = "grammars"
 REMEMBERED = 256  # grammars that passed, so that a schema of many requests is compiled once
 
 
 class GrammarCheck:
-    """What passes it compiles within COMPILE_LIMIT_S."""
+    """What passes it is within `bounds`, which names a reason if not, and compiles within the limit."""
 
-    def __init__(self, work: LimitedWork, time_limit_s: float = COMPILE_LIMIT_S) -> None:
+    def __init__(self, work: LimitedWork, bounds: Bounds, time_limit_s: float = COMPILE_LIMIT_S) -> None:
         self._work = work
+        self._bounds = bounds
         self._time_limit_s = time_limit_s
         self._passed: OrderedDict[str, None] = OrderedDict()
 
     async def expect_fast(self, fields: dict[str, Any]) -> None:
-        """Raise VLLMValidationError, a 400 on every route, for what xgrammar refuses, and what is late or slow."""
+        """Raise ClientError, a 400 on every route, for what xgrammar refuses, and what is late or slow."""
+        if (why := self._bounds(fields)) is not None:  # of a record that was made without its own check
+            raise compat.ClientError(why)
         key = json.dumps(fields, sort_keys=True, default=str)
         if key in self._passed:
             self._passed.move_to_end(key)
@@ -38,7 +43,7 @@ class GrammarCheck:
             if not error.is_wrong:
                 late = f"takes longer than {self._time_limit_s:g} s"
                 why = f"its grammar {late if why == 'late' else f'cannot be compiled: the process was {why}'}"
-            raise compat.VLLMValidationError(f"structured outputs: {why}", parameter="structured_outputs") from error
+            raise compat.ClientError(f"structured outputs: {why}") from error
         except ChildFailed as error:
             why = printable(str(error), 500)
             raise compat.EngineGenerateError(f"structured outputs cannot be checked: {why}") from error

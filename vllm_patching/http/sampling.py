@@ -41,7 +41,7 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
         return compat.SamplingParams(
             **{"max_tokens": None, **typed, "output_kind": compat.RequestOutputKind.FINAL_ONLY}
         )
-    except (ValueError, TypeError, compat.VLLMValidationError) as error:
+    except (ValueError, TypeError, compat.ClientError) as error:
         raise WrongValue(printable(str(error), 500)) from error
 
 

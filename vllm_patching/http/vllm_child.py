@@ -16,7 +16,7 @@ from atroposlib.child_processes.forks import answer_by_forks
 from vllm_patching import compat
 
 MEMORY_BYTES = 1 << 30  # of one fork, beyond what is loaded
-STEPS = 64
+STEPS = 200
 STEP_LIMIT_S = 0.05  # of processor time; a step of the whole engine waits for it
 
 
@@ -33,28 +33,30 @@ def main() -> None:
             content, calls = compat.parse_tool_calls(tokenizer, request["parser"], request["text"], request["tools"])
             return {"content": content, "calls": calls}
         grammar = compat.compile_structured_output(tokenizer, order["vocabulary"], request["fields"])
-        return {"step_s": slowest_step(grammar, order["vocabulary"])}
+        return {"step_s": slowest_step(grammar, order["vocabulary"], tokenizer.eos_token_id)}
 
     answer_by_forks(answer, MEMORY_BYTES)
 
 
-def slowest_step(grammar: Any, vocabulary: int) -> float:
-    """Processor seconds of the slowest of some steps as the engine makes them. Raises TooSlow: an ambiguous grammar
-    takes longer with every token.
+def slowest_step(grammar: Any, vocabulary: int, stop: int | None) -> float:
+    """Processor seconds of the slowest of some steps as the engine makes them, on a text that does not `stop` while it
+    may go on. Raises TooSlow: an ambiguous grammar takes longer with every token.
     """
     import torch
 
-    mask = torch.full((1, (vocabulary + 31) // 32), -1, dtype=torch.int32)
+    mask, bits = torch.full((1, (vocabulary + 31) // 32), -1, dtype=torch.int32), torch.arange(32, dtype=torch.int32)
     slowest, chance = 0.0, torch.Generator().manual_seed(0)
-    bits = torch.arange(32, dtype=torch.int32)
     for step in range(STEPS):
+        if grammar.is_terminated():
+            break
         began = time.thread_time()
         grammar.fill_bitmask(mask, 0)
         taken = time.thread_time() - began
         allowed = ((mask[0, :, None] >> bits) & 1).flatten()[:vocabulary].nonzero().flatten()
-        if grammar.is_terminated() or not len(allowed):
+        going_on = allowed[allowed != stop]
+        if not len(going_on):
             break
-        token = int(allowed[torch.randint(len(allowed), (1,), generator=chance)])
+        token = int(going_on[torch.randint(len(going_on), (1,), generator=chance)])
         began = time.thread_time()
         accepted = grammar.accept_tokens("", [token])
         slowest = max(slowest, taken + time.thread_time() - began)
