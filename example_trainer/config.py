@@ -394,6 +394,15 @@ class SyncSettings(Config):
     """Weight sync"""
 
     vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to start")
+    vllm_return_s: float = Field(
+        0.0,
+        ge=0,
+        le=86400,
+        description=(
+            "seconds to wait for a vLLM server that died to be started again, which then gets the current policy; 0"
+            " ends training at once (atropos train sets it)"
+        ),
+    )
     bridge_timeout_s: float = Field(120.0, gt=0, le=3600, description="seconds that the bridge waits for a peer")
     parity_tolerance: float | None = Field(
         None,

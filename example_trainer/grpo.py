@@ -45,6 +45,7 @@ from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
+from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
@@ -392,7 +393,11 @@ def connected(
             learner.load_over(source, prepared.storage.workers)
         else:
             learner.load(source)
-        yield learner, resources.enter_context(contextlib.closing(prepared.connect(learner.trained)))
+        bridge = prepared.connect(learner.trained)
+        if config.vllm_return_s and config.bridge.survives_vllm:
+            servers, alone = vllm_clients(config), ranks.size == 1
+            bridge = ReturningBridge(bridge, servers, config.vllm_return_s, sync_in_check=alone)
+        yield learner, resources.enter_context(contextlib.closing(bridge))
 
 
 def keep_weights() -> None:

@@ -33,6 +33,7 @@ class Mode(Config, Hoisted):
     same_devices: ClassVar[bool] = False  # trainer and vLLM on the same GPUs
     switched: ClassVar[bool] = False  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
     owns_vllm: ClassVar[bool] = False  # the trainer starts it
+    survives_vllm: ClassVar[bool] = False  # a vLLM that was started again gets the weights from the trainer
     external: ClassVar[bool] = False  # the server is not vLLM, and people start it themselves
     adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
     trains_adapter: ClassVar[bool] = False  # the model's own weights stay
@@ -114,6 +115,7 @@ class Broadcast(_Session, Grouped):
 
     typed = "shared_vllm --use-shared-memory"
     feeds_several = True
+    survives_vllm = True
     vllm_copies = 2
     packed_copies = 1
     switched = True
@@ -194,6 +196,7 @@ class Reload(_Session):
     """Weight bridge: reload"""
 
     typed = "reload"
+    survives_vllm = True
     vllm_copies = 2
     packed_copies = 1
     switched = True
@@ -262,6 +265,7 @@ class Lora(Adapter, _Session):
     """Weight bridge: lora (lora_only)"""
 
     typed = "lora_only"
+    survives_vllm = True
     adapters = True
 
     kind: Literal["lora"] = "lora"

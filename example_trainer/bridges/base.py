@@ -66,6 +66,14 @@ class WeightBridge(Protocol):
     def check(self) -> None:
         """Return if vLLM is there as far as is known; never waits."""
 
+    def sessions(self) -> set[str]:
+        """The ids under which this trainer holds its servers; none where servers know no sessions."""
+        return set()
+
+    def reconnect(self) -> None:
+        """Hold servers that were started again; the next sync brings them all weights. Modes with `survives_vllm`."""
+        raise BridgeError("this bridge cannot go on with a server that was started again")
+
     def close(self) -> None:
         """End the session; never raises for a peer that is gone."""
 

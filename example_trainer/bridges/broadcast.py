@@ -126,6 +126,17 @@ class BroadcastBridge(WeightBridge):
         if lost and len(lost) == len(self._links):
             raise BridgeError(f"the session with vLLM is lost: {'; '.join(lost)}")
 
+    def sessions(self) -> set[str]:
+        return {link.session.id for link in self._links}
+
+    def reconnect(self) -> None:
+        for link in self._links:
+            link.abandon()
+        self._links, self._left_out, self._next_look = [], [*self._servers], 0.0
+        self._readmit()
+        if not self._links:
+            raise BridgeError("no vLLM server could be joined again; the warnings before this have the reasons")
+
     def close(self) -> None:
         for link in self._links:
             link.close()

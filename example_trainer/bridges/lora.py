@@ -19,7 +19,7 @@ from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer
 from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
-from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, vllm_clients
+from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Lora
 from example_trainer.weights.written import TrainedModel, remove_leftovers
@@ -29,13 +29,17 @@ log = get_logger(__name__)
 
 def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
     """Hold the server's adapter bridge. Raises BridgeError, also for a server that takes no adapters."""
-    mode = config.mode(Lora)
     (vllm,) = vllm_clients(config)
     status = vllm.wait_until_ready(config.vllm_start_timeout, lora=True)
+    session = _opened(config, vllm)
+    return Prepared(partial(LoraBridge, config, session, status.dtype), session.close)
+
+
+def _opened(config: TrainerConfig, vllm: VllmClient) -> Session:
+    mode = config.mode(Lora)
     offer = AdapterOffer(**offered_by_us(mode.lease_s), model=config.model_name, rank=mode.r, process=this_process())
     vllm.open_session(offer, ADAPTER_SESSIONS)
-    session = Session(vllm, offer, ADAPTER_SESSIONS)
-    return Prepared(partial(LoraBridge, config, session, status.dtype), session.close)
+    return Session(vllm, offer, ADAPTER_SESSIONS)
 
 
 class LoraBridge(SessionBridge):
@@ -44,6 +48,7 @@ class LoraBridge(SessionBridge):
     def __init__(self, config: TrainerConfig, session: Session, served_dtype: str, trained: TrainedModel) -> None:
         super().__init__(session, trained, served_dtype)
         mode = config.mode(Lora)
+        self._config = config
         self._folder = config.save_path.resolve() / "adapters"
         self._served = "what it served"  # the adapter that vLLM samples from, once we have put one there
         remove_leftovers(self._folder)
@@ -60,6 +65,10 @@ class LoraBridge(SessionBridge):
             mode.alpha,
             ", ".join(mode.target_modules),
         )
+
+    def reconnect(self) -> None:
+        self._session.abandon()
+        self._session = _opened(self._config, self._vllm)
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import Committed, ReloadOffer
+from atroposlib.wire.bridge import Committed, Manifest, ReloadOffer
 from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us
@@ -38,17 +38,25 @@ class ReloadBridge(SessionBridge):
 
     def __init__(self, config: TrainerConfig, vllm: VllmClient, trained: TrainedModel) -> None:
         manifest = matching_manifest(vllm, shapes_of(trained.model))
+        self._config = config
+        session = self._opened(vllm, manifest)
+        super().__init__(session, trained, manifest.tensors[0].dtype, (trained.source(manifest), manifest))
+        self._folder = config.save_path.resolve() / "reload"
+        remove_leftovers(self._folder)
+
+    def _opened(self, vllm: VllmClient, manifest: Manifest) -> Session:
         offer = ReloadOffer(
-            **offered_by_us(config.mode(Reload).lease_s),
+            **offered_by_us(self._config.mode(Reload).lease_s),
             manifest_digest=manifest.digest(),
-            timeout_s=min(config.bridge_timeout_s, 3600.0),
+            timeout_s=min(self._config.bridge_timeout_s, 3600.0),
             process=this_process(),
         )
         vllm.open_session(offer)
-        handed_over = trained.source(manifest), manifest
-        super().__init__(Session(vllm, offer), trained, manifest.tensors[0].dtype, handed_over)
-        self._folder = config.save_path.resolve() / "reload"
-        remove_leftovers(self._folder)
+        return Session(vllm, offer)
+
+    def reconnect(self) -> None:
+        self._session.abandon()
+        self._session = self._opened(self._vllm, matching_manifest(self._vllm, shapes_of(self._trained.model)))
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()

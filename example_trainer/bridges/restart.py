@@ -42,6 +42,8 @@ LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
 PORT_WAIT_S = 4.0  # for the port of a server that has just ended
 POLL_S = 0.5
+RESTARTS = 3  # of a vLLM that has ended by itself, within STEADY_S, as the launcher grants other servers
+STEADY_S = 600.0
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 SHARED_GPU_FRACTION = "0.45"  # of the memory of a GPU that vLLM shares with the trainer
 
@@ -99,11 +101,14 @@ class VllmServer:
         (self.client,) = vllm_clients(config)
         self.owned = not _listens(config.vllm_host, config.vllm_port)
         self.process: ServerProcess | None = None  # ours, while it runs
+        self._started_from: tuple[str, int, str] | None = None
+        self._deaths: list[float] = []
         self.dtype = ""  # which it has served so far, and keeps, though a checkpoint is float32
 
     def start(self, source: str, policy_version: int, served_name: str) -> None:
         """Start our own from `source`: the model, or a directory that holds `policy_version`."""
         config = self._config
+        self._started_from = source, policy_version, served_name
         if not ipaddress.ip_address(resolved(config.vllm_host)).is_loopback:
             raise BridgeError(
                 f"nothing listens at {self.client.url}, but this trainer starts vLLM only on its own loopback: "
@@ -134,6 +139,23 @@ class VllmServer:
             log.info("[Bridge] Ending the vLLM server that this trainer started (process group %d)", self.process.pid)
             self.process.stop(GRACE_S)
             self.process = None
+
+    def revive(self) -> None:
+        """Start our own again, from what it served, if it has ended by itself. Raises BridgeError at the last of
+        RESTARTS deaths within STEADY_S.
+        """
+        try:
+            self.check()
+        except BridgeError as error:
+            now = time.monotonic()
+            self._deaths = [*(death for death in self._deaths if now - death < STEADY_S), now]
+            if len(self._deaths) > RESTARTS or self._started_from is None:
+                raise
+            log.warning("[Bridge] Starting vLLM again (%d of %d): %s", len(self._deaths), RESTARTS, error)
+            self.stop()
+            source, policy_version, served_name = self._started_from
+            self.start(source, policy_version, served_name)
+            self.wait()
 
     def check(self) -> None:
         """Raise BridgeError if it is ours and has ended by itself."""
@@ -223,7 +245,7 @@ class RestartBridge(WeightBridge):
         return parity(self._trained, self._server.client)
 
     def check(self) -> None:
-        self._server.check()
+        self._server.revive()
 
     def close(self) -> None:
         self._server.stop()

@@ -173,6 +173,11 @@ class ServerLink:
         self.session.fence(reason)
         self._release()
 
+    def abandon(self) -> None:
+        """Forget a link whose server is gone."""
+        self.session.abandon()
+        self._release()
+
     def close(self) -> None:
         """End the session."""
         with told(f"Left session {self.session.id}, but could not notify its workers"):

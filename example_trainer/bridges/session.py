@@ -65,6 +65,10 @@ class Session:
             with told(f"{self.vllm.url} could not be fenced off and may continue to serve an older version"):
                 self.vllm.fence(self.id, reason)
 
+    def abandon(self) -> None:
+        """Forget a session whose server is gone, and told no more."""
+        self._end(0)
+
     def _end(self, timeout_s: float) -> bool:  # whether the session was open
         was_open, self._open = self._open, False
         self.heart.stop(timeout_s)
@@ -108,6 +112,9 @@ class SessionBridge(WeightBridge):
 
     def check(self) -> None:
         self._session.check()
+
+    def sessions(self) -> set[str]:
+        return {self._session.id}
 
     def close(self) -> None:
         self._session.close()

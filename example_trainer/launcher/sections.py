@@ -69,6 +69,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "atropos_url": site.api,
         **_addresses(site),
         "vllm_start_timeout": int(VLLM_START_S),
+        **({"vllm_return_s": int(VLLM_START_S)} if MODES[run.kind].survives_vllm else {}),
         "save_path": str(site.run_dir / "checkpoints"),
         "log_dir": str(site.run_dir),
         "metrics_path": str(site.run_dir / "metrics.jsonl"),

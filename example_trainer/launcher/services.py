@@ -37,7 +37,7 @@ from example_trainer.rank_processes import LOST, check_ranks
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
-SERVER_RESTARTS = 3  # of one of several vLLM servers: training continues with the others, and takes it back
+SERVER_RESTARTS = 3  # of a vLLM server: the trainer takes it back, and continues with the others if there are any
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def services(
                 environment={**shared, **server_variables(run, site, index)},
                 health=f"{site.vllm[index]}/health",
                 start_limit_s=VLLM_START_S,
-                restarts=SERVER_RESTARTS if len(servers) > 1 else 0,
+                restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
                 cores=site.cores.vllm[index],
             )
             made.append(on_machine(serving, site.machines.serving[index], site) if site.machines.several else serving)

@@ -1,0 +1,119 @@
+"""A bridge that goes on with a vLLM server that died and was started again, as the launcher does (--vllm-return-s).
+
+    an act fails ──▶ is our session still there? ──yes──▶ the error, as without this
+                                    └──no──▶ wait for a fresh server ──▶ reconnect ──▶ the act again
+
+A server that was started again serves its --model as policy version 0 until the trainer has synced, within seconds of
+its start if the trainer waits for a batch. What is sampled meanwhile is labelled so. Modes with `survives_vllm` only:
+in a single copy the weights that train are vLLM's own memory, and end with it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from atroposlib.logs import get_logger
+from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+LOOK_EVERY_S = 1.0
+ENOUGH = 4  # returns within one act: what fails so often fails for another reason
+
+
+class ReturningBridge(WeightBridge):
+    """`inner`, whose `servers` may take `return_s` seconds to return. `sync_in_check`: a loss may be repaired while the
+    trainer waits for a batch, which several ranks do only between their acts.
+    """
+
+    def __init__(
+        self,
+        inner: WeightBridge,
+        servers: Sequence[VllmClient],
+        return_s: float,
+        *,
+        sync_in_check: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inner = inner
+        self._servers = servers
+        self._return_s = return_s
+        self._sync_in_check = sync_in_check
+        self._sleep, self._now = sleep, now
+        self._version: int | None = None  # that was synced last
+        self.served_dtype = inner.served_dtype
+
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+        waiting = [update]  # an update is made once, however often its result is sent
+
+        def update_once() -> None:
+            while waiting:
+                waiting.pop()()
+
+        report = self._done(lambda: self._inner.sync(policy_version, update_once))
+        self._version = policy_version
+        return report
+
+    def parity_probe(self) -> float:
+        return self._done(self._inner.parity_probe, self._sync_again)
+
+    def differing_tensors(self, policy_version: int) -> list[str] | None:
+        return self._done(lambda: self._inner.differing_tensors(policy_version), self._sync_again)
+
+    def check(self) -> None:
+        if self._sync_in_check:
+            self._done(self._inner.check, self._sync_again)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _sync_again(self) -> None:
+        if self._version is not None:
+            self._inner.sync(self._version, lambda: None)
+
+    def _done(self, act: Callable[[], T], first: Callable[[], None] = lambda: None) -> T:
+        """What `act` returns; after a return of the server `first` comes before it."""
+        for _ in range(ENOUGH):
+            try:
+                return act()
+            except BridgeError as error:
+                self._await_return(error)
+                while (failed := self._repaired(first)) is not None:
+                    self._await_return(failed)
+        return act()
+
+    def _repaired(self, first: Callable[[], None]) -> BridgeError | None:
+        """Why the server that has returned is not held with its weights; None if it is."""
+        try:
+            self._inner.reconnect()
+            first()
+        except BridgeError as error:
+            return error
+        return None
+
+    def _await_return(self, error: BridgeError) -> None:
+        """Return when a server is there that was started again. Raises `error` if it was not its death."""
+        began, is_told = self._now(), False
+        names = ", ".join(server.url for server in self._servers)
+        while not any([self._is_fresh(server, error) for server in self._servers]):
+            if not is_told:
+                log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
+                is_told = True
+            if self._now() - began > self._return_s:
+                raise BridgeError(
+                    f"{error}. vLLM at {names} was not started again within {self._return_s:.0f} s (--vllm-return-s)"
+                ) from error
+            self._sleep(LOOK_EVERY_S)
+        log.info("[Bridge] vLLM at %s was started again after %.0f s, and gets the policy", names, self._now() - began)
+
+    def _is_fresh(self, server: VllmClient, error: BridgeError) -> bool:
+        try:
+            status = server.status()
+        except (NoAnswer, Refused):  # gone, still loading, or about to end because its engine died
+            return False
+        if status.session is not None or status.policy_version != 0:
+            raise error  # the process of before, or one that another trainer holds
+        return True

@@ -1,0 +1,175 @@
+"""A bridge whose server dies and is started again: what is sent again, what is not, and what ends training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atroposlib.wire.bridge import ServerStatus
+from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.bridges.returning import ENOUGH, ReturningBridge
+from example_trainer.bridges.vllm_client import NoAnswer, Refused
+from example_trainer.modes import MODES
+
+
+class Server:
+    """A server as its client sees it: dead until `looks` are over, then fresh, or whatever `status` says."""
+
+    url = "http://vllm:9001"
+
+    def __init__(self, looks: int = 3, error: type[BridgeError] = NoAnswer) -> None:
+        self.looks = looks
+        self.error = error
+        self.session: str | None = None
+        self.version = 0
+
+    def status(self) -> ServerStatus:
+        self.looks -= 1
+        if self.looks >= 0:
+            raise self.error("connection refused")
+        return ServerStatus("m", self.version, session=self.session)
+
+    def die(self, looks: int = 3) -> None:
+        self.looks, self.session, self.version = looks, None, 0
+
+
+class Inner(WeightBridge):
+    """Fails at each act of `fails`, once each; `events` is what was done."""
+
+    served_dtype = "float32"
+
+    def __init__(self, server: Server, *fails: str) -> None:
+        self.server = server
+        self.fails = list(fails)
+        self.events: list[Any] = []
+        server.session = "ours"
+
+    def _act(self, name: str) -> None:
+        if self.fails and self.fails[0] == name:
+            self.fails.pop(0)
+            self.server.die()
+            raise NoAnswer(f"{name} failed")
+        if self.server.session != "ours":
+            raise BridgeError("the session with vLLM is lost")
+
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+        self._act("before")
+        update()
+        self._act("transfer")
+        self.server.version = policy_version
+        self.events.append(("served", policy_version))
+        return SyncReport(policy_version, 0.0, 0.0, 0.0, 0.0, 1)
+
+    def parity_probe(self) -> float:
+        self._act("probe")
+        return 0.0
+
+    def check(self) -> None:
+        self._act("check")
+
+    def reconnect(self) -> None:
+        if self.fails and self.fails[0] == "reconnect":
+            self.fails.pop(0)
+            self.server.die()
+            raise NoAnswer("died again")
+        self.events.append("reconnect")
+        self.server.session, self.server.version = "ours", 0
+
+
+def returning(*fails: str, return_s: float = 60.0, **settings: Any) -> tuple[ReturningBridge, Inner, list[float]]:
+    inner = Inner(Server(0), *fails)
+    clock: list[float] = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    servers: Any = [inner.server]
+    return ReturningBridge(inner, servers, return_s, sleep=sleep, now=lambda: clock[0], **settings), inner, clock
+
+
+@pytest.mark.parametrize("fails", [("before",), ("transfer",), ("before", "transfer"), ("transfer", "reconnect")])
+def test_a_step_is_made_once_and_its_result_reaches_the_server_that_returned(fails: tuple[str, ...]) -> None:
+    bridge, inner, _ = returning()
+    bridge.sync(6, lambda: None)
+    inner.fails += fails
+    updates: list[int] = []
+    assert bridge.sync(7, lambda: updates.append(1)).policy_version == 7
+    assert updates == [1]
+    assert inner.server.version == 7
+    assert inner.events[-1] == ("served", 7)
+
+
+@pytest.mark.parametrize("act", ["check", "probe"])
+def test_a_loss_while_the_trainer_waits_brings_the_current_policy_back(act: str) -> None:
+    bridge, inner, _ = returning()
+    bridge.sync(4, lambda: None)
+    inner.fails.append(act)
+    bridge.check() if act == "check" else bridge.parity_probe()
+    assert inner.events == [("served", 4), "reconnect", ("served", 4)]
+    bridge.check()
+    assert len(inner.events) == 3
+
+
+def test_several_ranks_wait_for_the_next_sync() -> None:
+    bridge, inner, _ = returning("before", sync_in_check=False)
+    inner.server.die()
+    bridge.check()
+    assert inner.events == []
+    bridge.sync(1, lambda: None)
+    assert inner.events == ["reconnect", ("served", 1)]
+
+
+def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> None:
+    bridge, inner, _ = returning()
+    bridge.sync(1, lambda: None)
+    inner.fails.append("check")
+    inner.server.error = Refused  # 503 of the API process
+    bridge.check()
+    assert inner.events[-1] == ("served", 1)
+
+
+def test_a_server_that_does_not_return_ends_training_with_limit_and_cause() -> None:
+    bridge, inner, clock = returning("check", return_s=30)
+    inner.server.die = lambda looks=0: setattr(inner.server, "looks", 10**9)  # type: ignore[method-assign]
+    with pytest.raises(BridgeError, match=r"check failed\. vLLM at http://vllm:9001 was not started again within 30 s"):
+        bridge.check()
+    assert 30 < clock[0] < 35
+
+
+@pytest.mark.parametrize(("session", "version"), [("ours", 3), ("another", 3), (None, 3)])
+def test_a_server_that_did_not_die_is_not_taken_for_another(session: str | None, version: int) -> None:
+    bridge, inner, _ = returning("check")
+
+    def refuse() -> None:
+        raise Refused("409")
+
+    inner.check = refuse  # type: ignore[method-assign]
+    inner.server.session, inner.server.version = session, version
+    with pytest.raises(Refused, match="409"):
+        bridge.check()
+    assert inner.events == []
+
+
+def test_a_server_that_always_dies_ends_training() -> None:
+    bridge, _, _ = returning(*["transfer"] * (ENOUGH + 1))
+    with pytest.raises(NoAnswer, match="transfer failed"):
+        bridge.sync(1, lambda: None)
+
+
+def test_an_error_of_the_update_is_not_the_servers() -> None:
+    bridge, inner, _ = returning()
+
+    def update() -> None:
+        raise ValueError("not finite")
+
+    with pytest.raises(ValueError, match="not finite"):
+        bridge.sync(1, update)
+    assert inner.events == []
+
+
+def test_each_mode_that_the_launcher_restarts_can_reconnect() -> None:
+    from example_trainer.bridges import broadcast, lora, reload
+
+    surviving = {"broadcast": broadcast.BroadcastBridge, "lora": lora.LoraBridge, "reload": reload.ReloadBridge}
+    assert {kind for kind, mode in MODES.items() if mode.survives_vllm} == surviving.keys()
+    assert all("reconnect" in vars(bridge) for bridge in surviving.values())
