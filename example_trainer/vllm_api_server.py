@@ -156,7 +156,7 @@ def own_flags() -> argparse.ArgumentParser:
         "--structured-outputs",
         action="store_true",
         help=(
-            "Take requests that constrain sampling by a schema, pattern or grammar, within bounds (docs/environments.md);"
+            "Take requests that constrain sampling by a schema or grammar, within bounds (docs/environments.md);"
             " refused otherwise, as training cannot replay them."
         ),
     )

@@ -91,7 +91,7 @@ GRAMMAR_READERS = {
     "from_structural_tag": "structural_tag",
 }
 # A 400 on every route, which vLLM does not take for a malformed tag, and so keeps its message. Its class is newer than
-# that of wrong values, from which it is no different before.
+# that of wrong values, with which it is the same class in older releases.
 ClientError: type[Exception] = getattr(exceptions, "VLLMClientError", VLLMValidationError)
 
 

@@ -201,13 +201,13 @@ def _inner_json_refused(name: str, text: str) -> str | None:
     try:
         inner = json.loads(text)
     except ValueError:
-        return None  # vLLM says so
+        return None  # vLLM reports it
     return _value_refused(inner)
 
 
 def _grammar_refused(text: str) -> str | None:
     """Grammars whose rules do not come back to themselves match regular languages only, whose step is bounded. One
-    that recurs may be ambiguous, and then each step takes longer than the one before.
+    that recurs may be ambiguous, and then each step takes longer than the previous one.
     """
     plain = LITERAL.sub(" ", text)
     rules = list(RULE.finditer(plain))

@@ -72,7 +72,7 @@ class WeightBridge(Protocol):
 
     def reconnect(self) -> None:
         """Hold servers that were started again; the next sync brings them all weights. Modes with `survives_vllm`."""
-        raise BridgeError("this bridge cannot go on with a server that was started again")
+        raise BridgeError("this bridge cannot continue with a server that was started again")
 
     def close(self) -> None:
         """End the session; never raises for a peer that is gone."""

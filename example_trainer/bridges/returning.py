@@ -1,4 +1,4 @@
-"""A bridge that goes on with a vLLM server that died and was started again, as the launcher does (--vllm-return-s).
+"""A bridge that continues with a vLLM server that died and was started again, as the launcher does (--vllm-return-s).
 
     an act fails ──▶ is our session still there? ──yes──▶ the error, as without this
                                     └──no──▶ wait for a fresh server ──▶ reconnect ──▶ the act again

@@ -1,4 +1,4 @@
-"""Structured outputs of a real server: what is refused, on every route, and that the server and others go on."""
+"""Structured outputs of a real server: what is refused, on every route, while the server continues to answer others."""
 
 import threading
 import time

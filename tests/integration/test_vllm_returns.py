@@ -1,4 +1,4 @@
-"""`atropos train` goes on when its only vLLM server is killed: it is started again and gets the current policy."""
+"""`atropos train` continues when its only vLLM server is killed: it is started again and gets the current policy."""
 
 import json
 import os

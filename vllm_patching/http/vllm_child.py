@@ -40,7 +40,7 @@ def main() -> None:
 
 def slowest_step(grammar: Any, vocabulary: int, stop: int | None) -> float:
     """Processor seconds of the slowest of some steps as the engine makes them, on a text that does not `stop` while it
-    may go on. Raises TooSlow: an ambiguous grammar takes longer with every token.
+    may continue. Raises TooSlow: an ambiguous grammar takes longer with every token.
     """
     import torch
 
