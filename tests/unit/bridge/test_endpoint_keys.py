@@ -19,7 +19,7 @@ from vllm_patching.endpoint import BridgeEndpoints
 from vllm_patching.http.keys import RequireKey
 
 KEYS = ("first", "second key")
-TASKS = ("generate", "transcription", "realtime", "render", "classify", "embed", "token_embed")
+TASKS: Any = ("generate", "transcription", "realtime", "render", "classify", "embed", "token_embed")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY")
 # those of vLLM's own that it does not guard, and spellings of guarded paths and of the open one, as servers decode them
 PATHS = (
@@ -68,7 +68,13 @@ async def status_of(app: ASGIApp, method: str, path: str, **headers: str) -> int
 
     given = [(b"host", b"127.0.0.1:9001"), *((name.encode(), value.encode()) for name, value in headers.items())]
     near, far = ("127.0.0.1", 9001), ("127.0.0.1", 1)
-    scope: Scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
     scope |= {"http_version": "1.1", "scheme": "http", "headers": given, "server": near, "client": far}
     await app(scope, receive, send)
     return int(sent[0]["status"])

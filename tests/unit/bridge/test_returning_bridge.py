@@ -67,6 +67,9 @@ class Inner(WeightBridge):
     def check(self) -> None:
         self._act("check")
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def reconnect(self) -> None:
         if self.fails and self.fails[0] == "reconnect":
             self.fails.pop(0)

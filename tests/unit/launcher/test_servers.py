@@ -143,10 +143,18 @@ def test_each_has_a_port_a_log_a_seed_and_a_health_address_of_its_own() -> None:
 
 def test_one_server_is_what_it_was() -> None:
     (only,) = servers_of(plan("arithmetic"))
-    assert (only.name, only.restarts, only.cores) == ("vllm", 0, ())
+    assert (only.name, only.restarts, only.cores) == ("vllm", 3, ())
     assert only.environment["VLLM_BRIDGE_CONFIG_PATH"] == "/run/vllm_bridge_config.json"
     assert servers_of(plan("arithmetic", "--vllm.count", "1"))[0] == only
     assert isinstance(yaml.safe_load(plan("arithmetic").files["env.yaml"])["openai"], list)
+
+
+def test_a_server_is_started_again_where_the_trainer_can_give_it_the_policy() -> None:
+    for bridge, restarts, returns_in_s in [("broadcast", 3, 1800), ("reload", 3, 1800), ("lora", 3, 1800)]:
+        made = plan("arithmetic", "--bridge", bridge)
+        assert (servers_of(made)[0].restarts, made.trainer.vllm_return_s) == (restarts, returns_in_s)
+    single = plan("arithmetic", "--bridge", "single_copy")
+    assert (servers_of(single)[0].restarts, single.trainer.vllm_return_s) == (0, 0)
 
 
 def test_the_trainer_and_every_environment_get_all_of_them() -> None:
