@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -42,7 +42,7 @@ def proxy_variable(url: str) -> str | None:
     """
     parts = urlsplit(url)
     proxies = getproxies_environment()
-    if is_loopback_url(url) or (proxies.get("no") and proxy_bypass_environment(parts.netloc, proxies)):
+    if is_loopback_url(url) or (proxies.get("no") and proxy_bypass(parts.netloc)):
         return None
     for scheme in (parts.scheme, "all"):
         if scheme in proxies:

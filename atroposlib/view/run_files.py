@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from atroposlib.logs import escape
 from atroposlib.view.files import NotReadable, read_small, read_tail
 from atroposlib.view.metric_rows import MetricRows, Number, finite_number, json_object, read_metrics, trainer_steps
+from atroposlib.view.run_end import LAUNCHER, end_of
 from atroposlib.wire.processes import Process, is_alive
 
 SMALL_BYTES = 1 << 20  # of run.json
@@ -80,14 +81,14 @@ class RunFiles:
         last = record.starts[-1] if record.starts else Start()
         steps = last_values(self.path / "metrics.jsonl", ("step", "reward_mean", "time"), problems)
         accuracy = last_values(self.path / "evaluations.jsonl", ("accuracy",), problems).get("accuracy")
-        state = self.state(bool(record.starts))
+        state = self.state(bool(record.starts), problems)
         settings = self.run_yaml(problems)
         return {
             "run": self.label,
             "path": str(self.path),
             "state": state,
             "started": _unix(record.starts[0].time) if record.starts else None,
-            "ended": self._last_write() if state == "ended" else None,
+            "ended": self._last_write() if state not in ("running", "unknown") else None,
             "steps_done": int(steps.get("step") or 0),
             "planned_steps": self._planned(record, settings),
             "model": last.model,
@@ -110,14 +111,24 @@ class RunFiles:
         starts = self.record().starts
         return starts[-1].model if starts else None
 
-    def state(self, was_started: bool) -> str:
-        """running, ended, or unknown: the services were not started by a launcher."""
+    def state(self, was_started: bool, problems: list[str] | None = None) -> str:
+        """running, ended, failed, interrupted, killed (the launcher was, and could not say why), or unknown: the
+        services were not started by a launcher. Why a run failed or was interrupted is a problem.
+        """
         launcher = _decoded(self.path / "pids" / "launcher", ProcessRecord, None)
         if launcher is not None and launcher.boot == _boot_id():
             with suppress(OSError, ValueError):
                 if is_alive(Process(launcher.boot, 0, launcher.pid, launcher.start)):
                     return "running"
-        return "ended" if was_started else "unknown"
+        if not was_started:
+            return "unknown"
+        if end := end_of(self.log(LAUNCHER, LOG_LINES)):
+            _note(problems, end.why)
+            return end.how
+        if launcher is not None:
+            _note(problems, "its launcher is gone without a word: it was killed, or the machine stopped")
+            return "killed"
+        return "ended"
 
     def run_yaml(self, problems: list[str] | None = None) -> dict[str, Any]:
         """run.yaml, empty if there is none. It is parsed once for each change of the file."""

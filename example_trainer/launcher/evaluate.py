@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         console = PlainConsole(run_dir, SHOWN)
         console.say(f"Evaluating {plan.site.model}; all output goes to {run_dir}/")
-        status = start(plan, console, asked.gpus)
+        status = start(plan, console, asked.gpus).status
     if status == 0:
         for service in plan.environments:
             print((results(run_dir, service) / TABLE).read_text(encoding="utf-8"))

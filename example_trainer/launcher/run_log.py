@@ -2,18 +2,16 @@
 services' own logs, and `atropos status` why a run ended.
 """
 
-import re
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from atroposlib.files import open_regular
+from atroposlib.view.run_end import end_of
 from example_trainer.launcher.console import text
 from example_trainer.launcher.events import Died, Event, Interrupted, Killed, LogLine, Lost, NotUp, Outlived, StillThere
 from example_trainer.launcher.log_files import last_lines
 from example_trainer.launcher.service import LAUNCHER
-
-_LINE = re.compile(rf"\S+ \S+ (?P<level>[A-Z]+) +\[{LAUNCHER}\] (?P<text>.*)")
 
 
 class RunLog:
@@ -40,10 +38,5 @@ def _level(event: Event) -> str:
 
 def why_it_ended(run_dir: Path) -> str | None:
     """Of the run's last start, what made it end before its time."""
-    for line in reversed(last_lines(run_dir / f"{LAUNCHER}.log", 100)):
-        found = _LINE.fullmatch(line)
-        if found and found["level"] == "ERROR":
-            return found["text"].rstrip(".")
-        if found and found["text"].startswith("Started "):  # before this, it was another start
-            return None
-    return None
+    end = end_of(last_lines(run_dir / f"{LAUNCHER}.log", 100))
+    return end and end.why

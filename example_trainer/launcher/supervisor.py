@@ -46,6 +46,7 @@ from example_trainer.launcher.events import (
 )
 from example_trainer.launcher.health import HealthWatch
 from example_trainer.launcher.log_files import last_lines
+from example_trainer.launcher.oom import OomKills
 from example_trainer.launcher.records import Record, Records
 from example_trainer.launcher.run_log import RunLog
 from example_trainer.launcher.service import LAUNCHER, Service
@@ -126,6 +127,9 @@ class Supervisor:
         self._records = Records(run_dir)
         self._memory = SharedMemory(self._records)
         self._signals = _Signals()
+        self._oom = OomKills()
+        self.out_of_memory = False  # whether a service that ended the run died of it
+        self.killed = False  # whether it was killed by a signal that this launcher did not send
         self._first_end: float | None = None
         self._noted = 0.0
 
@@ -268,18 +272,28 @@ class Supervisor:
         again = child.has_served and child.deaths <= service.restarts  # what never started would not the next time
         pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if again else None
         shown = last_lines(child.log, LINES_SHOWN)
+        how = self._how(status) if not service.host else describe(status)
         if service.optional and not again:
             child.has_ended = True
             child.record.signal(signal.SIGTERM)  # what it has left
-            self._tell(Lost(service.name, describe(status), child.log))
+            self._tell(Lost(service.name, how, child.log))
             return
-        died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s, service.host)
+        died = Died(service.name, child.record.pid, how, child.log, shown, pause_s, service.host)
         if pause_s is None:
             self._end(died)
         else:
             child.restart_at = now + pause_s
             child.record.signal(signal.SIGTERM)  # what it has left
             self._tell(died)
+
+    def _how(self, status: int) -> str:
+        """How a service died; whether the system had no memory left is asked of its counters."""
+        counter = self._oom.since_last()
+        self.out_of_memory = counter is not None
+        if counter is not None:
+            return f"{describe(status)}: the machine or its control group was out of memory ({counter} rose)"
+        self.killed = status == -signal.SIGKILL
+        return describe(status)
 
     def _restart(self, child: Child) -> None:
         assert child.record is not None

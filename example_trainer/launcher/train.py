@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from atroposlib.errors import AtroposError
 from atroposlib.extras import need
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
@@ -39,6 +40,7 @@ from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.records import Records
 from example_trainer.launcher.run_record import write_record
 from example_trainer.launcher.run_site import Site, tensor_parallel_size, variables
+from example_trainer.launcher.runs import steps_done
 from example_trainer.launcher.sections import KEY, resolve_trainer
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import Service
@@ -268,16 +270,36 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
             console.say(line)
         if window is not None:
             console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
-        status = start(plan, console, asked.gpus, [] if window is None else [window])
-    if status == 0:
+        try:
+            end = start(plan, console, asked.gpus, [] if window is None else [window])
+        except AtroposError:
+            say_how_to_continue(asked, plan, console)
+            raise
+    if end.status == 0:
         draw([site.run_dir], site.run_dir / "reward.png")
-    elif site.machines.several and (site.run_dir / "run.yaml").is_file():
-        console.say(
-            "To continue from the last checkpoint, wait until all machines answer or remove the lost one from the hosts"
-            f" file, then run: atropos train --resume {shlex.quote(os.path.relpath(site.run_dir))}"
-            f" {shlex.join(flags_of_machines(asked.given))}"
-        )
-    return status
+    if end.why_memory:
+        console.say(end.why_memory)
+        memory = need_of(asked, site)
+        cache = int(variables(run, site).get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+        for line in [] if memory is None else memory.lines(site.placement, cache):
+            console.put(line)
+    if end.status != 0 or steps_done(site.run_dir) < run.steps:
+        say_how_to_continue(asked, plan, console)
+    return end.status
+
+
+def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None:
+    """The command that continues the run, and from where; nothing where none was begun."""
+    run_dir = plan.site.run_dir
+    if not (run_dir / "run.yaml").is_file():
+        return
+    words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
+    first = "wait until all machines answer or remove the lost one from the hosts file, then run: "
+    kept = any((run_dir / "checkpoints").glob("*step_*"))
+    console.say(
+        f"To continue {'from the last checkpoint' if kept else '(there is no checkpoint yet: from step 1)'},"
+        f" {first if plan.site.machines.several else 'run: '}{shlex.join(words)}"
+    )
 
 
 def flags_of_machines(given: RunFlags) -> list[str]:
@@ -296,8 +318,28 @@ def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
     return live_console(plan, with_bridge)
 
 
-def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> int:
-    """Write what is kept of the plan, start its services, and `more`, and watch them. Returns the exit status."""
+class End(NamedTuple):
+    """The launcher's exit status, and how the service died that ended the run, if one did."""
+
+    status: int
+    out_of_memory: bool
+    killed: bool  # by a signal that the launcher did not send
+
+    @property
+    def why_memory(self) -> str:
+        """What there is to say of memory; empty if nothing."""
+        if self.out_of_memory:
+            return "The system ended a process for want of memory. What this run was planned to take:"
+        if self.killed:
+            return (
+                "Nothing of this run sent that signal. Usually the system was out of memory (`dmesg` says so). What"
+                " this run was planned to take:"
+            )
+        return ""
+
+
+def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> End:
+    """Write what is kept of the plan, start its services, and `more`, and watch them."""
     run_dir = plan.site.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     token = plan.trainer.atropos_token
@@ -311,7 +353,8 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
         write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
-        return supervisor.run()
+        status = supervisor.run()
+        return End(status, supervisor.out_of_memory, supervisor.killed)
 
 
 def problems(plan: Plan) -> str:

@@ -5,7 +5,7 @@ import { badge, button, control, count, empty, fill, h, key, link, num, own, per
 import { CHARTS } from "./metrics.js";
 import { address, get, here, site } from "./site.js";
 
-const STATES = { running: ["● running", "good"], ended: ["■ ended"], unknown: ["? state unknown", "warn"] };
+const STATES = { running: ["● running", "good"], ended: ["■ ended"], failed: ["✕ failed", "bad"], interrupted: ["■ interrupted", "warn"], killed: ["✕ killed", "bad"], unknown: ["? state unknown", "warn"] };
 
 export function state(run) {
 	const [text, kind] = own(STATES, run.state, STATES.unknown);

@@ -2,7 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -32,11 +31,10 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 @pytest.fixture(autouse=True)
-def no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    return
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ async def test_clients_of_this_machine_use_no_proxy(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
 def test_the_trainer_and_the_doctor_ask_servers_directly(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "socks5://127.0.0.1:1" if variable == "ALL_PROXY" else DEAD)
-    with serve(FakeApi([])) as url:
+    with serve(FakeApi(lambda step: None)) as url:
         port = int(url.rpartition(":")[2])
         assert ask(f"{url}/health", None).status != 0
         VllmClient("127.0.0.1", port, None, 5.0).status()

@@ -48,7 +48,7 @@ def test_a_run_whose_launcher_lives_is_running(run: Path) -> None:
     (run / "pids" / "launcher").write_text(json.dumps(record))
     assert get(client(run), "/api/runs")["runs"][0]["state"] == "running"
     (run / "pids" / "launcher").write_text(json.dumps(record | {"start": ticks + 1}))  # another process of that number
-    assert get(client(run), "/api/runs")["runs"][0]["state"] == "ended"
+    assert get(client(run), "/api/runs")["runs"][0]["state"] == "killed"
 
 
 def test_runs_of_one_name_have_labels_of_their_own(tmp_path: Path) -> None:

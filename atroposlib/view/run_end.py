@@ -1,0 +1,33 @@
+"""Why a run ended, as the last lines of its launcher.log say. The window and `atropos status` read it here; the
+launcher writes it (example_trainer/launcher/run_log.py).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+LAUNCHER = "launcher"
+LINE = re.compile(rf"\S+ \S+ (?P<level>[A-Z]+) +\[{LAUNCHER}\] (?P<text>.*)")
+BEGINS = "Started "  # the first line of a start
+INTERRUPTED = "Interrupted by "
+
+How = Literal["failed", "interrupted"]
+
+
+class End(NamedTuple):
+    """What made a run end before its time."""
+
+    how: How
+    why: str
+
+
+def end_of(lines: Sequence[str]) -> End | None:
+    """Of the run's last start, from its launcher.log; None if nothing ended it before its time, as far as it says."""
+    for line in reversed(lines):
+        found = LINE.fullmatch(line)
+        if found and found["level"] == "ERROR":
+            why = found["text"].rstrip(".")
+            return End("interrupted" if why.startswith(INTERRUPTED) else "failed", why)
+        if found and found["text"].startswith(BEGINS):  # before this, it was another start
+            return None
+    return None

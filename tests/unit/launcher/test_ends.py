@@ -1,0 +1,110 @@
+"""How a run ends is said: out of memory by name, the command that continues it, and in the window."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.view.run_files import RunFiles
+from example_trainer.launcher.events import Died, Event, Interrupted
+from example_trainer.launcher.oom import OomKills
+from example_trainer.launcher.run_log import RunLog
+from example_trainer.launcher.runs import outcome
+from example_trainer.launcher.service import Service
+from example_trainer.launcher.supervisor import Limits, Supervisor
+
+
+def counters(root: Path, group: str, kills: int) -> Path:
+    """A file system whose process is in a control group with as many kills."""
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(f"0::{group}\n")
+    folder = root / f"sys/fs/cgroup{group}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.events").write_text(f"low 0\noom 3\noom_kill {kills}\noom_group_kill 0\n")
+    return root
+
+
+def test_a_kill_for_want_of_memory_is_seen_once(tmp_path: Path) -> None:
+    kills = OomKills(counters(tmp_path, "/job", 2))
+    assert kills.since_last() is None
+    counters(tmp_path, "/job", 3)
+    assert kills.since_last() == "oom_kill of /sys/fs/cgroup/job/memory.events"
+    assert kills.since_last() is None
+
+
+def test_the_first_version_of_control_groups_and_the_machine_are_read(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/a\n3:cpu:/b\n")
+    (tmp_path / "sys/fs/cgroup/memory/a").mkdir(parents=True)
+    control = tmp_path / "sys/fs/cgroup/memory/a/memory.oom_control"
+    control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    kills = OomKills(tmp_path)
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 8\n")
+    assert kills.since_last() == "oom_kill of /proc/vmstat"
+    control.write_text("oom_kill 1\n")
+    assert kills.since_last() == "oom_kill of /sys/fs/cgroup/memory/a/memory.oom_control"
+    assert OomKills(tmp_path / "nothing").since_last() is None
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_a_service_that_was_killed_is_told_with_the_reason(tmp_path: Path, out_of_memory: bool) -> None:
+    told: list[Event] = []
+    program = "import os, signal, time; time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
+    service = Service("trainer", [sys.executable, "-c", program], may_end=True)
+    with Supervisor(tmp_path / "run", [service], told.append, Limits()) as supervisor:
+        supervisor._oom = OomKills(counters(tmp_path, "/job", 0))
+        if out_of_memory:
+            counters(tmp_path, "/job", 1)
+        assert supervisor.run() == 1
+    (died,) = [event for event in told if isinstance(event, Died)]
+    assert died.how.startswith("killed by signal KILL")
+    assert ("out of memory (oom_kill of /sys/fs/cgroup/job/memory.events rose)" in died.how) == out_of_memory
+    assert (supervisor.out_of_memory, supervisor.killed) == (out_of_memory, not out_of_memory)
+    assert "killed by signal KILL" in outcome(tmp_path / "run")
+
+
+def run_with(tmp_path: Path, *events: Event) -> RunFiles:
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": "2026-11-26T10:00:00+0000"}]}))
+    for event in events:
+        RunLog(tmp_path)(event)
+    return RunFiles(tmp_path, "r")
+
+
+def test_the_window_tells_a_failed_run_from_a_finished_one(tmp_path: Path) -> None:
+    died = Died("vllm", 5, "killed by signal KILL", tmp_path / "vllm.log", (), None)
+    restarted = Died("env", 5, "exit status 1", tmp_path / "env.log", (), 2.0)
+    failed = run_with(tmp_path / "failed", died).summary()
+    assert (failed["state"], failed["problems"]) == ("failed", ["vllm (pid 5) died: killed by signal KILL"])
+    assert failed["ended"] is not None
+    interrupted = run_with(tmp_path / "interrupted", Interrupted(signal.SIGINT)).summary()
+    assert (interrupted["state"], interrupted["problems"]) == ("interrupted", ["Interrupted by SIGINT"])
+    finished = run_with(tmp_path / "finished", restarted).summary()
+    assert (finished["state"], finished["problems"]) == ("ended", [])
+
+
+def test_the_window_tells_a_run_whose_launcher_was_killed(tmp_path: Path) -> None:
+    files = run_with(tmp_path)
+    (tmp_path / "pids").mkdir()
+    record = {"pid": 4_000_000, "start": 1, "boot": "0" * 36}
+    (tmp_path / "pids/launcher").write_text(json.dumps(record))
+    found = files.summary()
+    assert found["state"] == "killed"
+    assert found["problems"] == ["its launcher is gone without a word: it was killed, or the machine stopped"]
+
+
+@pytest.mark.services
+def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: Path) -> None:
+    """A trainer that cannot load its model ends the run; the same words come after Ctrl-C and after a kill."""
+    words = ["train", "arithmetic", "--model", str(tmp_path / "model"), "--steps", "2", "--runs", str(tmp_path)]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    command = [sys.executable, "-m", "example_trainer.launcher", *words, "--run-name", "r", "--no-view"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "To continue (there is no checkpoint yet: from step 1), run: atropos train --resume r" in done.stdout
