@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from atroposlib.config import Config, OutputFile, in_place
+from atroposlib.kept_rows import DEFAULT, KeepText
 from atroposlib.names import Name
 from example_trainer.cpu_cores import parse_cores, shown_cores
 from example_trainer.inference_servers import VllmServers
@@ -449,6 +450,13 @@ class OutputSettings(Config):
     )
     trained_path: OutputFile | None = Field(
         None, description="file for them, one JSON object per group; default LOG_DIR/trained.jsonl"
+    )
+    keep_samples: KeepText = Field(
+        DEFAULT,
+        description=(
+            "how much of trained.jsonl is kept: bytes (20GB), steps (200steps) or all; older parts are compressed, and"
+            " then removed"
+        ),
     )
     metrics_port: int = Field(
         0, ge=0, le=65535, description="serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 serves none"

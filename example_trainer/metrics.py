@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from atroposlib.errors import loading, reading
 from atroposlib.extras import install
+from atroposlib.kept_rows import parse_keep
 from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
 from example_trainer.config import TrainerConfig
@@ -209,6 +210,6 @@ def open_trained(config: TrainerConfig, first_step: int, resources: ExitStack) -
         return None
     path = config.trained_file
     with reading(f"cannot write {path}", TrainerError, remedy="set --trained-path, or free space"):
-        found = StepFile(path, first_step, "trained groups", "--trained-path")
+        found = StepFile(path, first_step, "trained groups", "--trained-path", parse_keep(config.keep_samples))
     resources.callback(found.close)
     return found

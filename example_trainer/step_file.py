@@ -16,6 +16,7 @@ from atroposlib.envs.errors import RecordError
 from atroposlib.envs.records import append_line
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular
+from atroposlib.kept_rows import Keep, Parts
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
 
@@ -30,11 +31,12 @@ class StepOfLine(msgspec.Struct):
 
 class StepFile:
     """The file at `path`, which `flag` names, from `first_step` on. `what` its lines hold, for errors. Raises
-    TrainerError if something else is in it.
+    TrainerError if something else is in it. Of it and its earlier parts, `keep` says how much stays.
     """
 
-    def __init__(self, path: Path, first_step: int, what: str, flag: str) -> None:
-        self._what, self._flag = what, flag
+    def __init__(self, path: Path, first_step: int, what: str, flag: str, keep: Keep = Keep()) -> None:  # noqa: B008
+        self._what, self._flag, self._path = what, flag, path
+        self._parts = None if keep.is_all else Parts(path, keep)
         path.parent.mkdir(parents=True, exist_ok=True)
         if expect_regular(path).exists() and first_step == 1:
             written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
@@ -46,6 +48,10 @@ class StepFile:
 
     def append(self, step: int, *records: Mapping[str, Any]) -> None:
         """A line for each record, all or none. Raises TrainerError when the disk takes no more."""
+        if self._parts is not None and self._parts.is_full(self._file.tell(), step):
+            self._file.close()
+            self._parts.move_aside()
+            self._file = open_regular(self._path, "ab", buffering=0)
         try:
             append_line(self._file, *records)
         except RecordError as error:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from atroposlib.config import OutputFileText
 from atroposlib.envs.server_handling.reasoning import Effort
 from atroposlib.groups import NOT_REPLAYED, not_replayed
+from atroposlib.kept_rows import DEFAULT, KeepText
 from atroposlib.names import Name
 
 # Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
@@ -96,6 +97,13 @@ class BaseEnvConfig(BaseModel):
     data_path_to_save_groups: OutputFileText | None = Field(
         default=None,
         description=("JSONL file, one line per group; serve also writes dropped groups. An existing file is kept."),
+    )
+    keep_samples: KeepText = Field(
+        default=DEFAULT,
+        description=(
+            "How much of that file serve keeps: bytes (20GB), steps (200steps) or all. Older parts are compressed, and"
+            " then removed."
+        ),
     )
     data_dir_to_save_evals: str | None = Field(default=None, description="Directory for the results of evaluations.")
     evaluations_path: OutputFileText | None = Field(

@@ -65,6 +65,7 @@ from atroposlib.envs.time_limit import time_limit
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import RunningItem
 from atroposlib.groups import Needs, rollouts_of
+from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -129,6 +130,8 @@ class Environment(FormerAttributes, ABC):
 
         path = config.data_path_to_save_groups
         self.jsonl_writer = JsonlWriter(Path(path)) if path else None
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.keep(parse_keep(config.keep_samples))
         self._env_run = EnvRun(self)
 
     # --- what an author writes ------------------------------------------------------------------------------------

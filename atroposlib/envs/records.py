@@ -12,6 +12,7 @@ import orjson
 
 from atroposlib.envs.errors import RecordError
 from atroposlib.files import expect_regular, open_regular, write_whole
+from atroposlib.kept_rows import Keep, Parts
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -28,11 +29,23 @@ class JsonlWriter:
         while self.path.exists():
             number += 1
             self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
+        self._base = path
+        self._parts: Parts | None = None
         self._file = open_regular(self.path, "xb", buffering=0)
         log.info("Writing groups to %s%s", self.path, f", as there is a {path} already" if number else "")
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`. Raises RecordError, with the file as it was, when the disk takes no more."""
+    def keep(self, keep: Keep) -> None:
+        """Keep no more than this from now on: full parts are moved aside, compressed, and at last removed."""
+        self._parts = None if keep.is_all else Parts(self.path, keep, self._base)
+
+    def write(self, record: Mapping[str, Any], step: int | None = None) -> None:
+        """Append `record`, of `step` if its file is limited. Raises RecordError, with the file as it was, when the disk
+        takes no more.
+        """
+        if self._parts is not None and step is not None and self._parts.is_full(self._file.tell(), step):
+            self._file.close()
+            self._parts.move_aside()
+            self._file = open_regular(self.path, "xb", buffering=0)
         append_line(self._file, record)
 
     def close(self) -> None:

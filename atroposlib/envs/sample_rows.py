@@ -176,7 +176,8 @@ class SampleRows:
         """Our fields first, so that a reader finds them without reading the lists behind them."""
         assert self._run.env.jsonl_writer is not None
         lists = {name: value for name, value in group.items() if name in EMPTY or name not in (*row, *UNWRITTEN)}
-        self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts})
+        step = None if self._run.link is None else int(row["step"])  # what `process` writes is data: all of it is kept
+        self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts}, step)
 
     def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
         """Where there are no messages, the text of the tokens."""

@@ -130,7 +130,11 @@ class GroupFiles:
     def problems(self) -> list[str]:
         """What is wrong with the files that were looked at."""
         with self._lock:
-            return [line for known in self._indexes.values() for index in known.values() for line in index.problems]
+            found = [line for known in self._indexes.values() for index in known.values() for line in index.problems]
+        if packed := self._run.compressed("samples"):
+            count = "1 older part is" if len(packed) == 1 else f"{len(packed)} older parts are"
+            found.append(f"{count} compressed and not shown ({packed[0]} and on; zcat reads them)")
+        return found
 
     @property
     def indexed(self) -> float:

@@ -191,6 +191,13 @@ class RunFiles:
             return [self.path / name for name in sorted(names, key=lambda name: (len(name), name))]
         return []
 
+    def compressed(self, start: str) -> list[str]:
+        """Older parts of `START*.jsonl`, which only `zcat` reads; their names have the steps (kept_rows.py)."""
+        with suppress(OSError):
+            names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith(".jsonl.gz")]
+            return sorted(name for name in names if _is_rows_file(name.removesuffix(".gz"), start))
+        return []
+
     def _planned(self, record: RunRecord, settings: Mapping[str, Any]) -> int | None:
         starts = [start.planned_steps for start in reversed(record.starts)]
         found = [*starts, record.planned_steps, settings.get("steps")]

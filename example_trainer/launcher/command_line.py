@@ -23,6 +23,7 @@ from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, keys_of
+from atroposlib.kept_rows import DEFAULT, KeepText
 from example_trainer.config import TrainerConfig
 from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.inference_servers import Port
@@ -114,6 +115,9 @@ class RunFlags(Config):
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     view: bool | None = Field(None, description="serve the run in a browser while it runs (default: yes)")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
+    keep_samples: KeepText | None = Field(
+        None, description=f"keep so much of sampled and of trained groups: 20GB, 200steps or all (default {DEFAULT})"
+    )
     resume: str | None = Field(
         None, min_length=1, description="continue this run (name or directory); takes the place of RECIPE"
     )
@@ -342,7 +346,7 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
     models = [*positional, *([given.model] if given.model else [])]
     if len(models) > 1:
         raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
-    own = ("steps", "seed", "dtype", "batch_invariant", "wandb", "tensorboard")
+    own = ("steps", "seed", "dtype", "batch_invariant", "wandb", "tensorboard", "keep_samples")
     changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
     if given.run_name is not None:
         changes["name"] = given.run_name

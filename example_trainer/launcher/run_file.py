@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, nearest
+from atroposlib.kept_rows import DEFAULT, KeepText
 from example_trainer.launcher import folders
 from example_trainer.launcher.core_layout import CoreLayout
 from example_trainer.launcher.servers import (
@@ -111,6 +112,10 @@ class RunFile(Config):
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
     wandb: bool = Field(False, description="log to Weights & Biases")
     tensorboard: bool = Field(False, description="log to TensorBoard")
+    keep_samples: KeepText = Field(
+        DEFAULT,
+        description="how much of samples.jsonl, and of trained.jsonl, is kept: bytes (20GB), steps (200steps) or all",
+    )
     bridge: Tree = Field({"kind": "broadcast"}, description="how new weights reach vLLM")
     environments: dict[str, EnvironmentSection] = Field({}, description="environment servers by name")
     trainer: Tree = Field({}, description="the trainer's settings")

@@ -55,7 +55,7 @@ def test_the_first_version_of_control_groups_and_the_machine_are_read(tmp_path: 
 def test_a_service_that_was_killed_is_told_with_the_reason(tmp_path: Path, out_of_memory: bool) -> None:
     told: list[Event] = []
     program = "import os, signal, time; time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
-    service = Service("trainer", [sys.executable, "-c", program], may_end=True)
+    service = Service("trainer", (sys.executable, "-c", program), may_end=True)
     with Supervisor(tmp_path / "run", [service], told.append, Limits()) as supervisor:
         supervisor._oom = OomKills(counters(tmp_path, "/job", 0))
         if out_of_memory:
