@@ -16,6 +16,7 @@ from typing import Any
 
 # A package stands for the modules in it too.
 MOVED = {
+    "atroposlib.api.utils": "atroposlib.compat.batching",
     "atroposlib.cli.dpo": "atroposlib.compat.dpo",
     "atroposlib.cli.generation": "atroposlib.compat.generation",
     "atroposlib.cli.inference_node_wandb_watcher": "atroposlib.compat.inference_node_wandb_watcher",

@@ -221,6 +221,8 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         tree_cls = create_model("EnvTree", __base__=base, __doc__=_about(env_cls), **fields)
         kinds: dict[str, type[BaseModel]] = {"": tree_cls, "env": type(env_config)}
         kinds |= {name: group.kind for name, group in groups.items()}
+        # a list of one is that one, which flags may change
+        content |= {name: content[name][0] for name in groups if _is_list_of_one(content.get(name))}
         accepts_former = compat_mode.is_on(arguments, content)
         if accepts_former:
             content = compat_mode.known_keys(content, kinds)
@@ -241,6 +243,11 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         epilog=COMMANDS_HELP,
         content=content,
     )
+    if further:
+        from atroposlib.envs.teacher_distillation_env import resolved_teacher  # loads clients, as the environment does
+
+        with one_line_errors(f"{prog} {command}", ValueError):
+            tree.teacher = resolved_teacher(env_cls, tree.teacher, content, arguments)
     # Without SLURM, environments take one server as a list of it.
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
@@ -281,9 +288,13 @@ def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str
     has_address = flagged or in_yaml is not None or not given or isinstance(given[0], APIServerConfig)
     kind = APIServerConfig if has_address else ServerBaseline
     values = [server.model_dump(exclude_unset=True) for server in given]
-    if count > 1 or isinstance(in_yaml, list):
+    if count > 1 or (isinstance(in_yaml, list) and not in_yaml):
         return ServerGroup(kind, list[kind], values)  # type: ignore[valid-type]
     return ServerGroup(kind, kind, values[0] if values else {})
+
+
+def _is_list_of_one(content: Any) -> bool:
+    return isinstance(content, list) and len(content) == 1
 
 
 def _own_keys(content: Any, kinds: Mapping[str, type[BaseModel]], place: str = "") -> Any:

@@ -11,13 +11,15 @@ the first group ends the environment with a line that says so.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.server_handling.server_config import resolve_openai_configs
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import reading
 from atroposlib.groups import NOT_TRAINED_ON
 from atroposlib.logs import get_logger
@@ -25,6 +27,7 @@ from atroposlib.utils.tokenizers import load_tokenizer
 
 log = get_logger(__name__)
 
+HOOK = "_resolve_teacher_server_configs"
 TeacherServers = ServerBaseline | Sequence[APIServerConfig] | None
 
 
@@ -50,6 +53,7 @@ class TeacherDistillationEnv(BaseEnv):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
     # The servers of `--teacher.*`, which the command line sets on a class of its own.
     teacher_servers: ClassVar[TeacherServers] = None
+    teacher_namespace: ClassVar[str] = "teacher"
 
     def __init__(
         self,
@@ -59,8 +63,6 @@ class TeacherDistillationEnv(BaseEnv):
         testing: bool = False,
         teacher_server_configs: TeacherServers = None,
     ) -> None:
-        from atroposlib.envs.server_handling.server_manager import ServerManager
-
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.teacher_server: ServerManager | None = None
         if not config.teacher_enabled:
@@ -86,14 +88,50 @@ class TeacherDistillationEnv(BaseEnv):
     def _further_servers(cls) -> dict[str, Any]:
         return {"teacher": cls.teacher_config_init()}
 
+    @classmethod
+    def _resolve_teacher_server_configs(
+        cls,
+        default_teacher_server_configs: TeacherServers,
+        yaml_config: Mapping[str, Any],
+        cli_passed_flags: Mapping[str, Any],
+    ) -> TeacherServers:
+        """The ancestor's hook: the teacher of `teacher_config_init`, of YAML and of flags (`teacher.base_url`). The
+        command line calls an override in place of its own reading.
+        """
+        flags = extract_namespace(cli_passed_flags, f"{cls.teacher_namespace}.")
+        content = yaml_config.get(cls.teacher_namespace) or {}
+        if default_teacher_server_configs is None and not flags and not content:
+            return None
+        content = content[0] if isinstance(content, list) and len(content) == 1 else content
+        default: Any = default_teacher_server_configs or APIServerConfig()
+        if isinstance(default, list) and len(default) == 1:
+            default = default[0]
+        merged = {}
+        if isinstance(default, ServerBaseline) and isinstance(content, Mapping):
+            merged = default.model_dump() | dict(content) | flags
+            default = APIServerConfig(**default.model_dump()) if flags or content else default
+        resolved: TeacherServers = resolve_openai_configs(
+            default_server_configs=default,
+            openai_config_dict=merged,
+            yaml_config={"openai": content},
+            cli_passed_flags={f"openai.{key}": value for key, value in flags.items()},
+            logger=log,
+        )
+        return resolved
+
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        group = await super()._before_sending(group)
+        return await self._attach_teacher_distillation(await super()._before_sending(group))
+
+    async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """An accepted group with what the teacher says of it; the ancestor's hook, which a subclass may override."""
+        if not self.config.teacher_enabled or self.teacher_server is None:
+            return group
         overrides = group.get("group_overrides") or {}
         top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
         group["distill_token_ids"] = group["distill_logprobs"] = None
-        if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
+        if top_k < 0 or overrides.get("skip_teacher_top_k"):
             return group
-        if self._env_run.needs.trainable_only:
+        if self._trains_here:
             raise EnvError(f"--env.teacher_enabled: {NOT_TRAINED_ON['distill_logprobs']}")
         answers = await asyncio.gather(
             *(self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]), return_exceptions=True
@@ -110,6 +148,12 @@ class TeacherDistillationEnv(BaseEnv):
         group["distill_token_ids"] = [ids for ids, _ in fetched]
         group["distill_logprobs"] = [logprobs for _, logprobs in fetched]
         return group
+
+    @property
+    def _trains_here(self) -> bool:
+        """Whether the registered trainer is one that does not use what a teacher says."""
+        run = vars(self).get("_env_run")  # a hook may be called without any run
+        return run is not None and run.needs.trainable_only
 
     async def _release(self) -> None:
         if self.teacher_server is not None:
@@ -141,3 +185,28 @@ class TeacherDistillationEnv(BaseEnv):
                 f" {len(token_ids)} tokens"
             )
         return ids, logprobs
+
+
+def resolved_teacher(env_cls: type, teacher: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    """`teacher`, as the command line has read it; or what the environment's own `_resolve_teacher_server_configs` makes
+    of YAML and flags.
+    """
+    hook = getattr(env_cls, HOOK, None)
+    if hook is None or hook.__func__ is getattr(TeacherDistillationEnv, HOOK).__func__:
+        return teacher
+    return hook(env_cls.teacher_config_init(), content, teacher_flags(arguments))  # type: ignore[attr-defined]
+
+
+def teacher_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags `--teacher.NAME VALUE` and `--teacher.NAME=VALUE`."""
+    found = {}
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if word.startswith("--teacher."):
+            found[name] = value if has_value else following
+    return found
+
+
+def extract_namespace(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What `values` holds under names that begin with `prefix`, by the rest of the name."""
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

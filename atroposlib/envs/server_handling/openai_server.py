@@ -28,6 +28,7 @@ from atroposlib.envs.server_handling.reply_checks import checked_reply
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, merge_replies
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
+from atroposlib.envs.server_handling.server_config import resolve_openai_configs as resolve_openai_configs
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)

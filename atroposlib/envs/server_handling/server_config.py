@@ -124,3 +124,25 @@ class ServerEnvironment(BaseSettings):
     proxy_url: str | None = Field(default=None, validation_alias="ATROPOS_PROXY_URL")
     allow_dummy_managed_server: bool = Field(default=False, validation_alias="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER")
     openai_api_key: str | None = Field(default=None, repr=False, validation_alias="OPENAI_API_KEY")
+
+
+def resolve_openai_configs(
+    default_server_configs: Any,
+    openai_config_dict: Mapping[str, Any],
+    yaml_config: Mapping[str, Any],
+    cli_passed_flags: Mapping[str, Any],
+    logger: Any = None,
+) -> Any:
+    """The ancestor's function: the servers of a list in YAML, those of a default list or baseline, or one that is
+    merged from all. Raises ValueError for flags where several servers are configured.
+    """
+    in_yaml = yaml_config.get("openai")
+    listed = in_yaml if isinstance(in_yaml, list) else default_server_configs
+    if isinstance(listed, list) and len(listed) > 1:
+        if any(name.startswith("openai.") for name in cli_passed_flags):
+            raise ValueError(f"--openai.* sets one inference server, but {len(listed)} are configured")
+        return [each if isinstance(each, ServerBaseline) else APIServerConfig(**each) for each in listed]
+    if isinstance(default_server_configs, ServerBaseline) and not isinstance(default_server_configs, APIServerConfig):
+        return default_server_configs
+    one = APIServerConfig(**openai_config_dict)
+    return one if isinstance(default_server_configs, APIServerConfig) else [one]
