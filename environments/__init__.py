@@ -8,5 +8,5 @@ from pathlib import Path
 from pkgutil import extend_path
 
 _OWN = str(Path(__file__).parent)
-_everywhere = list(extend_path([], __name__))
+_everywhere: list[str] = list(extend_path([], __name__))
 __path__ = _everywhere if _OWN in _everywhere else [_OWN, *_everywhere]

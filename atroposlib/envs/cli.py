@@ -243,11 +243,9 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         epilog=COMMANDS_HELP,
         content=content,
     )
-    if further:
-        from atroposlib.envs.teacher_distillation_env import resolved_teacher  # loads clients, as the environment does
-
-        with one_line_errors(f"{prog} {command}", ValueError):
-            tree.teacher = resolved_teacher(env_cls, tree.teacher, content, arguments)
+    with one_line_errors(f"{prog} {command}", ValueError):
+        for name in further:
+            setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, arguments))
     # Without SLURM, environments take one server as a list of it.
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}

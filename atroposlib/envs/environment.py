@@ -215,6 +215,11 @@ class Environment(FormerAttributes, ABC):
         return {}
 
     @classmethod
+    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+        """The further servers `name` as they are used: as the command line has `read` them from YAML and flags."""
+        return read
+
+    @classmethod
     def _check_installed(cls) -> None:
         """Raise MissingExtra without what the environment needs; called before anything is waited for."""
         return

@@ -27,7 +27,6 @@ from atroposlib.utils.tokenizers import load_tokenizer
 
 log = get_logger(__name__)
 
-HOOK = "_resolve_teacher_server_configs"
 TeacherServers = ServerBaseline | Sequence[APIServerConfig] | None
 
 
@@ -87,6 +86,14 @@ class TeacherDistillationEnv(BaseEnv):
     @classmethod
     def _further_servers(cls) -> dict[str, Any]:
         return {"teacher": cls.teacher_config_init()}
+
+    @classmethod
+    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+        """The teacher as an override of the ancestor's hook resolves it."""
+        hook = cls._resolve_teacher_server_configs.__func__  # type: ignore[attr-defined]
+        if name != cls.teacher_namespace or hook is TeacherDistillationEnv._resolve_teacher_server_configs.__func__:  # type: ignore[attr-defined]
+            return read
+        return cls._resolve_teacher_server_configs(cls.teacher_config_init(), content, teacher_flags(arguments))
 
     @classmethod
     def _resolve_teacher_server_configs(
@@ -185,16 +192,6 @@ class TeacherDistillationEnv(BaseEnv):
                 f" {len(token_ids)} tokens"
             )
         return ids, logprobs
-
-
-def resolved_teacher(env_cls: type, teacher: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
-    """`teacher`, as the command line has read it; or what the environment's own `_resolve_teacher_server_configs` makes
-    of YAML and flags.
-    """
-    hook = getattr(env_cls, HOOK, None)
-    if hook is None or hook.__func__ is getattr(TeacherDistillationEnv, HOOK).__func__:
-        return teacher
-    return hook(env_cls.teacher_config_init(), content, teacher_flags(arguments))  # type: ignore[attr-defined]
 
 
 def teacher_flags(arguments: Sequence[str]) -> dict[str, str]:

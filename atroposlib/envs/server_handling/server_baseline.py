@@ -289,7 +289,7 @@ class APIServer(InferenceCalls):
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> PromptLogprobs:
-        raise NotImplementedError(f"{type(self).__name__} gives no prompt log-probabilities")
+        raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs: it has no log-probabilities")
 
     async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: Arguments) -> T:
         try:

@@ -65,6 +65,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_prompt_of",
         "_reference_of",
         "_release",
+        "_resolved_servers",
     }
 
 
