@@ -1,7 +1,7 @@
 """The settings of an environment: `BaseEnvConfig`, which every environment's own configuration extends."""
 
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -68,6 +68,14 @@ class BaseEnvConfig(BaseModel):
     tokenizer_name: str = Field(
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description=("Directory or hub name of the tokenizer; 'default' means the tokenizer of the served model."),
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="Jinja file with which conversations become prompts, such as for a base model; default: the"
+        " tokenizer's.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description='Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
     )
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")

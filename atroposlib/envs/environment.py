@@ -68,7 +68,7 @@ from atroposlib.groups import Needs, rollouts_of
 from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
-from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers import load_tokenizer, with_template
 from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
@@ -106,7 +106,11 @@ class Environment(FormerAttributes, ABC):
             testing=testing,
             reasoning_config=ReasoningConfig.from_env_config(config),
         )
-        self.tokenizer = load_tokenizer(config.tokenizer_name)
+        self.tokenizer = with_template(
+            load_tokenizer(config.tokenizer_name), config.chat_template, config.chat_template_kwargs
+        )
+        if config.chat_template is not None or config.chat_template_kwargs:
+            self.server.tokenizer = self.tokenizer
         self.max_num_workers = config.max_num_workers  # groups that may be in flight
         if self.max_num_workers < 0:
             self.max_num_workers = config.max_num_workers_per_node * len(self.server.servers)

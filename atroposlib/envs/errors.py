@@ -27,6 +27,14 @@ class NoTokenIds(EnvError, NotImplementedError):
     """Tokens to train on were to be sampled from a server that gives none."""
 
 
+class NoChatTemplate(EnvError):
+    """A conversation was to be rendered by a tokenizer that has no chat template."""
+
+
+class OtherTokenizer(EnvError):
+    """The inference server makes other ids of a text than the environment's tokenizer."""
+
+
 class NotReplayed(EnvError, ValueError):
     """Tokens to train on were to be sampled with a parameter that the trainer does not replay."""
 

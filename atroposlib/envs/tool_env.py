@@ -11,7 +11,6 @@ Tools come from `tools`, from `tools_for`, and from an MCP server. The chat temp
 knows no tools, the system prompt does, in the form of Hermes and Qwen.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.tool_call_translator import HERMES_FORM, unread_calls
 from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
 from atroposlib.logs import get_logger
@@ -36,20 +36,6 @@ log = get_logger(__name__)
 
 CALL_MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")  # of a call, even of one that cannot be read
 UNREADABLE = 'Error: the tool call could not be read; expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-# As the chat templates of Hermes and Qwen say it.
-TOOLS_PROMPT = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 class ToolEnvConfig(QuestionEnvConfig):
@@ -94,7 +80,6 @@ class ToolEnv(QuestionEnv):
             raise EnvError(f"--env.{error}") from None
         self._own_tools = [Tool.of(function) for function in self.tools]
         self._mcp = McpServer.of(config.mcp_command, config.mcp_url, config.tool_timeout)
-        self._shows_tools: bool | None = None  # whether the chat template does
         self._counts: Counter[str] = Counter()  # of training rollouts since the last log
         self._told: set[str] = set()
 
@@ -111,7 +96,7 @@ class ToolEnv(QuestionEnv):
         box = await self._toolbox(item, state)
         text = ""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            messages = self._opening(item, managed, box)
+            messages = self._opening(item)
             for _ in range(self.config.max_turns):
                 if (room := self._room(managed, messages, box)) < 1:
                     break
@@ -129,7 +114,8 @@ class ToolEnv(QuestionEnv):
                 messages = with_reply(messages, text)
                 if not calls and (choice.finish_reason == "length" or not self._holds_a_call(text, box)):
                     break
-                messages += await self._results(box, messages[-1], calls, state)
+                unread = unread_calls(written(managed, calls)) if self.config.tool_parser in HERMES_FORM else 0
+                messages += await self._results(box, messages[-1], calls, unread, state)
             sequences = managed.get_state()["nodes"]
         if not sequences:
             raise RolloutFailed("the prompt alone reaches max_token_length; raise --env.max_token_length")
@@ -143,22 +129,11 @@ class ToolEnv(QuestionEnv):
             [*self.tools_for(item, state), *of_servers], self.config.tool_timeout, self.config.tool_result_limit
         )
 
-    def _opening(self, item: Item, managed: Any, box: Toolbox) -> Messages:
-        """`prompt(item)`, with the tools in the system prompt if the chat template shows none."""
+    def _opening(self, item: Item) -> Messages:
         messages = self.conversation(item)
         if messages[-1]["role"] == "assistant":
             raise EnvError("the prompt of a ToolEnv ends with a message of the assistant's: end it with the user's")
-        if self._shows_tools is None and box.tools:
-            bare, shown = managed.prompt_length(messages), managed.prompt_length(messages, box.schemas)
-            self._shows_tools = bare is None or bare != shown  # a server of text uses a template of its own
-            if not self._shows_tools:
-                log.info("The chat template shows no tools: the system prompt describes them")
-        if self._shows_tools or not box.tools:
-            return messages
-        described = TOOLS_PROMPT.format(tools="\n".join(json.dumps(schema) for schema in box.schemas))
-        if messages[0]["role"] != "system":
-            return [{"role": "system", "content": described}, *messages]
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}, *messages[1:]]
+        return messages
 
     def _room(self, managed: Any, messages: Messages, box: Toolbox) -> int:
         """Most tokens of the next turn, none where the conversation has come to its limit."""
@@ -173,9 +148,11 @@ class ToolEnv(QuestionEnv):
         return bool(box.tools) and any(marker in text.rpartition("</think>")[2] for marker in CALL_MARKERS)
 
     async def _results(
-        self, box: Toolbox, reply: dict[str, Any], calls: list[dict[str, Any]], state: dict[str, Any]
+        self, box: Toolbox, reply: dict[str, Any], calls: list[dict[str, Any]], unread: int, state: dict[str, Any]
     ) -> Messages:
-        """The messages that answer `reply`, in which its `calls` are noted: in order, since tools may have a state."""
+        """The messages that answer `reply`, in which its `calls` are noted: in order, since tools may have a state.
+        Of `unread` calls beside them the model is told.
+        """
         if not calls:
             state["tool_errors"] += 1
             return [{"role": "user", "content": UNREADABLE}]
@@ -187,11 +164,14 @@ class ToolEnv(QuestionEnv):
             results.append(result := await box.call(function["name"], function["arguments"]))
             self._tell(function["name"], result)
         state["tool_calls"] += len(made)
-        state["tool_errors"] += sum(result.error is not None for result in results) + (len(made) < len(calls))
+        state["tool_errors"] += sum(result.error is not None for result in results)
+        state["tool_errors"] += (len(made) < len(calls)) + (unread > 0)
         state["last_results"] = results
         texts = [result.text for result in results]
         if len(made) < len(calls):
             texts[-1] += f"\nError: {len(calls)} calls in one message; only the first {len(made)} were made"
+        if unread:
+            texts[-1] += f"\n{UNREADABLE} ({unread} more in that message)"
         if self.config.tool_role != "tool":
             return [{"role": self.config.tool_role, "content": "\n".join(texts)}]
         return [
@@ -217,3 +197,10 @@ class ToolEnv(QuestionEnv):
         await super()._release()
         for server in self._mcp:
             await server.close()
+
+
+def written(managed: Any, calls: Sequence[dict[str, Any]]) -> str:
+    """The text in which a model wrote `calls`, after its thoughts; empty where a proxy keeps it."""
+    translator = getattr(managed, "translator", None)
+    text = translator.call_id_to_raw_text.get(calls[0]["id"], "") if translator is not None and calls else ""
+    return str(text).rpartition("</think>")[2]

@@ -51,6 +51,14 @@ def extract_tagged(text: str, tag: str = "answer") -> str | None:
     return content.strip() or None if closed and opened else None
 
 
+def with_thoughts_opened(text: str) -> str:
+    """Return `text` with the <think> that the chat template of a reasoning model wrote at the end of the prompt: where
+    </think> stands before any <think>.
+    """
+    opened, closed = text.find("<think>"), text.find("</think>")
+    return f"<think>{text}" if closed >= 0 and not 0 <= opened < closed else text
+
+
 def all_tagged(text: str, tag: str) -> list[str]:
     """What stands in each closed <tag>...</tag> of `text`, from the left; opening tags inside one are its content."""
     opening, closing = f"<{tag}>", f"</{tag}>"

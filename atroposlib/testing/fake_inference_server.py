@@ -61,6 +61,10 @@ def fake_experts(tokens: list[int], shape: RoutingShape) -> str:
     return pack((np.asarray(tokens[:-1])[:, None, None] + layers + ranks) % shape.experts)
 
 
+TOKENIZE = "/tokenize"
+ASIDE = (ROUTE, TOKENIZE)  # requests that are neither recorded nor made to fail
+
+
 class FakeInferenceServer:
     """Listens from `start` to `close`, or as an async context manager. `port` 0 takes a free one.
 
@@ -121,6 +125,7 @@ class FakeInferenceServer:
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
                 web.post(ROUTE, self._told),
+                web.post(TOKENIZE, self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
             ]
@@ -153,12 +158,12 @@ class FakeInferenceServer:
         self.hits[request.path] += 1
         if request.method != "POST":
             return await handler(request)
-        if request.path != ROUTE:
+        if request.path not in ASIDE:
             self.requests.append((request.path, await request.json()))
             self.sessions.append(request.headers.get(SESSION_HEADER))
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "wrong API key"}}, status=401)
-        if request.path == ROUTE:
+        if request.path in ASIDE:
             return await handler(request)
         if self._failures:
             status, headers = self._failures.popleft()
@@ -202,6 +207,11 @@ class FakeInferenceServer:
         if isinstance(self.answer, Right):
             self.answer.reference = told.reference
         return web.Response()
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+        return web.json_response({"tokens": ids, "count": len(ids)})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -5,13 +5,18 @@ wherever torch is installed. Environments take `len()` of a templated prompt and
 loaded here.
 """
 
+import copy
 import functools
+import json
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from atroposlib.envs.errors import EnvError, NoChatTemplate
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -27,6 +32,22 @@ TOKENIZER_FILES = [
     "config.json",
 ]
 
+
+PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"}
+# What tokenizers treat in different ways: blanks at both ends and in rows, line ends, digits, marks, other scripts,
+# an emoji of several code points, control characters, and the words of templates.
+PROBES = (
+    "What is 2 + 2?",
+    " two  blanks   and\ttabs ",
+    "line\nends\n\nand\r\n more\n",
+    "123456789 3.14 1,234",
+    "[INST] <<SYS>>be kind<</SYS>> [/INST] user\nassistant\n",
+    "don't can't I'll \"quoted\" (x_1) {y} <z> $5",
+    "Größe naïve résumé ﬁ １２ ½",
+    "你好，世界 こんにちは Привет мир مرحبا",
+    "👩\u200d👩\u200d👧 \u00a0\u3000\u200b\ufeff",
+    "<think>\nhm\n</think>\n\n<tool_call>{}</tool_call>",
+)
 
 # For an import below this module, see old_paths.py.
 __path__: list[str] = []
@@ -79,19 +100,131 @@ def load_tokenizer(name: str) -> Any:
 def _load(name: str) -> Any:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
-    folder = _local_folder(name)
-    tokenizer: Any
+    tokenizer = _read(_local_folder(name))
+    _render_by(tokenizer, {})
+    log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
+    return tokenizer
+
+
+def with_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]) -> Any:
+    """A copy of `tokenizer` that renders conversations by the Jinja template in `file`, or by its own without one, and
+    gives it `arguments`, such as enable_thinking. Raises EnvError for a file that is not a template.
+    """
+    if file is None and not arguments:
+        return tokenizer
+    if isinstance(tokenizer, NoTokenizer):
+        raise EnvError("chat_template and chat_template_kwargs need a tokenizer: name one with --env.tokenizer_name")
+    copied = copy.copy(tokenizer)
+    if file is not None:
+        copied.chat_template = _template(Path(file))
+    _render_by(copied, dict(arguments))
+    return copied
+
+
+def _template(file: Path) -> str:
+    from jinja2 import Environment, TemplateError
+    from jinja2.ext import loopcontrols
+
+    with reading(f"cannot read the chat template {file}", EnvError, also=(TemplateError,)):
+        text = file.read_text(encoding="utf-8")
+        Environment(extensions=[loopcontrols]).parse(
+            text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        )
+    return text
+
+
+def _render_by(tokenizer: Any, defaults: Mapping[str, Any]) -> None:
+    """Make `apply_chat_template` return text or a list, with `defaults` for the template, and a clear error without
+    one.
+    """
+    render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
+
+    def apply_chat_template(conversation: Any, *args: Any, **arguments: Any) -> Any:
+        if not tokenizer.chat_template and not arguments.get("chat_template"):
+            raise NoChatTemplate(
+                f"the tokenizer {tokenizer.name_or_path} has no chat template, which a conversation needs: name a Jinja"
+                " file with --env.chat_template (`atropos train`: --chat-template), or take an instruct model"
+            )
+        return render(conversation, *args, **{"return_dict": False, **defaults, **arguments})
+
+    tokenizer.apply_chat_template = apply_chat_template
+
+
+def _read(folder: Path) -> Any:
+    """The tokenizer that AutoTokenizer makes of `folder`, which is what vLLM and a model's users load.
+
+    AutoTokenizer imports torch, for seconds and 270 MB. It makes either the plain class, which is what tokenizer.json
+    says, or one that may overrule tokenizer.json: the class that tokenizer_config.json names, or that of the model's
+    type. Where all of these read alike, there is nothing to choose, and torch stays out.
+    """
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    else:
-        from transformers import AutoTokenizer  # which imports torch if it is installed
+        plain = PreTrainedTokenizerFast.from_pretrained(folder)
+        if all(_read_alike(plain, each.from_pretrained(folder)) for each in _other_classes(folder)):
+            return plain
+        log.info("The tokenizer's class overrules tokenizer.json: loading it by AutoTokenizer, as vLLM does")
+    from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _other_classes(folder: Path) -> list[Any]:
+    """The classes of transformers that AutoTokenizer may choose for `folder`, besides the plain one."""
+    import transformers
+
+    names = {
+        _value(folder / "tokenizer_config.json", "tokenizer_class"),
+        _value(folder / "config.json", "tokenizer_class"),
+    }
+    if (model_type := _value(folder / "config.json", "model_type")) is not None:
+        # its table, read as text: to import it is to import torch
+        table = Path(transformers.__file__).with_name("models") / "auto" / "tokenization_auto.py"
+        names |= set(re.findall(rf'\(\s*"{re.escape(model_type)}",\s*"(\w+)"', table.read_text(encoding="utf-8")))
+    known = {getattr(transformers, name.removesuffix("Fast"), None) for name in names if name} - {None}
+    return [each for each in known if each.__name__ not in PLAIN_CLASSES]
+
+
+def _value(path: Path, key: str) -> str | None:
+    """The text by `key` in a JSON file; None if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get(key)
+    except FileNotFoundError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _read_alike(first: Any, second: Any) -> bool:
+    """Whether two tokenizers make the same ids of `PROBES`, alone and behind a special token, and the same text."""
+    probes = [*PROBES, *(f"{first.eos_token}{probe}" for probe in PROBES if first.eos_token)]
+    return first.get_vocab() == second.get_vocab() and all(
+        (ids := first.encode(probe, add_special_tokens=special)) == second.encode(probe, add_special_tokens=special)
+        and first.decode(ids) == second.decode(ids)
+        for probe in probes
+        for special in (False, True)
+    )
+
+
+def encode_within(tokenizer: Any, text: str, before: int | None = None) -> list[int]:
+    """Token ids of `text` inside of a longer text: as they stand behind the special token `before`, or behind any.
+
+    A tokenizer of SentencePiece's kind puts a word mark before the first piece of a whole text, and of no other.
+    """
+    if not text:
+        return []
+    if before is None:
+        before = _neutral_token(tokenizer)
+    if before is not None:
+        ids: list[int] = tokenizer.encode(tokenizer.decode([before]) + text, add_special_tokens=False)
+        if ids[:1] == [before]:
+            return ids[1:]
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _neutral_token(tokenizer: Any) -> int | None:
+    """A special token that takes no blanks from the text behind it; None if there is none."""
+    known = getattr(tokenizer, "added_tokens_decoder", {})
+    return next((token for token, added in known.items() if added.special and not added.rstrip), None)
 
 
 def chat_ids(tokenizer: Tokenizer, messages: Sequence[Any], **kwargs: Any) -> list[int]:

@@ -15,8 +15,12 @@ NO_TOOL = "-ERROR-"
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """What stands between the first pair of the first tag that occurs (default: tool_call); None when none does."""
+    """What stands between the first pair of the first tag that occurs (default: tool_call); None when none does. JSON
+    is read before tags: one that stands in a call's arguments ends no call.
+    """
     for tag in preferred_tags or ["tool_call"]:
+        if (call := _json_behind(text, f"<{tag}>")) is not None:
+            return call
         found = all_tagged(text, tag)
         if found:
             return found[0].strip()
@@ -48,6 +52,18 @@ def parse_tool_call(
     if not isinstance(name, str) or not name or (known is not None and name not in known):
         return NO_TOOL, arguments, True
     return name, arguments, False
+
+
+def _json_behind(text: str, opening: str) -> str | None:
+    """The JSON object behind the first `opening`, as it is written, if its closing tag follows."""
+    _, opened, body = text.partition(opening)
+    body = body.lstrip()
+    if not opened or not body.startswith("{"):
+        return None
+    with suppress(ValueError, RecursionError):
+        _, end = json.JSONDecoder(strict=False).raw_decode(body)
+        return body[:end] if body[end:].lstrip().startswith(opening.replace("<", "</", 1)) else None
+    return None
 
 
 def _as_mapping(text: str) -> dict[str, Any] | None:

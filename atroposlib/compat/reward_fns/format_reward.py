@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
-from atroposlib.grading.extraction import all_tagged
+from atroposlib.grading.extraction import all_tagged, with_thoughts_opened
 
 
 @register_reward
@@ -27,6 +27,7 @@ class FormatReward(BaseReward):
         self.case_sensitive = case_sensitive
 
     def score(self, completion: str, **kwargs: Any) -> float:
+        completion = with_thoughts_opened(completion)
         needed = all if self.require_all_tags else any
         return float(needed(self._has(tag, completion) for tag in self.preferred_tags))
 

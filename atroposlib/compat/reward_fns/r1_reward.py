@@ -6,7 +6,7 @@ from typing import Any
 from atroposlib.compat.reward_fns.accuracy_reward import answer_of, is_number, marked_answer, same_answer
 from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 from atroposlib.compat.reward_fns.reward_function import RewardFunction, one_each
-from atroposlib.grading.extraction import all_tagged
+from atroposlib.grading.extraction import all_tagged, with_thoughts_opened
 from atroposlib.grading.grader import BlockingGrader
 
 TAIL_CHARS = 16
@@ -34,6 +34,7 @@ class FormatReasoningReward(BaseReward):
         self.allow_multiple_thinking = allow_multiple_thinking
 
     def score(self, completion: str, **kwargs: Any) -> float:
+        completion = with_thoughts_opened(completion)
         thoughts = [found for found in all_tagged(completion, "think") if found.strip()]
         if (self.require_thinking and not thoughts) or (len(thoughts) > 1 and not self.allow_multiple_thinking):
             return 0.0

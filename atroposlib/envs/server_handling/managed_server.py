@@ -18,10 +18,11 @@ from typing import Any, Literal, NoReturn
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from openai.types.completion_usage import CompletionUsage
 
-from atroposlib.envs.server_handling.chat_rendering import render_chat
+from atroposlib.envs.server_handling.chat_rendering import plain_message, render_chat
 from atroposlib.envs.server_handling.dispatch import Split
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens, Settings
 from atroposlib.envs.server_handling.sequence_book import (
@@ -75,6 +76,7 @@ class ManagedServer(SequenceKeeper):
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; tool calls in it are the text that they were parsed from."""
+        messages = [plain_message(message, index) for index, message in enumerate(messages)]
         if self.translator is not None:
             messages = self.translator.convert_messages_for_template(messages)
         return render_chat(
@@ -104,9 +106,10 @@ class ManagedServer(SequenceKeeper):
     ) -> ChatCompletion:
         """A reply in OpenAI's form; its tokens become nodes.
 
-        `tools` are shown to the model by the template; calls to them stay in the reply's text unless there is a
-        `tool_parser`. `extra_body` may hold chat_template_kwargs and further sampling parameters. tool_choice
-        "required" is asked for, not enforced.
+        `tools` are shown to the model by the template, or by the system prompt where it shows none. Calls to them stay
+        in the reply's text unless there is a `tool_parser`. `extra_body` may hold chat_template_kwargs and further
+        sampling parameters. tool_choice "required" is asked for, not enforced. With `logprobs` the reply has those of
+        the sampled tokens.
         """
         if tool_choice not in (None, "auto", "none", "required"):
             raise ValueError(f"tool_choice {tool_choice!r} is not supported; use 'auto', 'required' or 'none'")
@@ -114,6 +117,9 @@ class ManagedServer(SequenceKeeper):
         extra = dict(extra_body or {})
         text = self.render(messages, tools, extra.pop("chat_template_kwargs", None))
         sampling = {**extra, **sampling}
+        if sampling.pop("top_logprobs", None):
+            raise ValueError("top_logprobs is not supported: of a sampled token its own log-probability is known")
+        shows_logprobs = bool(sampling.pop("logprobs", False))
         prompt, sampled, texts = await self._sample(text, n or 1, split, sampling, templated=True, shows_special=parses)
         return ChatCompletion(
             id=f"chatcmpl-{uuid.uuid4()}",
@@ -121,7 +127,9 @@ class ManagedServer(SequenceKeeper):
             created=int(time.time()),
             model=self.server.model_name,
             choices=[
-                await self._choice(index, sequence, reply, tools if parses else None, split)
+                (await self._choice(index, sequence, reply, tools if parses else None, split)).model_copy(
+                    update={"logprobs": self._logprobs(sequence)} if shows_logprobs else {}
+                )
                 for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
             ],
             usage=_usage(prompt, sampled),
@@ -194,6 +202,17 @@ class ManagedServer(SequenceKeeper):
             index=index,
             finish_reason=reason,
             message=ChatCompletionMessage(role="assistant", content=content, tool_calls=calls),
+        )
+
+    def _logprobs(self, sequence: SampledSequence) -> ChoiceLogprobs:
+        """Each sampled token with its log-probability, in OpenAI's form."""
+        pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+        texts = [(self.tokenizer.decode([token]), logprob) for token, logprob in pairs]
+        return ChoiceLogprobs(
+            content=[
+                ChatCompletionTokenLogprob(token=text, logprob=logprob, bytes=list(text.encode()), top_logprobs=[])
+                for text, logprob in texts
+            ]
         )
 
     def _visible_text(self, sequence: SampledSequence, shows_special: bool) -> str:

@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.errors import (
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
 from atroposlib.envs.server_handling.reply_checks import checked_reply
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens, with_stop_ids
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, merge_replies
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs as resolve_openai_configs
@@ -155,11 +155,15 @@ class OpenAIServer(APIServer):
             return None  # other servers have other lists, or none
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
-        return merge_replies(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))
+        asked = self.chat_arguments(with_stop_ids(arguments, extra_body=True))
+        return merge_replies(await self._with_n(asked, self.sdk.chat.completions.create))
 
     async def request_completion(self, arguments: Arguments) -> Completion:
         return merge_replies(
-            await self._with_n({**arguments, "model": self.config.model_name}, self.sdk.completions.create)
+            await self._with_n(
+                {**with_stop_ids(arguments, extra_body=True), "model": self.config.model_name},
+                self.sdk.completions.create,
+            )
         )
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:

@@ -4,6 +4,7 @@ it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, TypedDict
 
 from atroposlib.groups import not_replayed
@@ -78,3 +79,23 @@ def settings_of(arguments: Mapping[str, Any], least_temperature: float = 0.0) ->
         "top_k": 0 if top_k is None else max(0, int(top_k)),
         **others,
     }
+def with_stop_ids(arguments: Arguments, extra_body: bool = False) -> Arguments:
+    """Return `arguments` with the token ids among `stop` as `stop_token_ids`, as vLLM and SGLang call them; with
+    `extra_body` in there, as OpenAI's SDK wants what OpenAI does not know. Raises ValueError for anything else in
+    `stop`.
+    """
+    stop = arguments.get("stop")
+    given = stop if isinstance(stop, (list, tuple)) else [stop]
+    if wrong := [each for each in given if isinstance(each, bool) or not isinstance(each, (str, int, NoneType))]:
+        raise ValueError(f"stop has {wrong[0]!r}: expected texts and token ids")
+    ids = [each for each in given if isinstance(each, int)]
+    if not ids:
+        return arguments
+    body = dict(arguments.get("extra_body") or {})
+    known = body if extra_body else arguments
+    ids = [*(known.get("stop_token_ids") or []), *ids]
+    texts = [each for each in given if isinstance(each, str)]
+    changed = {**arguments, "stop": texts or None}
+    if extra_body:
+        return {**changed, "extra_body": {**body, "stop_token_ids": ids}}
+    return {**changed, "stop_token_ids": ids}

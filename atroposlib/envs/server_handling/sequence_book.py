@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, PrivateAttr
 
 from atroposlib.envs.server_handling.sampling import Settings
 from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
-from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
+from atroposlib.utils.tokenizers import Tokenizer, encode_prompt, encode_within
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 
 State = dict[str, Any]  # of a managed server, as `get_state` returns it
@@ -115,12 +115,14 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Se
     added_text = text[len(parent.full_text) :]
     kept = len(parent.tokens)
     ending = _sampled_ending(parent, tokenizer)
+    before = None
     if ending and added_text.startswith(ending):
         added_text = added_text[len(ending) :]
+        before = parent.tokens[-1]
     elif ending:
         kept -= 1
     spans = parent.metadata.get("version_spans")
-    added = tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
+    added = encode_within(tokenizer, added_text, before)
     extended = SequenceNode(
         full_text=text,
         tokens=parent.tokens[:kept] + added,

@@ -266,6 +266,9 @@ class APIServer(InferenceCalls):
         """One request for the tool calls in a text. Raises NotImplementedError where the protocol has none."""
         raise NotImplementedError(f"{self.name} parses no tool calls: tool_parser 'vllm' needs server_type 'vllm'")
 
+    async def compare_tokenizer(self, tokenizer: Any) -> None:
+        """Raise OtherTokenizer if the server makes other ids of a text than `tokenizer`, where it can be asked."""
+
     def chat_arguments(self, arguments: Arguments) -> Arguments:
         """`arguments` with the model and what the reasoning configuration adds."""
         prepared = {**arguments, "model": self.config.model_name}

@@ -190,7 +190,8 @@ class ServerManager(InferenceCalls):
                 " must not be trained on"
             )
         route = StickyRoute(self, able)
-        tokenizer = tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
+        tokenizer = tokenizer or self.tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
+        await asyncio.gather(*(server.compare_tokenizer(tokenizer) for server in able))
         yield ManagedServer(route, tokenizer, track_tree, self.tool_parser, preserve_think_blocks)
 
     def servers_at(self, base_url: str) -> list[APIServer]:

@@ -8,7 +8,6 @@ what the model wrote, and a ManagedServer recognises it as the continuation of w
 """
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,14 +25,34 @@ VLLM_AVAILABLE = True
 # (content before the calls, [(name, arguments)])
 Parsed = tuple[str, list[tuple[str, Any]]]
 
-HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+HERMES_FORM = ("hermes", "qwen", "qwen25")  # parsers of the form between these tags
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def parse_hermes(text: str) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left
-    open.
+    open. JSON is read before tags, so that a call may have them in its arguments.
     """
-    return text.partition("<tool_call>")[0], [call for body in HERMES_CALL.findall(text) for call in _calls(body)]
+    return text.partition(OPENING)[0], [call for body, _ in hermes_bodies(text) for call in body]
+
+
+def unread_calls(text: str) -> int:
+    """How many of the marked calls in `text` hold no call that can be read: cut, or not JSON."""
+    return sum(not body for body, _ in hermes_bodies(text))
+
+
+def hermes_bodies(text: str) -> Iterator[tuple[list[tuple[str, Any]], int]]:
+    """The calls behind each opening tag of `text`, and where they end; what stands inside of a call's JSON opens
+    none.
+    """
+    position = 0
+    while (start := text.find(OPENING, position)) >= 0:
+        start += len(OPENING)
+        values, position = _json_values(text, start)
+        calls = [call for value in values for call in _named(value)]
+        if not calls and (closed := text.find(CLOSING, start)) >= 0:
+            position = max(position, closed)
+        yield calls, position
 
 
 def parse_llama_json(text: str) -> Parsed:
@@ -44,7 +63,8 @@ def parse_llama_json(text: str) -> Parsed:
     bodies = (after if tag else text).strip()
     if not bodies.startswith("{"):
         return text, []
-    return before.strip(), [call for body in _json_values(bodies) for call in _named(body)]
+    values, _ = _json_values(bodies)
+    return before.strip(), [call for value in values for call in _named(value, needs_arguments=not tag)]
 
 
 def parse_mistral(text: str) -> Parsed:
@@ -64,27 +84,37 @@ PARSERS: dict[str, Callable[[str], Parsed]] = {
 
 
 def _calls(body: str) -> list[tuple[str, Any]]:
-    return [call for value in _json_values(body.strip()) for call in _named(value)]
+    return [call for value in _json_values(body)[0] for call in _named(value)]
 
 
-def _json_values(text: str) -> Iterator[Any]:
-    """The JSON values that stand in `text` one after the other; what follows the first thing that is none is left
-    out.
-    """
-    decoder, position = json.JSONDecoder(strict=False), 0
-    while position < len(text):
+def _json_values(text: str, position: int = 0) -> tuple[list[Any], int]:
+    """The JSON values that stand in `text` one after the other from `position`, and where they end."""
+    decoder, values = json.JSONDecoder(strict=False), []
+    end = position
+    while (position := _past_blanks(text, position)) < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):  # no JSON, a number of more than 4300 digits, or nested too deep
-            return
-        yield from value if isinstance(value, list) else [value]
-        while position < len(text) and text[position] in " \n\t\r;":
-            position += 1
+            break
+        values += value if isinstance(value, list) else [value]
+        end = position
+    return values, end
 
 
-def _named(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        yield value["name"], value.get("arguments", value.get("parameters", {}))
+def _past_blanks(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \n\t\r;":
+        position += 1
+    return position
+
+
+def _named(value: Any, needs_arguments: bool = False) -> Iterator[tuple[str, Any]]:
+    """The call that a JSON value says; with `needs_arguments` an object with a name alone is data, and no call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return
+    keys = [key for key in ("arguments", "parameters") if key in value]
+    if keys or not needs_arguments:
+        given = value[keys[0]] if keys else {}
+        yield value["name"], {} if given is None else given
 
 
 class CalledFunction(Function):

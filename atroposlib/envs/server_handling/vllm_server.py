@@ -6,14 +6,18 @@ chat and text completions              through <base_url> as for any OpenAI serv
 
 import asyncio
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import msgspec
 import orjson
 
+from atroposlib.envs.errors import OtherTokenizer
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,
+    ServerError,
+    ServerUnreachableError,
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
@@ -25,18 +29,29 @@ from atroposlib.envs.server_handling.sampling import (
     SampledTokens,
     Settings,
     settings_of,
+    with_stop_ids,
 )
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
-from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
+from atroposlib.logs import get_logger
+from atroposlib.utils.tokenizers import PROBES, encode_prompt, load_tokenizer
 from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
 from atroposlib.wire.tool_calls import FoundToolCalls, ParseToolCalls
 
+log = get_logger(__name__)
+
+TOKENIZE = "/tokenize"
+TOKENIZE_LIMIT_S = 10.0
 # What other dialects call max_tokens.
 MAX_TOKENS_ALIASES = ("max_new_tokens", "max_completion_tokens")
 # Arguments that choose things this client has already settled.
 SETTLED = frozenset(
     {"model", "prompt", "input_ids", "top_k_logprobs", "extra_body", "skip_reasoning", *MAX_TOKENS_ALIASES}
+)
+# Arguments of OpenAI's SDK that say nothing about what is sampled.
+OF_THE_SDK = frozenset(
+    "user timeout extra_headers extra_query store metadata service_tier safety_identifier prompt_cache_key"
+    " prompt_cache_retention stream_options parallel_tool_calls".split()
 )
 
 
@@ -57,6 +72,12 @@ class GenerateReply(msgspec.Struct):
     routed_experts: list[str] | None = None
 
 
+class TokenizeReply(msgspec.Struct):
+    """The reply of vLLM's /tokenize."""
+
+    tokens: list[int]
+
+
 class PromptLogprobsReply(msgspec.Struct):
     """The part of a /generate reply that describes the prompt: [position] holds one map, or several, or nothing."""
 
@@ -74,6 +95,8 @@ class VLLMServer(OpenAIServer):
             raise ValueError(f"server_type '{config.server_type}' needs a base_url, e.g. http://localhost:9001/v1")
         super().__init__(config, reasoning_config)
         self.root_url = self.base_url.removesuffix("/v1")
+        self._comparing = asyncio.Lock()
+        self._compared = False  # whether its tokenizer is known to be the environment's
 
     @property
     def health_url(self) -> str:
@@ -133,14 +156,40 @@ class VLLMServer(OpenAIServer):
         )
         return reply.content or "", [(call.name, call.arguments) for call in reply.calls]
 
+    async def compare_tokenizer(self, tokenizer: Any) -> None:
+        async with self._comparing:
+            if self._compared or self.config.server_type != "vllm":
+                return
+            url, text = f"{self.root_url}{TOKENIZE}", "\n".join(PROBES)
+            body = {"model": self.config.model_name, "prompt": text, "add_special_tokens": False}
+            try:
+                async with asyncio.timeout(TOKENIZE_LIMIT_S):
+                    theirs = self._decode(await self._post(url, body), TokenizeReply).tokens
+            except (RetryableServerError, ServerUnreachableError, TimeoutError):
+                return  # sampling waits for it, and the next conversation asks again
+            except ServerError as error:
+                log.info("The tokenizer is not compared with that of %s: %s", self.name, error)
+                theirs = []
+            ours = list(tokenizer.encode(text, add_special_tokens=False))
+            if theirs and theirs != ours:
+                pairs = enumerate(zip_longest(ours, theirs))
+                place, (own, its) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+                raise OtherTokenizer(
+                    f"{self.name} does not read text as the tokenizer {getattr(tokenizer, 'name_or_path', '')} does:"
+                    f" token {place} of a test text is {its} there and {own} here. Set --env.tokenizer_name to the"
+                    " tokenizer of the served model"
+                )
+            self._compared = True
+
     async def _tokenizer(self) -> Any:
         return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
 
     async def _body(self, arguments: Arguments) -> Arguments:
         """The request for `arguments`: ids for the prompt, every sampling parameter as it came."""
+        arguments = with_stop_ids(arguments)
         body = {
             **(arguments.get("extra_body") or {}),
-            **{key: value for key, value in arguments.items() if key not in SETTLED},
+            **{key: value for key, value in arguments.items() if key not in SETTLED | OF_THE_SDK},
         }
         for alias in MAX_TOKENS_ALIASES:
             if arguments.get(alias) is not None:
