@@ -79,6 +79,8 @@ def settings_of(arguments: Mapping[str, Any], least_temperature: float = 0.0) ->
         "top_k": 0 if top_k is None else max(0, int(top_k)),
         **others,
     }
+
+
 def with_stop_ids(arguments: Arguments, extra_body: bool = False) -> Arguments:
     """Return `arguments` with the token ids among `stop` as `stop_token_ids`, as vLLM and SGLang call them; with
     `extra_body` in there, as OpenAI's SDK wants what OpenAI does not know. Raises ValueError for anything else in
