@@ -29,6 +29,7 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import author_checks, checkpoints
 from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
 from atroposlib.envs.author_methods import settled
+from atroposlib.envs.chat_template import with_template
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
@@ -68,7 +69,7 @@ from atroposlib.groups import Needs, rollouts_of
 from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
-from atroposlib.utils.tokenizers import load_tokenizer, with_template
+from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for

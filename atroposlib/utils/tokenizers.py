@@ -5,18 +5,15 @@ wherever torch is installed. Environments take `len()` of a templated prompt and
 loaded here.
 """
 
-import copy
 import functools
 import json
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from atroposlib.envs.errors import EnvError, NoChatTemplate
-from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -34,6 +31,7 @@ TOKENIZER_FILES = [
 
 
 PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"}
+PLAIN_CLASSES |= {"MistralCommonBackend"}  # reads tekken.json, and is not chosen without it
 # What tokenizers treat in different ways: blanks at both ends and in rows, line ends, digits, marks, other scripts,
 # an emoji of several code points, control characters, and the words of templates.
 PROBES = (
@@ -101,53 +99,9 @@ def _load(name: str) -> Any:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
     tokenizer = _read(_local_folder(name))
-    _render_by(tokenizer, {})
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
     return tokenizer
-
-
-def with_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]) -> Any:
-    """A copy of `tokenizer` that renders conversations by the Jinja template in `file`, or by its own without one, and
-    gives it `arguments`, such as enable_thinking. Raises EnvError for a file that is not a template.
-    """
-    if file is None and not arguments:
-        return tokenizer
-    if isinstance(tokenizer, NoTokenizer):
-        raise EnvError("chat_template and chat_template_kwargs need a tokenizer: name one with --env.tokenizer_name")
-    copied = copy.copy(tokenizer)
-    if file is not None:
-        copied.chat_template = _template(Path(file))
-    _render_by(copied, dict(arguments))
-    return copied
-
-
-def _template(file: Path) -> str:
-    from jinja2 import Environment, TemplateError
-    from jinja2.ext import loopcontrols
-
-    with reading(f"cannot read the chat template {file}", EnvError, also=(TemplateError,)):
-        text = file.read_text(encoding="utf-8")
-        Environment(extensions=[loopcontrols]).parse(
-            text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-        )
-    return text
-
-
-def _render_by(tokenizer: Any, defaults: Mapping[str, Any]) -> None:
-    """Make `apply_chat_template` return text or a list, with `defaults` for the template, and a clear error without
-    one.
-    """
-    render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
-
-    def apply_chat_template(conversation: Any, *args: Any, **arguments: Any) -> Any:
-        if not tokenizer.chat_template and not arguments.get("chat_template"):
-            raise NoChatTemplate(
-                f"the tokenizer {tokenizer.name_or_path} has no chat template, which a conversation needs: name a Jinja"
-                " file with --env.chat_template (`atropos train`: --chat-template), or take an instruct model"
-            )
-        return render(conversation, *args, **{"return_dict": False, **defaults, **arguments})
-
-    tokenizer.apply_chat_template = apply_chat_template
 
 
 def _read(folder: Path) -> Any:
@@ -157,7 +111,7 @@ def _read(folder: Path) -> Any:
     says, or one that may overrule tokenizer.json: the class that tokenizer_config.json names, or that of the model's
     type. Where all of these read alike, there is nothing to choose, and torch stays out.
     """
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").is_file() and not (folder / "tekken.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         plain = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -181,8 +135,8 @@ def _other_classes(folder: Path) -> list[Any]:
         # its table, read as text: to import it is to import torch
         table = Path(transformers.__file__).with_name("models") / "auto" / "tokenization_auto.py"
         names |= set(re.findall(rf'\(\s*"{re.escape(model_type)}",\s*"(\w+)"', table.read_text(encoding="utf-8")))
-    known = {getattr(transformers, name.removesuffix("Fast"), None) for name in names if name} - {None}
-    return [each for each in known if each.__name__ not in PLAIN_CLASSES]
+    known: list[Any] = [getattr(transformers, name.removesuffix("Fast"), None) for name in sorted(filter(None, names))]
+    return [each for each in known if each is not None and each.__name__ not in PLAIN_CLASSES]
 
 
 def _value(path: Path, key: str) -> str | None:

@@ -112,6 +112,11 @@ class RunFlags(Config):
         None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
     )
     tp_size: int | None = Field(None, ge=1, le=64, description="trainer ranks that split each layer")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja file of the chat template, for environments and vLLM (default: the model's)",
+    )
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     view: bool | None = Field(None, description="serve the run in a browser while it runs (default: yes)")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
@@ -346,7 +351,7 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
     models = [*positional, *([given.model] if given.model else [])]
     if len(models) > 1:
         raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
-    own = ("steps", "seed", "dtype", "batch_invariant", "wandb", "tensorboard", "keep_samples")
+    own = ("steps", "seed", "dtype", "batch_invariant", "chat_template", "wandb", "tensorboard", "keep_samples")
     changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
     if given.run_name is not None:
         changes["name"] = given.run_name

@@ -110,6 +110,11 @@ class RunFile(Config):
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja file of the chat template, for environments and vLLM; by default the model's",
+    )
     wandb: bool = Field(False, description="log to Weights & Biases")
     tensorboard: bool = Field(False, description="log to TensorBoard")
     keep_samples: KeepText = Field(
@@ -137,6 +142,13 @@ class RunFile(Config):
                 f"{wrong[0]!r} is not a valid environment name: use letters, digits, '.', '_' and '-', and no "
                 "service's name"
             )
+        return value
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_there(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_file():
+            raise ValueError(f"{value} is not a file: give the path of a Jinja chat template")
         return value
 
     @field_validator("vllm", mode="before")

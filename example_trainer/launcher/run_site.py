@@ -104,6 +104,8 @@ def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None, index: int 
         flags |= {"enable_lora": True, "max_lora_rank": next((fit for fit in LORA_RANKS if fit >= rank), rank)}
     if run.batch_invariant:
         flags["batch_invariant"] = True
+    if run.chat_template is not None:
+        flags["chat_template"] = str(Path(run.chat_template).resolve())
     own = {key: value for key, value in mine.items() if value is not None and key != "tensor_parallel_size"}
     if not site.placement.on_gpus and tensor_parallel_size(mine) > 1:
         own["tensor_parallel_size"] = mine["tensor_parallel_size"]

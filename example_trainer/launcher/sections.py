@@ -186,6 +186,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             "tokenizer_name": "default",
             "total_steps": -1,
             "use_wandb": run.wandb,
+            **({"chat_template": str(Path(run.chat_template).resolve())} if run.chat_template is not None else {}),
             "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
             "held_out_path": str(site.run_dir / "held_out.jsonl"),
             **({"run_record_path": str(site.run_dir / "run.json")} if "run_record_path" in known["env"] else {}),

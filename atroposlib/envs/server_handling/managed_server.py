@@ -71,7 +71,7 @@ class ManagedServer(SequenceKeeper):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
@@ -96,7 +96,7 @@ class ManagedServer(SequenceKeeper):
     async def chat_completion(
         self,
         *,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         n: int | None = 1,
         tools: Sequence[Any] | None = None,
         tool_choice: str | None = None,

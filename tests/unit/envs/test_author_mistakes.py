@@ -217,7 +217,7 @@ MISTAKES = {
     "prompt that the chat template refuses": (
         changed(QUESTION, (PROMPT_DEF, marked(PROMPT_DEF)), ('"content": item', '"content": 7')),
         "{} in prompt",
-        [BUDGET, "TypeError: ", AGAIN],
+        [BUDGET, "ValueError: messages[0].content is 7: expected text", AGAIN],
     ),
     "prompt raises": (
         changed(QUESTION, (PROMPT_RETURN, marked('return [{"role": "user", "content": item["text"]}]'))),

@@ -12,6 +12,7 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import process
 from atroposlib.testing.fake_answers import InTurn, Right
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.utils.tokenizers import load_tokenizer
 from environments.template_server import LargerNumberEnv
 from environments.two_turn_template_server import GuessEnv
 from tests.unit.envs.fakes import renumbered_tokenizer
@@ -80,7 +81,8 @@ async def test_a_tokenizer_that_the_server_cannot_load_ends_the_command(tmp_path
 
 async def test_a_server_that_is_not_a_fake_one_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.testing.fake_inference_server.FAKE", "vllm")
-    async with FakeInferenceServer(lambda prompt: "It is 1.") as server:
+    tokenizer = load_tokenizer(str(renumbered_tokenizer(tmp_path / "tokenizer")))
+    async with FakeInferenceServer(lambda prompt: "It is 1.", tokenizer) as server:
         await processed(LargerNumberEnv, tmp_path, server)
         assert server.hits["/fake"] == 0
         assert server.hits["/v1/models"] == 1

@@ -102,7 +102,7 @@ async def test_tools_of_a_command_are_those_that_it_lists_and_it_ends_with_the_e
         rollouts = await env.rollouts(3, 2, "train", 1.0, 1.0)
         await env._release()
     assert sampled_texts(group) == [f"{said}<|im_end|>It is 9.0.<|im_end|>"] * 4
-    described = rollouts[0].messages[0]["content"]
+    described = rollouts[0].sequences[0].full_text
     assert '"name": "square"' in described
     assert (
         '"name": "add", "description": "Adds two numbers.", "parameters": {"type": "object", "properties"' in described

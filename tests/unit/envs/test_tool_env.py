@@ -313,6 +313,18 @@ async def test_a_tool_that_fails_the_rollout_fails_that_one_alone(tmp_path: Path
     assert failed.value.metrics["unscored_infrastructure"] == 1
 
 
+async def test_a_second_call_that_is_cut_is_told_beside_the_result_of_the_first(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(turns(call(number=2) + '<tool_call>{"name": "squ', "Done.")) as server,
+        running_env(SquareEnv, tmp_path, server, **SETTINGS) as env,
+    ):
+        rollout = await converse(env)
+    (told,) = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert told.startswith("4.0\nError: the tool call could not be read")
+    assert told.endswith("(1 more in that message)")
+    assert (rollout.state["tool_calls"], rollout.state["tool_errors"]) == (1, 1)
+
+
 async def test_results_in_the_users_role_are_one_message(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer(turns(call(number=1) + call(number=2), "Done.")) as server,

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from atroposlib.envs.errors import OtherTokenizer
 from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode, _node
 from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
@@ -377,3 +378,73 @@ async def test_streaming_is_refused_in_words(setup: Setup) -> None:
 async def test_a_conversation_without_messages_is_refused(setup: Setup) -> None:
     with pytest.raises(ValueError, match="at least one message"):
         await setup.managed().chat_completion(messages=[])
+
+
+async def test_text_parts_and_objects_of_the_sdk_are_messages(setup: Setup) -> None:
+    setup.replies(hi="one", more="two")
+    managed = setup.managed()
+    parts = [{"type": "text", "text": "hi"}]
+    first = await managed.chat_completion(messages=[{"role": "user", "content": parts}])
+    await managed.chat_completion(messages=[user("hi"), first.choices[0].message, user("more")])
+    (node,) = managed.current_nodes
+    assert node.full_text.count("one") == 1
+    joined = managed.render([{"role": "user", "content": [*parts, {"type": "input_text", "text": "there"}, "you"]}])
+    assert "user\nhi\nthere\nyou<|im_end|>" in joined
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "part of type 'image_url'"),
+        ({"role": "user", "content": 7}, "content is 7: expected text"),
+        ({"content": "hi"}, "expected a mapping with role"),
+        ("hi", "expected a mapping with role"),
+    ],
+)
+async def test_content_that_is_not_text_is_refused_with_its_place(setup: Setup, message: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"messages\[1\].*{reason}"):
+        await setup.managed().chat_completion(messages=[user("hi"), message])
+
+
+async def test_tools_that_the_template_does_not_show_stand_in_the_system_prompt(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: "Well."
+    managed = setup.managed(tool_parser="hermes")
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    await managed.chat_completion(messages=[user("hi")], tools=[tool])
+    await managed.chat_completion(messages=[user("hi"), assistant("Well."), user("more")], tools=[tool])
+    (node,) = managed.current_nodes
+    assert node.full_text.count('"name": "search"') == 1
+    assert node.full_text.startswith("<|im_start|>system\n# Tools")
+
+
+async def test_stop_takes_token_ids_and_arguments_of_the_sdk_change_nothing(setup: Setup) -> None:
+    await setup.managed().chat_completion(
+        messages=[user("hi")], stop=[END, "\n\n"], user="me", timeout=5, extra_headers={"X": "y"}, store=False
+    )
+    _, body = setup.fake.requests[-1]
+    assert (body["stop_token_ids"], body["stop"]) == ([END], ["\n\n"])
+    assert not {"user", "timeout", "extra_headers", "store"} & body.keys()
+    with pytest.raises(ValueError, match=r"stop has 1.5: expected texts and token ids"):
+        await setup.managed().chat_completion(messages=[user("hi")], stop=[1.5])
+
+
+async def test_logprobs_of_a_reply_are_those_of_its_tokens(setup: Setup) -> None:
+    managed = setup.managed()
+    reply = await managed.chat_completion(messages=[user("hi")], logprobs=True)
+    shown = reply.choices[0].logprobs
+    assert shown is not None
+    assert shown.content is not None
+    (node,) = managed.current_nodes
+    assert [each.logprob for each in shown.content] == [value for value in node.logprobs if value != 1.0]
+    with pytest.raises(ValueError, match="top_logprobs is not supported"):
+        await managed.chat_completion(messages=[user("hi")], logprobs=True, top_logprobs=5)
+
+
+async def test_another_tokenizer_than_the_servers_ends_the_run_in_one_line(setup: Setup) -> None:
+    await setup.server.compare_tokenizer(TOKENIZER)
+    other = VLLMServer(APIServerConfig(server_type="vllm", base_url=setup.fake.base_url, model_name="fake"))
+    try:
+        with pytest.raises(OtherTokenizer, match=r"token \d+ of a test text is \d+ there and \d+ here.*tokenizer_name"):
+            await other.compare_tokenizer(make_tiny_tokenizer([("e", "s")]))
+    finally:
+        await other.close()

@@ -16,7 +16,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager, StickyRoute
 from atroposlib.envs.server_handling.tool_call_parsers import check_tool_parser, tool_call_parser
-from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCallTranslator
+from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCallTranslator, unread_calls
 from atroposlib.extras import MissingExtra
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
@@ -39,6 +39,19 @@ CALL = '<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call
             None,
             [("a", {"x": 1}), ("b", {})],
         ),
+        (
+            "hermes",
+            '<tool_call>{"name": "write", "arguments": {"text": "a </tool_call> and a <tool_call> in it"}}</tool_call>',
+            None,
+            [("write", {"text": "a </tool_call> and a <tool_call> in it"})],
+        ),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [("now", {})]),
+        ("hermes", '<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', None, [("a", {}), ("b", {})]),
+        ("hermes", f"{CALL}<tool_call>{{cut", None, [("search", {"query": "cats"})]),
+        ("hermes", f"<tool_call>{{bad}}</tool_call>{CALL}", None, [("search", {"query": "cats"})]),
+        ("llama3_json", '{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
+        ("llama3_json", '{"name": "a", "parameters": null}', None, [("a", {})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"x": "]"}}]', None, [("a", {"x": "]"})]),
         ("llama3_json", "I need no tool.", "I need no tool.", []),
         ("mistral", 'Well. [TOOL_CALLS] [{"name": "a", "arguments": {}}]', "Well.", [("a", {})]),
     ],
@@ -50,6 +63,14 @@ def test_calls_are_found_in_what_models_write(
     assert found_content == content
     assert reason == ("tool_calls" if calls else "stop")
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found or []] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [(CALL, 0), ("none", 0), (f"{CALL}<tool_call>{{cut", 1), (f"<tool_call>x</tool_call>{CALL}<tool_call>", 2)],
+)
+def test_marked_calls_that_cannot_be_read_are_counted(text: str, unread: int) -> None:
+    assert unread_calls(text) == unread
 
 
 def test_every_parser_leaves_plain_text_alone() -> None:
