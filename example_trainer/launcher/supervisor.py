@@ -15,6 +15,7 @@ killed, the kernel sends its services TERM, and `atropos stop` ends those that i
   to nobody else.
 """
 
+import errno
 import os
 import signal
 import time
@@ -70,6 +71,8 @@ class Limits:
     last_s: float = 300.0  # for the others, once the first of those that may end has
     pause_s: float = 2.0  # before the first restart; three times as long before each next one
     steady_s: float = 600.0  # a service that ran so long has its restarts again
+    no_space_s: float = 600.0  # for somebody to free space on a full disk, before the run ends
+    no_space_pause_s: float = 10.0  # before the next try
     blame_s: float = 20.0  # for the service to end that another one, which has ended, misses
 
 
@@ -132,6 +135,7 @@ class Supervisor:
         self.killed = False  # whether it was killed by a signal that this launcher did not send
         self._first_end: float | None = None
         self._noted = 0.0
+        self._no_space_since: float | None = None  # a service cannot be started again on a full disk
 
     def __enter__(self) -> Self:
         """Claim the run's directory. Raises RunInUse, ForeignRecord and CannotStart, and nothing has changed then."""
@@ -300,9 +304,31 @@ class Supervisor:
         if child.record.signal(signal.SIGKILL):
             return  # its number stays its group's until the next look
         child.reap()
-        if (pid := self._start(child)) is not None:
+        try:
+            pid = self._start(child)
+        except CannotStart as error:
+            if not self._awaits_space(child, error):
+                raise
+            return
+        self._no_space_since = None
+        if pid is not None:
             self._tell(Restarted(child.service.name, pid, child.deaths, child.service.restarts))
             self._announce_wait(child)
+
+    def _awaits_space(self, child: Child, error: CannotStart) -> bool:
+        """Whether a service that a full disk keeps from starting is tried again, which is told."""
+        now = time.monotonic()
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)):
+            return False
+        self._no_space_since = self._no_space_since or now
+        if now - self._no_space_since > self._limits.no_space_s:
+            return False
+        assert child.record is not None
+        child.restart_at = now + self._limits.no_space_pause_s
+        shown = last_lines(child.log, 1)
+        pause_s = self._limits.no_space_pause_s
+        self._tell(Died(child.service.name, child.record.pid, str(error), child.log, shown, pause_s))
+        return True
 
     def _mortal(self) -> list[Child]:
         return [child for child in self._children if child.service.may_end]

@@ -6,6 +6,7 @@ flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──�
 import os
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from argparse import ArgumentParser
@@ -59,6 +60,9 @@ MODELS = (
     "Qwen/Qwen2.5-3B-Instruct",
     "Qwen/Qwen2.5-1.5B-Instruct",
 )
+
+
+LEAST_FREE = 64 << 20  # bytes; logs, records and rows of a few minutes
 
 
 def parser() -> ArgumentParser:
@@ -288,12 +292,26 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
     return end.status
 
 
+def disk_line(run_dir: Path) -> str:
+    """What to do about a disk without room, which ends every service; empty while there is room."""
+    free = shutil.disk_usage(run_dir).free
+    if free >= LEAST_FREE:
+        return ""
+    return (
+        f"The disk of {os.path.relpath(run_dir)} has {free / 1e6:.1f} MB free, and a run needs at least"
+        f" {LEAST_FREE / 1e6:.0f}: free some first. Groups that the batching API acknowledged and complete checkpoints"
+        " are kept"
+    )
+
+
 def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None:
     """The command that continues the run, and from where; nothing where none was begun."""
     run_dir = plan.site.run_dir
     if not (run_dir / "run.yaml").is_file():
         return
     words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
+    if line := disk_line(run_dir):
+        console.say(line)
     first = "wait until all machines answer or remove the lost one from the hosts file, then run: "
     kept = any((run_dir / "checkpoints").glob("*step_*"))
     console.say(

@@ -1,6 +1,8 @@
 """How a run ends is said: out of memory by name, the command that continues it, and in the window."""
 
+import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from atroposlib.view.run_files import RunFiles
+from example_trainer.launcher import train
+from example_trainer.launcher.child import Child
 from example_trainer.launcher.events import Died, Event, Interrupted
 from example_trainer.launcher.oom import OomKills
 from example_trainer.launcher.run_log import RunLog
 from example_trainer.launcher.runs import outcome
 from example_trainer.launcher.service import Service
-from example_trainer.launcher.supervisor import Limits, Supervisor
+from example_trainer.launcher.supervisor import CannotStart, Limits, Supervisor
 
 
 def counters(root: Path, group: str, kills: int) -> Path:
@@ -108,3 +112,45 @@ def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "To continue (there is no checkpoint yet: from step 1), run: atropos train --resume r" in done.stdout
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_service_is_started_again_once_a_full_disk_has_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
+    tries: list[int] = []
+    start = Child.start
+
+    def on_a_full_disk(child: Child, records: object) -> int:
+        tries.append(1)
+        if len(tries) in (2, 3) or (len(tries) > 1 and not freed):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return start(child, records)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Child, "start", on_a_full_disk)
+    told: list[Event] = []
+    marker = tmp_path / "again"
+    program = (
+        f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); e = p.exists(); p.touch(); sys.exit(0 if e else 1)"
+    )
+    service = Service("env", (sys.executable, "-c", program), may_end=True, restarts=3)
+    limits = Limits(pause_s=0.0, no_space_s=60.0 if freed else 0.5, no_space_pause_s=0.1)
+    with Supervisor(tmp_path / "run", [service], told.append, limits) as supervisor:
+        for child in supervisor._children:
+            child.has_served = True
+        if freed:
+            assert supervisor.run() == 0
+        else:
+            with pytest.raises(CannotStart, match="No space left on device"):
+                supervisor.run()
+    waits = [event.how for event in told if isinstance(event, Died) and "No space left" in event.how]
+    assert len(waits) == 2 if freed else waits
+
+
+def test_a_disk_without_room_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_000_000))
+    assert "has 3.0 MB free, and a run needs at least 67: free some first" in train.disk_line(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    assert train.disk_line(tmp_path) == ""
