@@ -111,7 +111,7 @@ def read_config_file(argv: Sequence[str]) -> Tree:
     if path is None:
         return {}
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

@@ -40,6 +40,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.groups import Needs
 from atroposlib.logs import configure_logging, get_logger, say
+from atroposlib.utf8 import restart_in_utf8
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
@@ -499,6 +500,8 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when trained; exits with 1 and one line on stderr when not, with 130 on Ctrl-C."""
+    if argv is None:
+        restart_in_utf8()
     place = Place.of_this_process()
     config = load_config(TrainerConfig, argv, prog="grpo", env=own_environment(os.environ))
     if place.rank == 0:

@@ -110,7 +110,7 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     with reading(
         f"--hosts-file {path} cannot be read", ValueError, remedy="give a text file with one host[:port] per line"
     ):
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):
         if entry := line.partition("#")[0].strip():

@@ -104,7 +104,7 @@ def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
     a clock.
     """
     cpuinfo = Path("/proc/cpuinfo")
-    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
     faster = is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
     return onednn_product if faster else _torch
 
@@ -291,6 +291,6 @@ def _read(cache: Path) -> dict[str, Kernels]:
 def _processor() -> str:
     """Model and stepping, as Linux tells them: virtual machines give several processors one name."""
     cpuinfo = Path("/proc/cpuinfo")
-    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0] if cpuinfo.exists() else ""
     told = [line.partition(":") for line in first.splitlines() if line.startswith(("cpu family", "model", "stepping"))]
     return " ".join(value.strip() for _, _, value in told) or platform.machine()

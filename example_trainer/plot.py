@@ -54,7 +54,7 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
 
 def read_rows(path: Path) -> Rows:
     """The objects of a jsonl file; a last line that is still being written is left out."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line.strip()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line.strip()]
 
 
 def main(argv: list[str] | None = None) -> int:

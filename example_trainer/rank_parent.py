@@ -194,6 +194,6 @@ def _start(number: int, size: int, listener: socket.socket) -> subprocess.Popen[
 
 def _is_stopped(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         return state in "Tt"
     return False

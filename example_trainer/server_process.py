@@ -127,7 +127,7 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
     found = set()
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
             fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
             found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
     return found

@@ -37,6 +37,7 @@ from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
+from atroposlib.utf8 import restart_in_utf8
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types
@@ -65,6 +66,8 @@ class LaunchError(AtroposError):
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
+    if argv is None:
+        restart_in_utf8()
     argv = sys.argv[1:] if argv is None else argv
     _answer_without_vllm(argv)
     configure_logging("vllm")

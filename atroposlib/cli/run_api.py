@@ -29,6 +29,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.http_guard import is_loopback
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utf8 import restart_in_utf8
 
 log = get_logger(__name__)
 COMMANDS_HELP = """\
@@ -115,6 +116,8 @@ def serve(config: RunApiConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `run-api` and `python -m atroposlib.cli.run_api`."""
+    if argv is None:
+        restart_in_utf8()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["journal"]:
         journal_commands.main(argv[1:])

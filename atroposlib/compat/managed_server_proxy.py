@@ -265,7 +265,7 @@ class ProxyConfig(Config):
 def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
     """(model name, tokenizer name, servers) of the JSON file. Raises ValueError that says what is wrong with it."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         name = content["model_name"]
         servers = [
             APIServerConfig(**{"model_name": name, "server_type": "vllm", **server}) for server in content["servers"]

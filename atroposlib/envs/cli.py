@@ -39,6 +39,7 @@ from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError, names, nearest
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utf8 import restart_in_utf8
 from atroposlib.utils.tokenizers import NO_TOKENIZER
 
 log = get_logger(__name__)
@@ -113,6 +114,8 @@ COMMANDS = ("serve", "process", "evaluate")
 
 def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_command: str | None = None) -> NoReturn:
     """Run a command and exit."""
+    if argv is None:
+        restart_in_utf8()
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = Path(sys.argv[0]).name
     with one_line_errors(prog):

@@ -31,7 +31,7 @@ class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def this_process() -> Process:
     return Process(
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
         os.stat("/proc/self/ns/pid").st_ino,
         os.getpid(),
         _stat(os.getpid())[1],
@@ -50,5 +50,5 @@ def is_alive(process: Process) -> bool:
 
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of `pid`, out of /proc/PID/stat."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before ) may hold anything
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -13,6 +13,7 @@ from importlib import import_module
 from types import FrameType
 
 from atroposlib.errors import one_line_errors
+from atroposlib.utf8 import restart_in_utf8
 from example_trainer.launcher.arguments import Parser, nearest
 
 
@@ -44,6 +45,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status, or exits with it."""
+    if argv is None:
+        restart_in_utf8()
     words = sys.argv[1:] if argv is None else list(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:

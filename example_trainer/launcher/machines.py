@@ -106,7 +106,7 @@ THIS_ONE = Machines()
 def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = True) -> Machines:
     """The machines of a hosts file. Raises ConfigError that names the line, or says what does not fit together."""
     with reading(f"--hosts {path} cannot be read", ConfigError, remedy=f"give a text file with {LINE}"):
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     found: list[Machine] = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()

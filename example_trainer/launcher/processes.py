@@ -18,7 +18,7 @@ DEAD = "ZX"  # a zombie still has its number
 @cache
 def boot_id() -> str:
     """Of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def first_ticks(pid: int) -> int | None:
@@ -53,5 +53,5 @@ def _numbers_of(group: int) -> Iterator[int]:
 def _fields(pid: int) -> list[str]:
     """State, parent, group, session, ... of a process; empty if it is gone. Its name, before them, may hold blanks."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return []

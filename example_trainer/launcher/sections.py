@@ -252,7 +252,7 @@ def ask_environment(
     name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
 ) -> Tree:
     """The configuration as the program resolves it. Raises ConfigError with what it says against it."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         yaml.safe_dump(dict(settings), file)
         file.flush()
         command = [sys.executable, *program, "serve", "--config", file.name, *typed, "--dry-run"]
