@@ -68,15 +68,16 @@ class ChatRequest(BaseModel):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float = 1.0
-    n: int = Field(default=1, ge=1)
+    temperature: float | None = None
+    n: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | None = None
 
     def arguments(self) -> JsonObject:
         """What `ManagedServer.chat_completion` is called with."""
         return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {
-            "max_tokens": self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
+            "max_tokens": self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
         }
 
 

@@ -9,6 +9,8 @@ NUMERAL = re.compile(
     r"(?:\{\s*(?:\\[a-z]+\s*\{\s*)?(?P<base>\d{1,2}|[a-z]+)\s*\}?\s*\}|(?P<short>\d{1,2}|[a-z]{3,}))(?![\w.])"
 )
 
+INDEXED = re.compile(r"(?<![\w\\])\d+\s*_")
+
 
 def base_of(text: str) -> int | None:
     """The base of `text` if it is one numeral with its base, else None."""
@@ -28,8 +30,8 @@ def with_values(text: str) -> str:
 
 
 def not_numerals(text: str) -> bool:
-    """Whether something in `text` looks like a numeral and has a digit that its base has not: 18_8."""
-    return any(_base(found) and _value(found) is None for found in NUMERAL.finditer(text))
+    """Whether a number in `text` has an index that is not its base, such as 18_8 and 18_a: a reader would drop it."""
+    return INDEXED.search(with_values(text)) is not None
 
 
 def _base(found: re.Match[str]) -> int | None:

@@ -36,7 +36,9 @@ PLAIN = re.compile(DECIMAL)
 POWER_OF_TEN = re.compile(
     r"\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))|[eE]([-+]?\d+)(?![\w.])"
 )
-WRAPPED = re.compile(r"\\(?:text[a-z]*|math[a-z]{2}|mbox|hbox|operatorname|underline|boldsymbol|bm)\s*\{([^{}]*)\}")
+WRAPPED = re.compile(
+    r"\\(?:text[a-z]*|math[a-z]{2}|mbox|hbox|operatorname|underline|boldsymbol|bm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:|\s*=)|=|:)\s*", re.IGNORECASE)
 ABOUT = re.compile(
     r"(?:\\approx|\\sim|~|≈|(?:about|approximately|approx\.?|around|roughly|circa|ca\.)(?=[\s\d]))\s*", re.I
