@@ -21,7 +21,7 @@ log = get_logger(__name__)
 BUDGET_S = 20.0
 AT_ONCE = 16
 PLAIN = re.compile(r"-?[0-9]+(\.[0-9]+)?(/[1-9][0-9]*)?")  # which every grader reads
-KNOWN_TO_WORK = r"\frac{1}{2}"
+KNOWN_TO_WORK = r"\sqrt{2}"  # which needs the child process
 KIND = "with an answer that cannot be graded"
 LOOKED_AT = "known answers"
 
