@@ -26,6 +26,10 @@ from atroposlib.wire.routes import Route
 
 log = get_logger(__name__)
 
+COLLECTOR = "atropos-collector"  # as which these commands register; a later one may follow
+FOLLOWS_WITHIN_S = 5.0
+FINISHED_S = 10.0  # without a request for a batch: a collector asks more often
+
 R = TypeVar("R")
 
 
@@ -99,15 +103,16 @@ def generate(config: C, path: Path, records_of: Callable[[C, ScoredData, Any], I
 def fetch_groups(config: GenerationConfig) -> Iterator[ScoredData]:
     """Groups without end, as a trainer that trains on nothing gets them. Raises GenerationError."""
     with contextlib.closing(BatchingApi(config.api_url, config.token, Flags("--api-url", "--token"))) as api:
-        if _call(api, routes.INFO).batch_size > 0 and not config.take_over:
-            raise GenerationError(
-                f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
+        if not config.take_over:
+            wait_for(
+                lambda: _expect_free(config, api),
+                Wait("the end of the last collection", config.api_url, FINISHED_S + FOLLOWS_WITHIN_S, _in_use(config)),
             )
         _call(
             api,
             routes.REGISTER,
             Registration(
-                wandb_group="",
+                wandb_group=COLLECTOR,
                 wandb_project="",
                 batch_size=config.group_size * config.tasks_per_step,
                 max_token_len=config.max_token_len,
@@ -119,6 +124,25 @@ def fetch_groups(config: GenerationConfig) -> Iterator[ScoredData]:
         )
         while True:
             yield from _next_batch(config, api)
+
+
+def _expect_free(config: GenerationConfig, api: BatchingApi) -> None:
+    """Return if nobody is registered, or a collector that has finished: it asks for batches no more. Raises NotYet for
+    one that asked lately, and GenerationError for a trainer.
+    """
+    if _call(api, routes.INFO).batch_size <= 0:
+        return
+    if _call(api, routes.WANDB_INFO).group != COLLECTOR:
+        raise _in_use(config)("a trainer has registered")
+    asked_s = _call(api, routes.ACTIVITY).asked_s
+    if asked_s is not None and asked_s < FINISHED_S:
+        raise NotYet("a collector has asked for a batch lately")
+
+
+def _in_use(config: GenerationConfig) -> Callable[[str], GenerationError]:
+    return lambda reason: GenerationError(
+        f"{reason} with {config.api_url}; start another API, or pass --take-over to end its run"
+    )
 
 
 def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:

@@ -7,6 +7,7 @@ there.
 """
 
 import os
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from atroposlib.config import Config
 from atroposlib.envs.evaluation_metrics import TABLE
 from atroposlib.envs.sampling_fields import SampleFlags
 from atroposlib.flags import ConfigError
-from example_trainer.launcher.command_line import RunFlags, make_parser, read_command_line
+from example_trainer.launcher.command_line import Asked, RunFlags, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole
 from example_trainer.launcher.ports import Ports
 from example_trainer.launcher.run_file import RunFile
@@ -29,6 +30,7 @@ from example_trainer.launcher.train import AUTO, choose_folder, described, find_
 
 PROG = "atropos evaluate"
 GREEDY = SampleFlags()  # the environments' own evaluation
+UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")  # in a directory's name
 SHOWN = {"": r"(WARNING|ERROR|CRITICAL) |Sampled [0-9]+ of |Evaluated [0-9]+ of ", "vllm": "ERROR "}
 
 
@@ -43,7 +45,17 @@ class ServerFlags(Config):
     api_key_env: str = Field("", description="environment variable that holds its key")
 
 
-class EvaluateFlags(ServerFlags, SampleFlags, RunFlags):
+class OutputFlags(Config):
+    """Output"""
+
+    output: Path | None = Field(
+        None,
+        description="with --samples and one environment: the JSONL file of samples, which the same command continues;"
+        " by default in RUNS/evaluate-RECIPE-MODEL/",
+    )
+
+
+class EvaluateFlags(ServerFlags, OutputFlags, SampleFlags, RunFlags):
     """Those of `atropos evaluate`."""
 
 
@@ -59,21 +71,35 @@ def main(argv: Sequence[str]) -> int:
     given = asked.given
     assert isinstance(given, EvaluateFlags)
     asked = replace(asked, run=asking(asked.run, given))
-    run_dir = choose_folder(asked, "evaluate-")
+    run_dir = evaluation_folder(asked, given)
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
-        plan = replace(plan, services=evaluation_services(plan, given), files=evaluation_files(plan))
+        plan = replace(plan, services=evaluation_services(plan, given, given.output), files=evaluation_files(plan))
         if asked.dry_run:
             print(described(plan, asked), end="")
             return 0
         console = PlainConsole(run_dir, SHOWN)
-        console.say(f"Evaluating {plan.site.model}; all output goes to {run_dir}/")
+        known = " and continues there" if any(run_dir.glob("evaluation_*/samples.jsonl")) else ""
+        console.say(f"Evaluating {plan.site.model}; all output goes to {run_dir}/{known}")
         status = start(plan, console, asked.gpus).status
     if status == 0:
         for service in plan.environments:
             print((results(run_dir, service) / TABLE).read_text(encoding="utf-8"))
             print(f"Results of {service}: {os.path.relpath(results(run_dir, service))}/")
     return status
+
+
+def evaluation_folder(asked: Asked, given: EvaluateFlags) -> Path:
+    """The directory of an evaluation. With --samples the same command has the same one, so that it samples only what is
+    missing: a finished evaluation is not paid for twice. Raises ConfigError.
+    """
+    if not given.samples or asked.resume is not None:
+        return choose_folder(asked, "evaluate-")
+    stem, model = asked.source.stem.replace("_", "-"), str(asked.run.model or AUTO).strip("/")
+    folder = (asked.runs / (asked.run.name or f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}")).absolute()
+    if (folder / "trainer.yaml").exists() or (folder / "api.yaml").exists():
+        raise ConfigError(f"{os.path.relpath(folder)} is a training run; choose another --run-name")
+    return folder
 
 
 def asking(run: RunFile, given: ServerFlags) -> RunFile:
@@ -95,10 +121,13 @@ def asking(run: RunFile, given: ServerFlags) -> RunFile:
     return run.model_copy(update={"environments": environments})
 
 
-def evaluation_services(plan: Plan, given: SampleFlags = GREEDY) -> list[Service]:
-    """vLLM's servers, if an environment asks them, and the environments."""
+def evaluation_services(plan: Plan, given: SampleFlags = GREEDY, output: Path | None = None) -> list[Service]:
+    """vLLM's servers, if an environment asks them, and the environments. Raises ConfigError."""
+    if output is not None and (not given.samples or len(plan.environments) > 1):
+        raise ConfigError(f"--output {output} is for --samples and one environment, whose samples it holds")
     sampling = given.model_dump(include=set(SampleFlags.model_fields), exclude_defaults=True)
     flags = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--output", str(output.absolute())] if output is not None else []
     told = [str(environment.resolved["openai"]) for environment in plan.environments.values()]
     asked = any(f"{url}/" in text for url in plan.site.vllm for text in told)
     servers = [service for service in plan.services if is_server(service.name) and asked]

@@ -8,10 +8,11 @@ import pytest
 import requests
 
 from atroposlib.cli import dpo, sft  # type: ignore[attr-defined]  # an old path
+from atroposlib.compat import generation
 from atroposlib.compat.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.wire.batching import ScoredData
-from tests.unit.envs.fakes import Api, running_api
+from tests.unit.envs.fakes import Api, Trainer, running_api
 from tests.waiting import until
 
 TOKENIZER = make_tiny_tokenizer()
@@ -90,8 +91,44 @@ async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) 
         assert lines[0]["score"] == 1.0
         with pytest.raises(GenerationError, match=r"out.jsonl exists"):
             generate(config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
+
+
+async def test_a_collector_follows_one_that_has_finished_and_refuses_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "FINISHED_S", 1.0)
+    async with running_api() as api:
+        for name in ("first", "second"):
+            path = tmp_path / f"{name}.jsonl"
+            written = asyncio.create_task(asyncio.to_thread(generate, config_for(api, tmp_path), path, sft.records))
+            while not written.done():
+                reply = await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+                assert reply.status_code == 200
+                await asyncio.sleep(0.05)
+            assert await written == 7
+        await Trainer(api.url).register()
         with pytest.raises(GenerationError, match="a trainer has registered"):
             await asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "other.jsonl", sft.records)
+
+
+async def test_a_collector_at_work_is_not_displaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "FINISHED_S", 3.0)
+    monkeypatch.setattr(generation, "FOLLOWS_WITHIN_S", 0.5)
+    async with running_api() as api:
+        first = asyncio.create_task(
+            asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "first.jsonl", sft.records)
+        )
+
+        async def asked() -> bool:
+            reply = await asyncio.to_thread(requests.get, f"{api.url}/activity")
+            return reply.json().get("asked_s") is not None
+
+        await until(asked)
+        with pytest.raises(GenerationError, match="a collector has asked for a batch lately"):
+            await asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "second.jsonl", sft.records)
+        while not first.done():
+            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+            await asyncio.sleep(0.05)
 
 
 def config_for(api: Api, folder: Path) -> sft.SftConfig:

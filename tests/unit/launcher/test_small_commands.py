@@ -83,6 +83,41 @@ async def test_a_model_behind_an_api_is_evaluated_by_a_recipe(tmp_path: Path) ->
     assert all("secret" not in path.read_text() for path in (tmp_path / "api").rglob("*") if path.is_file())
 
 
+@pytest.mark.services
+@pytest.mark.slow
+async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> None:
+    async with FakeInferenceServer(lambda prompt: "It is 5.", model_name="org/gpt") as server:
+        words = ["arithmetic", "org/gpt", "--base-url", server.base_url, "--env.heldout_size", "3"]
+        words += ["--runs", str(tmp_path), "--samples"]
+
+        async def evaluated(*more: str) -> str:
+            done = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words, *more),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
+            said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
+            assert done.returncode == 0, said
+            return said
+
+        await evaluated("2")
+        assert "and continues there" in await evaluated("2")
+        assert server.hits["/v1/chat/completions"] == 6
+        await evaluated("3")
+        assert server.hits["/v1/chat/completions"] == 9, "only the third sample of each question"
+        await evaluated("1", "--output", str(tmp_path / "mine.jsonl"))
+        assert server.hits["/v1/chat/completions"] == 12
+    assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 4
+    samples = tmp_path / "evaluate-arithmetic-org-gpt/evaluation_env/samples.jsonl"
+    assert len(samples.read_text().splitlines()) == 10
+
+
+def test_an_output_is_for_the_samples_of_one_environment(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--output \S+mine.jsonl is for --samples and one environment"):
+        evaluate.evaluation_services(plan("gsm8k"), evaluate.EvaluateFlags(), tmp_path / "mine.jsonl")
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     for name in ("one", "two"):
