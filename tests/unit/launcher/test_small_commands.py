@@ -113,6 +113,7 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
     assert len(samples.read_text().splitlines()) == 10
 
 
+@pytest.mark.services
 def test_an_output_is_for_the_samples_of_one_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output \S+mine.jsonl is for --samples and one environment"):
         evaluate.evaluation_services(plan("gsm8k"), evaluate.EvaluateFlags(), tmp_path / "mine.jsonl")
