@@ -92,6 +92,10 @@ class OpenEnvConfig(QuestionEnvConfig):
     observation_fields: list[str] = Field(
         default=[], description="What the model sees of an observation; all if unset."
     )
+    observation_template: str = Field(
+        default="",
+        description="Text of an observation with a place {field} for each value, instead of its fields by name.",
+    )
     observation_limit: int = Field(default=4096, ge=1, description="Characters of an observation; the rest is cut.")
     observation_role: Literal["user", "tool"] = Field(
         default="user", description="Role of the messages that hold observations."
@@ -142,6 +146,8 @@ class OpenEnvConfig(QuestionEnvConfig):
 
     @model_validator(mode="after")
     def _parts_are_of_text(self) -> Self:
+        if self.observation_template and self.observation_fields:
+            raise ValueError("observation_template and observation_fields both choose what is shown: give one")
         if self.answer_part != "whole" and self.action_format not in ("auto", "text"):
             raise ValueError(f"answer_part {self.answer_part} is for action_format text")
         return self
@@ -173,7 +179,9 @@ class OpenEnv(QuestionEnv):
         limits = Limits(config.max_sessions, config.session_wait, config.reply_timeout)
         self.right_from = config.right_from
         self.openenv = OpenEnvClient(config.url, limits, token)
-        self.observations = Observations(self.tokenizer, config.observation_fields, config.observation_limit)
+        self.observations = Observations(
+            self.tokenizer, config.observation_fields, config.observation_limit, config.observation_template
+        )
         self.resets: list[Arguments] = []  # of the file to train on
         self.played: list[Mapping[str, Any]] = []  # the states of the episodes since the last log
         self._first: dict[str, str] = {}  # observation of a reset
@@ -360,7 +368,7 @@ class OpenEnv(QuestionEnv):
             if self.config.invalid_action == "end" or (isinstance(error, ActionRefused) and error.is_over):
                 play.outcome = "invalid"
                 return
-            seen = self.observations.clean(f"Invalid action: {error}")
+            seen = self.observations.clean(f"Invalid action: {self._without_address(str(error))}")
         else:
             if reply.reward is not None:
                 play.rewards.append(reply.reward)
@@ -369,6 +377,11 @@ class OpenEnv(QuestionEnv):
                 return
             seen = self.observations.text(reply.observation) or "(nothing)"
         self._go_on(play, seen)
+
+    def _without_address(self, text: str) -> str:
+        """What the model may see: an address says nothing to it, and would differ from run to run."""
+        url = self.config.url
+        return text.replace(f" at {url}", "").replace(url, "the server").replace(urlsplit(url).netloc, "the server")
 
     async def _stepped(self, session: Session, action: Mapping[str, Any]) -> Reply:
         try:

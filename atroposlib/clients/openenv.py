@@ -48,6 +48,7 @@ PAGE_BYTES = 4 * 2**20
 REPLIES_KEPT = 4  # a server that sends what nobody asked for is not read any more
 SHOWN_CHARACTERS = 300
 ERRORS_SHOWN = 5
+OLDEST = "of openenv-core 0.2 or newer"
 # What OpenEnv says before it ends the session, where a validator of the action's class raised: it cannot send that.
 UNWRITABLE_ERROR = "Unable to serialize unknown type"
 
@@ -122,7 +123,7 @@ class OpenEnvClient:
         page = await self._page("schema")
         action = page.get("action")
         if not isinstance(action, dict):
-            raise NotOpenEnv(f"{self.url}/schema has no schema of an action; is that an OpenEnv server?")
+            raise NotOpenEnv(f"{self.url}/schema has no schema of an action; is that an OpenEnv server, {OLDEST}?")
         return action
 
     async def description(self) -> tuple[str, str]:
@@ -220,7 +221,7 @@ class OpenEnvClient:
                 if reply.status in (401, 403):
                     raise NotOpenEnv(f"{url} replied {reply.status}: give its token as OPENENV_TOKEN (--env.token)")
                 if reply.status != 200:
-                    raise NotOpenEnv(f"{url} replied {reply.status}; is that an OpenEnv server?")
+                    raise NotOpenEnv(f"{url} replied {reply.status}; is that an OpenEnv server, {OLDEST}?")
                 body = bytearray()
                 async for chunk in reply.content.iter_chunked(2**16):
                     body += chunk

@@ -7,27 +7,48 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atroposlib.envs.failures import RolloutFailed
+
+PLACE = re.compile(r"\{(\w+)\}")
 HIDDEN = ("metadata",)
 EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
 class Observations:
-    """Observations as text: of `fields` alone if there are any, at most `limit` characters."""
+    """Observations as text: of `fields` alone if there are any, or as `template` has them in the places `{field}`, at
+    most `limit` characters.
+    """
 
-    def __init__(self, tokenizer: Any, fields: Sequence[str], limit: int) -> None:
+    def __init__(self, tokenizer: Any, fields: Sequence[str], limit: int, template: str = "") -> None:
         self._fields = tuple(fields)
         self._limit = limit
+        self._template = template
         self._special = _pattern_of(special_tokens(tokenizer))
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """A single field's value alone, several by name. Of a tool's reply, its result or its error."""
+        """A single field's value alone, several by name: whether a field is named depends on how many the observation
+        has, and not on which of them are empty. Of a tool's reply, its result or its error. Raises RolloutFailed for a
+        template with a place that the observation has not.
+        """
+        if self._template:
+            return self.clean(PLACE.sub(lambda place: self._at(place[1], observation), self._template))
         if not self._fields and {"tool_name", "result", "error"} <= observation.keys():
             return self.clean(tool_text(observation))
         names = self._fields or [name for name in observation if name not in HIDDEN]
         found = {name: observation[name] for name in names if observation.get(name) not in EMPTY}
-        if len(found) == 1:
-            return self.clean(as_text(*found.values()))
+        if len(names) == 1:
+            return self.clean(as_text(*found.values()) if found else "")
         return self.clean("\n".join(f"{name}: {as_text(value)}" for name, value in found.items()))
+
+    def _at(self, name: str, observation: Mapping[str, Any]) -> str:
+        if name not in observation:
+            raise RolloutFailed(
+                f"--env.observation_template has the place {{{name}}}, and the observation the fields"
+                f" {', '.join(observation) or 'none'}",
+                "environment",
+            )
+        value = observation[name]
+        return "" if value is None else as_text(value)
 
     def clean(self, text: str) -> str:
         """`text` cut to the limit, and defused."""

@@ -6,8 +6,9 @@ environments.
 
     python -m atroposlib.testing.fake_inference_server --port 9001 --right 0.5
 
-Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text
-of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`.
+Routes: POST /generate (and /v1/generate; in SGLang's form, too), /v1/chat/completions, /v1/completions; GET /v1/models,
+/health. The text of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from
+`fake_logprob`.
 By POST /fake an environment names its tokenizer and, under `process`, the reference answer of its current item
 (`atroposlib/wire/fake_server.py`). Tests steer the server while it runs: `policy_version`, `delay_s`, `healthy`,
 `heeds_n`, `fail_next`.
@@ -215,6 +216,8 @@ class FakeInferenceServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if "sampling_params" in body:
+            return web.json_response(self._sglang_reply(body))
         prompt = body["prompt"]
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         samples = self._sample(ids, body)
@@ -238,6 +241,36 @@ class FakeInferenceServer:
                 [{token + rank: -0.5 * (rank + 1)} for rank in ranked] if at else [] for at, token in enumerate(ids)
             ]
         return web.json_response(reply)
+
+    def _sglang_reply(self, body: dict[str, Any]) -> Any:
+        """A reply in SGLang's form: an object for each sample, alone for one."""
+        sampling = body["sampling_params"] or {}
+        ids = body.get("input_ids") or self.tokenizer.encode(body["text"])
+        asked = {"n": sampling.get("n"), "max_tokens": sampling.get("max_new_tokens")}
+        replies = [
+            {
+                "text": self._text(tokens),
+                "output_ids": tokens,
+                "meta_info": {
+                    "finish_reason": {"type": reason},
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": len(tokens),
+                    "weight_version": str(self.policy_version),
+                    "output_token_logprobs": [
+                        [fake_logprob(token, at), token, None] for at, token in enumerate(tokens)
+                    ],
+                    "input_token_logprobs": [[-0.5 if at else None, token, None] for at, token in enumerate(ids)],
+                    "input_top_logprobs": [
+                        [[-0.5 * (rank + 1), token + rank, None] for rank in range(body.get("top_logprobs_num") or 1)]
+                        if at
+                        else None
+                        for at, token in enumerate(ids)
+                    ],
+                },
+            }
+            for tokens, reason in self._sample(ids, asked)
+        ]
+        return replies[0] if len(replies) == 1 else replies
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()

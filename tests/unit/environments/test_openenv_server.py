@@ -262,7 +262,8 @@ async def test_an_environment_that_raises_fails_the_rollout_or_the_action(
         _, group = await group_of(tmp_path, openenv, higher, step_error=step_error)
     assert group.get("failed") == expected
     if not expected:
-        assert "Invalid action: the environment at" in json.dumps(group["messages"])
+        assert "Invalid action: the environment raised" in json.dumps(group["messages"])
+        assert "127.0.0.1" not in json.dumps(group["messages"]), "the model sees no address"
 
 
 async def test_an_episode_that_ends_without_any_reward_has_failed(tmp_path: Path) -> None:

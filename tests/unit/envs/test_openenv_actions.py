@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.openenv_actions import Form, Unreadable, form_of, instructions, plain_kind
 from atroposlib.envs.openenv_observations import Observations
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
@@ -176,13 +177,31 @@ def seen(observation: dict[str, Any], *fields: str, limit: int = 1000) -> str:
 
 
 def test_an_observation_is_its_fields() -> None:
-    assert seen({"text": "hello", "metadata": {"answer": 3}, "legal": []}) == "hello"
+    assert seen({"text": "hello", "metadata": {"answer": 3}, "legal": []}) == "text: hello"
+    assert seen({"text": "hello", "metadata": {"answer": 3}}) == "hello"
     assert (
         seen({"text": "hello", "left": 2, "board": [[0, 1]], "note": None}) == "text: hello\nleft: 2\nboard: [[0, 1]]"
     )
     assert seen({"text": "hello", "left": 0}, "left") == "0"
     assert seen({"text": "hello"}, "gone") == ""
     assert seen({}) == ""
+
+
+def test_a_field_is_named_whatever_the_others_hold() -> None:
+    first, later = {"stdout": "", "stderr": "", "exit_code": 0}, {"stdout": "4", "stderr": "", "exit_code": 0}
+    assert seen(first) == "exit_code: 0"
+    assert seen(later) == "stdout: 4\nexit_code: 0"
+    assert seen(first, "stdout", "exit_code") == "exit_code: 0"
+
+
+def test_a_template_says_what_is_seen() -> None:
+    def shown(template: str, **observation: Any) -> str:
+        return Observations(make_tiny_tokenizer(), (), 1000, template).text(observation)
+
+    assert shown("Board:\n{board}\nMoves: {moves}", board="..x", moves=["a"], other=1) == 'Board:\n..x\nMoves: ["a"]'
+    assert shown("{note} {json{", note=None) == " {json{"
+    with pytest.raises(RolloutFailed, match=r"has the place \{gone\}, and the observation the fields board"):
+        shown("{gone}", board="x")
 
 
 def test_a_tools_reply_is_its_result_or_its_error() -> None:
