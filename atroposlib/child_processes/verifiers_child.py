@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import copy
 import ctypes
+import importlib
 import importlib.util
 import itertools
 import json
@@ -27,6 +28,7 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 3.0
 NO_HARNESS = "null"  # of a taskset that brings none: a chat and the taskset's tools, and nothing is executed
 REQUEST_BYTES = 16 << 20
+OTHER_DIALECTS = {"codex": "Responses", "claude_code": "Anthropic Messages"}  # of harnesses in verifiers
 Fields = dict[str, Any]
 
 
@@ -42,6 +44,7 @@ class Player:
         self._stack = stack
         self._tasks: list[Any] = []
         self._rest: Any = iter(())
+        self._broken: Exception | None = None  # what the taskset raised: its tasks have ended with it
 
     async def open(self) -> Fields:
         """Load the environment, and hold what it serves its agents with. Raises Wrong."""
@@ -52,10 +55,13 @@ class Player:
         refuse_paid_runtimes(config, self._order["settings"])
         self.env = load_environment(config)
         refuse_host_execution(self.env, self._order["allow_host_execution"])
+        refuse_other_dialects(self.env)
         taskset = self.env.taskset
         self._rest = iter(taskset)
-        if taskset.bounded:
-            self._tasks = list(self._rest)
+        # one of an endless taskset shows that it loads
+        self._tasks = list(self._rest if taskset.bounded else itertools.islice(self._rest, 1))
+        if not self._tasks:
+            raise Wrong(f"taskset {self._order['taskset']} has no task")
         await self._stack.enter_async_context(self.env.serving())
         agents = {name: str(harness.config.id) for name, harness in self.env._harnesses.items()}
         return {
@@ -71,7 +77,7 @@ class Player:
 
         number = request["task"]
         missing = number + 1 - len(self._tasks)
-        self._tasks += itertools.islice(self._rest, max(0, missing))
+        self._load(missing)
         client = vf.TrainClientConfig(
             base_url=request["base_url"],
             api_key_var=request["key_variable"],
@@ -82,6 +88,16 @@ class Player:
         context = vf.ModelContext(model=request["model"], client=client, sampling=sampling)
         (slot,) = self.env.slots(self._tasks[number], 1)
         return shaped(await self.env.run_slot(slot, context))
+
+    def _load(self, more: int) -> None:
+        """Take more tasks. A taskset that raises has ended: what it raised first is raised again, not its end."""
+        if more > 0 and self._broken is not None:
+            raise self._broken
+        try:
+            self._tasks += itertools.islice(self._rest, max(0, more))
+        except Exception as error:
+            self._broken = error
+            raise
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -130,7 +146,21 @@ def plugin_id(name: str) -> str:
     found = next(filter(None, (importlib.util.find_spec(each) for each in [*builtin, module])), None)
     if found is None or str(found.origin) not in expected:
         raise Wrong(f"{name}: the name {module!r} belongs to {getattr(found, 'origin', None)}; rename the file")
+    expect_plugin(name, module)
     return module
+
+
+def expect_plugin(name: str, module: str) -> None:
+    """Import the module of a file, since verifiers says of one that fails only that there is none. Raises Wrong."""
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:
+        raise Wrong(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    if hasattr(imported, "load_environment") and not hasattr(imported, "__all__"):
+        raise Wrong(
+            f"{name} is an environment of verifiers v0 (it has load_environment, and no __all__ with a Taskset of v1):"
+            " port it to a v1 taskset, or use it with verifiers of that time"
+        )
 
 
 def refuse_paid_runtimes(config: Any, settings: Fields) -> None:
@@ -142,6 +172,18 @@ def refuse_paid_runtimes(config: Any, settings: Fields) -> None:
         named = "runtime" in (settings.get(name) or {})
         if not named and not runtime_is_local(agent.runtime):
             raise Wrong(f"agent {name!r} would run in {agent.runtime.type!r}, a remote sandbox: name its runtime")
+
+
+def refuse_other_dialects(env: Any) -> None:
+    """Raise Wrong for an agent's program that speaks another API than chat completions: verifiers' client for training
+    keeps the tokens of those alone.
+    """
+    for name, harness in env._harnesses.items():
+        if dialect := OTHER_DIALECTS.get(str(harness.config.id)):
+            raise Wrong(
+                f"harness {harness.config.id!r} of agent {name!r} speaks the {dialect} API, and verifiers trains on"
+                " chat completions alone: choose one that speaks them, such as null, bash, mini_swe_agent or terminus_2"
+            )
 
 
 def refuse_host_execution(env: Any, is_allowed: bool) -> None:

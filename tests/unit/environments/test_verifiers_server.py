@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -351,3 +352,51 @@ async def test_a_program_that_is_not_there_is_a_failure_with_its_name() -> None:
     child = LineChild(["/nowhere/python"], environment={}, silence_limit_s=30)
     with pytest.raises(ChildFailed, match="/nowhere/python cannot be started"):
         await child.start()
+
+
+# --- what is wrong is said in the setup, by its first cause -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "needs_more",
+            "import no_such_package_at_all",
+            "cannot be imported: ModuleNotFoundError: No module named",
+        ),
+        ("breaks", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("former_env", "def load_environment(**kwargs): ...", "is an environment of verifiers v0"),
+    ],
+)
+def test_a_file_that_is_no_taskset_is_named_with_its_first_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(verifiers_child.Wrong, match=said):
+        verifiers_child.plugin_id(str(tmp_path / f"{name}.py"))
+
+
+@pytest.mark.parametrize(("harness", "dialect"), [("codex", "Responses"), ("claude_code", "Anthropic"), ("null", None)])
+def test_a_harness_of_another_dialect_is_refused(harness: str, dialect: str | None) -> None:
+    env = SimpleNamespace(_harnesses={"solver": SimpleNamespace(config=SimpleNamespace(id=harness))})
+    if dialect is None:
+        verifiers_child.refuse_other_dialects(env)
+        return
+    with pytest.raises(verifiers_child.Wrong, match=f"'{harness}' of agent 'solver' speaks the {dialect}"):
+        verifiers_child.refuse_other_dialects(env)
+
+
+async def test_a_taskset_that_broke_says_what_it_raised_first() -> None:
+    def tasks() -> Any:
+        yield 0
+        raise LookupError("the words are missing")
+
+    async with contextlib.AsyncExitStack() as stack:
+        player = verifiers_child.Player({}, stack)
+        player._rest = tasks()
+        for _ in range(3):
+            with pytest.raises(LookupError, match="the words are missing"):
+                player._load(2)
