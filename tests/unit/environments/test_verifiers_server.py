@@ -372,11 +372,10 @@ async def test_a_program_that_is_not_there_is_a_failure_with_its_name() -> None:
 def test_a_file_that_is_no_taskset_is_named_with_its_first_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(tmp_path)  # as `plugin_id` does
     (tmp_path / f"{name}.py").write_text(text)
-    with pytest.raises(verifiers_child.Wrong, match=said):
-        verifiers_child.plugin_id(str(tmp_path / f"{name}.py"))
+    with pytest.raises(verifiers_child.Wrong, match=rf"^{name}\.py {said}"):
+        verifiers_child.expect_plugin(f"{name}.py", name)
 
 
 @pytest.mark.parametrize(("harness", "dialect"), [("codex", "Responses"), ("claude_code", "Anthropic"), ("null", None)])
