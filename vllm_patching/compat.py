@@ -712,9 +712,11 @@ def served_dtype(engine: vllm_types.EngineClient) -> torch.dtype:
     return cast(torch.dtype, engine.model_config.dtype)
 
 
-def longest_sequence(engine: vllm_types.EngineClient) -> int:
-    """The most tokens of a prompt with its answer: --max-model-len, or what vLLM chose for it."""
-    return cast(int, engine.model_config.max_model_len)
+def longest_sequence(engine: vllm_types.EngineClient) -> int | None:
+    """The most tokens of a prompt with its answer: --max-model-len, or what vLLM chose for it; None where it is not
+    known.
+    """
+    return cast(int | None, getattr(engine.model_config, "max_model_len", None))
 
 
 def adapter_request(name: str, lora_id: int, path: str) -> vllm_types.LoRARequest:

@@ -58,6 +58,7 @@ class BridgeEndpoints:
             tp_size=args.tensor_parallel_size,
             bridge_on=bridge is not None,
             staging=bridge is not None and bridge["staging"] != "none",
+            max_model_len=compat.longest_sequence(engine_client),
             max_lora_rank=args.max_lora_rank if args.enable_lora else None,
             models=state.openai_serving_models,
         )

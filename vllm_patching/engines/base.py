@@ -73,6 +73,7 @@ class Serving:
         tp_size: int = 1,
         bridge_on: bool = True,
         staging: bool = True,
+        max_model_len: int | None = None,
         max_lora_rank: int | None = None,
         models: vllm_types.ServedModels = None,
     ) -> None:
@@ -82,6 +83,7 @@ class Serving:
         self.tp_size = tp_size
         self.bridge_on = bridge_on  # whether the workers can take whole weights
         self.staging = staging  # and whether they have room to receive them beside the live ones
+        self.max_model_len = max_model_len  # tokens of a prompt with its answer, at most
         self.max_lora_rank = max_lora_rank  # None: they take no adapters
         self.models = models
         self.policy_version = 0

@@ -75,7 +75,7 @@ class Sessions:
             served_model=serving.served_model,
             dtype=str(compat.served_dtype(serving.client)).removeprefix("torch."),
             tp_size=serving.tp_size,
-            max_model_len=compat.longest_sequence(serving.client),
+            max_model_len=serving.max_model_len,
             batch_invariant=switch.is_on(),
             policy_version=serving.policy_version,
             paused=await serving.client.is_paused(),
