@@ -19,10 +19,9 @@ BROUGHT_ALONG = {
     "renderers",  # --env.tool_parser renderers asks for it
     "uvloop",  # of vLLM
     "verifiers",  # in a virtual environment of its own: scripts/verifiers_setup.sh
+    "xgrammar",  # of vLLM
 }
-NOT_IMPORTED = {
-    "jinja2",  # transformers renders chat templates with it
-}
+NOT_IMPORTED: set[str] = set()
 
 
 def name(requirement: str) -> str:
