@@ -78,7 +78,7 @@ class Unanswered:
         shown = next((failure for failure in self.failures if not failure.is_expected), self.failures[0])
         raise EvaluationFailed(
             f"{count} of {self.total} held-out questions have no score ({causes}; --env.max_unscored {allowed:g}), one"
-            f" because of {shown}",
+            f" because of {shown}{'' if shown.is_expected else '. Correct that line'}",
             metrics,
         )
 

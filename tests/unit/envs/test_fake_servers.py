@@ -85,4 +85,4 @@ async def test_a_server_that_is_not_a_fake_one_is_told_nothing(tmp_path: Path, m
     async with FakeInferenceServer(lambda prompt: "It is 1.", tokenizer) as server:
         await processed(LargerNumberEnv, tmp_path, server)
         assert server.hits["/fake"] == 0
-        assert server.hits["/v1/models"] == 1
+        assert server.hits["/v1/models"] == 2  # for its kind, and for the length of its context

@@ -25,7 +25,7 @@ ENVIRONMENT = (
     " --env.eval_at_start true --env.ensure_scores_are_not_same false --env.total_steps -1 --env.seed 1"
     " --env.use_wandb false --env.rollout_server_url http://127.0.0.1:8000"
     " --env.evaluations_path /run/evaluations.jsonl --env.data_path_to_save_groups /run/samples.jsonl"
-    " --env.held_out_path /run/held_out.jsonl"
+    " --env.held_out_path /run/held_out.jsonl --env.run_record_path /run/run.json"
     " --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name default --openai.server_type vllm"
 ).split()
 
