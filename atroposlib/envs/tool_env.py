@@ -26,7 +26,6 @@ from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
-from atroposlib.envs.server_handling.tool_call_translator import HERMES_FORM, unread_calls
 from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
 from atroposlib.logs import get_logger
@@ -114,8 +113,7 @@ class ToolEnv(QuestionEnv):
                 messages = with_reply(messages, text)
                 if not calls and (choice.finish_reason == "length" or not self._holds_a_call(text, box)):
                     break
-                unread = unread_calls(written(managed, calls)) if self.config.tool_parser in HERMES_FORM else 0
-                messages += await self._results(box, messages[-1], calls, unread, state)
+                messages += await self._results(box, messages[-1], calls, self._unread(managed, calls), state)
             sequences = managed.get_state()["nodes"]
         if not sequences:
             raise RolloutFailed("the prompt alone reaches max_token_length; raise --env.max_token_length")
@@ -179,6 +177,18 @@ class ToolEnv(QuestionEnv):
             for call, text in zip(made, texts, strict=True)
         ]
 
+    def _unread(self, managed: Any, calls: Sequence[dict[str, Any]]) -> int:
+        """How many calls of one message cannot be read, beside `calls`, which can; not known where a proxy keeps the
+        text.
+        """
+        from atroposlib.envs.server_handling.tool_call_translator import HERMES_FORM, unread_calls  # as in `__init__`
+
+        translator = getattr(managed, "translator", None)
+        if translator is None or not calls or self.config.tool_parser not in HERMES_FORM:
+            return 0
+        text = translator.call_id_to_raw_text.get(calls[0]["id"], "")
+        return unread_calls(text.rpartition("</think>")[2])
+
     def _tell(self, name: str, result: CallResult) -> None:
         """What a tool raised, once: its author may not have meant it."""
         if result.raised is not None and (where := origin(result.raised)) not in self._told:
@@ -197,10 +207,3 @@ class ToolEnv(QuestionEnv):
         await super()._release()
         for server in self._mcp:
             await server.close()
-
-
-def written(managed: Any, calls: Sequence[dict[str, Any]]) -> str:
-    """The text in which a model wrote `calls`, after its thoughts; empty where a proxy keeps it."""
-    translator = getattr(managed, "translator", None)
-    text = translator.call_id_to_raw_text.get(calls[0]["id"], "") if translator is not None and calls else ""
-    return str(text).rpartition("</think>")[2]
