@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
-from atroposlib.logs import print_error
+from atroposlib.logs import print_error, put
 from atroposlib.stderr_lines import plain_stderr
 
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
@@ -74,7 +74,7 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
         print_error(prog, error)
         raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=plain_stderr(), flush=True)
+        put(f"{prog}: interrupted", plain_stderr())
         raise SystemExit(130) from None
 
 

@@ -6,10 +6,13 @@ that makes them harmless, for every logger, handler and formatter of a process, 
     message     on one line, a line break as the characters \\n
     traceback   its lines, each behind "    | "
 
+A log that nobody takes ends no process: what cannot be written is lost.
+
 Of similar lines only the first few are written at once (`Repeats`). What libraries write to stderr without
 `logging` becomes records too (stderr_lines.py).
 """
 
+import atexit
 import copy
 import json
 import logging
@@ -20,6 +23,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
@@ -171,6 +175,7 @@ def make_line_handler() -> LineHandler:
 def configure_logging(process: str, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Send this process's log to stderr, one line per record, named by `process`. Call once, at start."""
     handler = make_line_handler()
+    keep_exit_status()
     handler.setFormatter(_JsonLines(process) if json_lines else Lines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -186,7 +191,30 @@ def say(line: str) -> None:
     handler = next((each for each in logging.getLogger().handlers if isinstance(each, LineHandler)), None)
     if handler is not None and not sys.stdout.isatty():
         line = handler.format(logging.makeLogRecord({"levelname": "INFO", "name": __name__, "msg": line}))
-    print(line, flush=True)
+    put(line)
+
+
+def put(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, to stdout if no `file` is given. Where nobody takes it (a full disk, a pipe without a reader) it is
+    lost, and the process continues.
+    """
+    with suppress(OSError):
+        print(text, file=file, flush=True)
+
+
+def keep_exit_status() -> None:
+    """Have this process end as it would if its last lines cannot be written: Python would exit with 120 instead."""
+    atexit.register(_end_streams)
+
+
+def _end_streams() -> None:
+    for stream in (sys.stdout, plain_stderr()):
+        try:
+            stream.flush()
+        except OSError:  # the rest is lost
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 class QuietAccess(logging.Filter):
@@ -223,7 +251,7 @@ def escape_records() -> None:
 def print_error(prog: str, error: object) -> None:
     """One line on stderr for what ended `prog`; more lines, such as the last ones of a log, behind bars."""
     first, *rest = str(error).split("\n")
-    print("\n".join([f"{prog}: error: {escape(first)}", *map(_behind_bar, rest)]), file=plain_stderr(), flush=True)
+    put("\n".join([f"{prog}: error: {escape(first)}", *map(_behind_bar, rest)]), plain_stderr())
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -242,7 +270,7 @@ def _stack(formatter: logging.Formatter, stack: str) -> str:
 
 
 def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(_behind_bars("".join(traceback.format_exception(kind, error, trace)).rstrip()), file=plain_stderr())
+    put(_behind_bars("".join(traceback.format_exception(kind, error, trace)).rstrip()), plain_stderr())
 
 
 def _behind_bars(text: str) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 NAME = "stderr"  # of the logger
@@ -60,7 +61,9 @@ class StderrLines(io.TextIOBase):
         """Log every line that is complete. What logging itself says of its failures goes out as it is."""
         mine = self._of_thread.__dict__
         if mine.get("logs"):
-            return self.plain.write(text)
+            with suppress(OSError):  # a full disk
+                self.plain.write(text)
+            return len(text)
         *lines, begun = _BREAK.split(mine.get("begun", "") + text)
         if len(begun) > LONGEST:
             lines, begun = [*lines, begun], ""
@@ -76,7 +79,9 @@ class StderrLines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self.plain.flush()
+        """What writes here, a warning or a progress bar, must not fail because the log's disk is full."""
+        with suppress(OSError):
+            self.plain.flush()
 
     def fileno(self) -> int:
         return self.plain.fileno()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from atroposlib.logs import get_logger, say
+from atroposlib.logs import get_logger, put, say
 from example_trainer.batching import Batch, Sequence
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
@@ -194,7 +194,7 @@ class Exactness:
         if self.served is not None:
             say(summary(row))
             if row["bit_exact/differing_tokens"]:
-                print(comparison.table(), flush=True)
+                put(comparison.table())
                 if self._config.bit_exact == "strict":
                     behind = (
                         f" The batch was sampled {batch.staleness_mean:.2f} policy versions ago: exactness needs"

@@ -6,20 +6,25 @@ of ROW_KEYS, null where a value was not measured at that step, and may have more
 
 import html
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from atroposlib.errors import loading, reading
 from atroposlib.extras import install
 from atroposlib.kept_rows import parse_keep
+from atroposlib.logs import get_logger
+from atroposlib.record_file import free_space
 from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.samples import Sample
 from example_trainer.step_file import StepFile
+
+log = get_logger(__name__)
 
 ROW_KEYS = (
     "step",
@@ -115,7 +120,7 @@ class JsonlSink(StepFile):
         """Left to the environments, whose samples.jsonl has them all."""
 
     def write(self, row: Row) -> None:
-        """One line, whole or not at all. Raises TrainerError when the disk takes no more."""
+        """One line, whole or not at all; it waits in memory while the disk takes no more."""
         keys = (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))
         self.append(int(row["step"] or 0), {**{key: row.get(key) for key in keys}, "time": time.time()})
 
@@ -131,24 +136,45 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Scalars `train/<key>`, and tables of samples in Markdown."""
+    """Scalars `train/<key>`, and tables of samples in Markdown. On a disk without room it ends, for its writer does:
+    metrics.jsonl has all rows.
+    """
 
     def __init__(self, folder: Path, resources: ExitStack) -> None:
         with loading("--tensorboard", TrainerError, remedy=install("tensorboard")):
             from torch.utils.tensorboard import SummaryWriter
         self._writer = SummaryWriter(str(folder))
-        resources.callback(self._writer.close)
+        self._folder, self._has_ended = folder, False
+        resources.callback(self._write, self._writer.close)
 
     def write(self, row: Row) -> None:
+        self._write(partial(self._add, row))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [f"| {_cell(sample.prompt)} | {_cell(sample.answer)} | {sample.reward:g} |" for sample in samples]
+        table = "\n".join(["| prompt | answer | reward |", "|---|---|---|", *rows])
+        self._write(partial(self._writer.add_text, "train/samples", table, step))
+
+    def _add(self, row: Row) -> None:
         for key, value in row.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{key}", value, row["step"])
         self._writer.flush()
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [f"| {_cell(sample.prompt)} | {_cell(sample.answer)} | {sample.reward:g} |" for sample in samples]
-        table = "\n".join(["| prompt | answer | reward |", "|---|---|---|", *rows])
-        self._writer.add_text("train/samples", table, step)
+    def _write(self, act: Callable[[], None]) -> None:
+        if self._has_ended:
+            return
+        try:
+            act()
+        except OSError as error:
+            self._has_ended = True
+            log.error(
+                "%s cannot be written: %s (%s). TensorBoard gets no more of this run until it is resumed; metrics.jsonl"
+                " has all of it",
+                self._folder,
+                error.strerror or error,
+                free_space(self._folder),
+            )
 
 
 def _cell(text: str) -> str:

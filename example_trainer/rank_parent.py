@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from atroposlib.logs import configure_logging, get_logger, print_error
+from atroposlib.logs import configure_logging, get_logger, print_error, put
 from atroposlib.stderr_lines import plain_stderr
 from example_trainer.rank_processes import ASKING, LOST, VARIABLE
 
@@ -122,7 +122,7 @@ class _Parent:
             self._asked.append(first.end - 128)
         if self._asked:
             if self._asked[0] == signal.SIGINT:
-                print("grpo: interrupted", file=plain_stderr(), flush=True)
+                put("grpo: interrupted", plain_stderr())
             return 128 + self._asked[0]
         why = self._loss() if why is None else why
         if why != "":

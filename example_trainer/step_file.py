@@ -1,7 +1,7 @@
 """A file of JSON lines, each of them about one training step: metrics.jsonl and trained.jsonl.
 
-A fresh run moves an earlier run's file aside. A resumed run drops the lines of the steps that it does again. Lines are
-written whole or not at all.
+A fresh run moves an earlier run's file aside. A resumed run drops the lines of the steps that it does again. A disk
+without room ends no run for their sake (atroposlib/record_file.py).
 """
 
 import os
@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.envs.errors import RecordError
-from atroposlib.envs.records import append_line
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular
 from atroposlib.kept_rows import Keep, Parts
 from atroposlib.logs import get_logger
+from atroposlib.record_file import RecordFile
 from example_trainer.errors import TrainerError
 
 log = get_logger(__name__)
@@ -35,8 +34,7 @@ class StepFile:
     """
 
     def __init__(self, path: Path, first_step: int, what: str, flag: str, keep: Keep = Keep()) -> None:  # noqa: B008
-        self._what, self._flag, self._path = what, flag, path
-        self._parts = None if keep.is_all else Parts(path, keep)
+        self._what, self._flag = what, flag
         path.parent.mkdir(parents=True, exist_ok=True)
         if expect_regular(path).exists() and first_step == 1:
             written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
@@ -44,21 +42,15 @@ class StepFile:
             log.info("Moved the %s of an earlier run to %s", what, earlier)
         elif path.exists():
             self._cut(path, first_step)
-        self._file = open_regular(path, "ab", buffering=0)
+        open_regular(path, "ab").close()
+        self._file = RecordFile(path, None if keep.is_all else Parts(path, keep))
 
     def append(self, step: int, *records: Mapping[str, Any]) -> None:
-        """A line for each record, all or none. Raises TrainerError when the disk takes no more."""
-        if self._parts is not None and self._parts.is_full(self._file.tell(), step):
-            self._file.close()
-            self._parts.move_aside()
-            self._file = open_regular(self._path, "ab", buffering=0)
-        try:
-            append_line(self._file, *records)
-        except RecordError as error:
-            raise TrainerError(f"{self._what} of step {step}: {error} (--log-dir, {self._flag})") from error
+        """A line for each record, all or none. While the disk takes no more, they wait in memory (record_file.py)."""
+        self._file.append(*records, step=step)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits."""
         self._file.close()
 
     def _cut(self, path: Path, first_step: int) -> None:

@@ -53,7 +53,7 @@ from atroposlib.envs.payloads import (
     wire_form,
     with_failed,
 )
-from atroposlib.envs.records import JsonlWriter, append_jsonl, markdown_table, write_eval_results
+from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.sample_rows import Sampled, SampleRows
 from atroposlib.envs.sampled_with import with_settings
 from atroposlib.envs.sampling_fields import SamplingFields
@@ -67,7 +67,8 @@ from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import RunningItem
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.kept_rows import parse_keep
-from atroposlib.logs import get_logger
+from atroposlib.logs import get_logger, put
+from atroposlib.record_file import RecordFile
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
@@ -372,7 +373,7 @@ class Environment(FormerAttributes, ABC):
         run.eval_results = dict(metrics)
         run.held_out += [held_out_row(index, sample) for index, sample in enumerate(samples or [])]
         if verbose:
-            print(markdown_table(metrics), flush=True)
+            put(markdown_table(metrics))
         if self.config.data_dir_to_save_evals is None:
             log.warning("The evaluation is not written to files: data_dir_to_save_evals is not set")
             return
@@ -460,6 +461,7 @@ class EnvRun:
         self.eval_results: Metrics = {}
         self.data = LoadedData()
         self.held_out: list[dict[str, Any]] = []  # answers of the evaluation that is under way, or over
+        self.records: dict[Path, RecordFile] = {}
 
         path = env.config.metrics_path
         self.sinks: list[JsonlSink | WandbSink] = [JsonlSink(Path(path))] if path else []
@@ -471,11 +473,10 @@ class EnvRun:
     async def __aexit__(self, *error: object) -> None:
         for sink in self.sinks:
             sink.close()
-        try:
-            for sampled in self.filling.undecided() if self.filling is not None else ():
-                self.samples.write(sampled, "the run ended before its batch was full")
-        except RecordError as record_error:
-            log.warning("Groups that were not sent are not in samples.jsonl: %s", record_error)
+        for sampled in self.filling.undecided() if self.filling is not None else ():
+            self.samples.write(sampled, "the run ended before its batch was full")
+        for record in self.records.values():
+            record.close()
         if self.env.jsonl_writer is not None:
             self.env.jsonl_writer.close()
         await self.env._release()
@@ -509,7 +510,10 @@ class EnvRun:
             report.tell()
         path = self.env.config.run_record_path
         if path is not None and self.data.reports:
-            write_reports(Path(path), self.display_name, self.data.reports)
+            try:
+                write_reports(Path(path), self.display_name, self.data.reports)
+            except RecordError as error:  # a record of what was just logged
+                log.error("%s", error)
 
     # --- one item -------------------------------------------------------------------------------------------------
 
@@ -804,8 +808,12 @@ class EnvRun:
         path = self.env.config.held_out_path
         if path is not None and self.held_out:
             head = {"time": time.time(), "env": self.display_name, "policy_version": version}
-            append_jsonl(Path(path), *({**head, **row} for row in self.held_out))
+            self.record(Path(path), *({**head, **row} for row in self.held_out))
         self.held_out = []
+
+    def record(self, path: Path, *rows: dict[str, Any]) -> None:
+        """Append rows to a file that only records what happened: a disk without room ends nothing."""
+        self.records.setdefault(path, RecordFile(path)).append(*rows)
 
     # --- the peers' view ------------------------------------------------------------------------------------------
 

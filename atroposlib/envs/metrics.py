@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.records import append_line
-from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
+from atroposlib.record_file import RecordFile
 
 log = get_logger(__name__)
 
@@ -32,11 +31,10 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_regular(path, "ab", buffering=0)
+        self._file = RecordFile(path)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        append_line(
-            self._file,
+        self._file.append(
             {"step": step, "time": time.time()}
             | {key: value for key, value in metrics.items() if isinstance(value, (int, float))},
         )

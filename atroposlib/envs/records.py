@@ -1,10 +1,10 @@
 """Files that an environment writes: groups as JSONL, and evaluations. Lines and files are written completely or not at
-all."""
+all.
+"""
 
-import errno
-import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +14,7 @@ from atroposlib.envs.errors import RecordError
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.kept_rows import Keep, Parts
 from atroposlib.logs import get_logger
+from atroposlib.record_file import RecordFile, as_lines, write_lines
 
 log = get_logger(__name__)
 
@@ -30,29 +31,29 @@ class JsonlWriter:
             number += 1
             self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
         self._base = path
-        self._parts: Parts | None = None
-        self._file = open_regular(self.path, "xb", buffering=0)
+        open_regular(self.path, "xb").close()
+        self._file = RecordFile(self.path)
         log.info("Writing groups to %s%s", self.path, f", as there is a {path} already" if number else "")
 
     def keep(self, keep: Keep) -> None:
         """Keep no more than this from now on: full parts are moved aside, compressed, and at last removed."""
-        self._parts = None if keep.is_all else Parts(self.path, keep, self._base)
+        self._file.parts = None if keep.is_all else Parts(self.path, keep, self._base)
 
     def write(self, record: Mapping[str, Any], step: int | None = None) -> None:
-        """Append `record`, of `step` if its file is limited. Raises RecordError, with the file as it was, when the disk
-        takes no more.
+        """Append `record`. One of a `step` only records what was done, so it waits in memory while the disk takes no
+        more (record_file.py). Any other is data: raises RecordError, with the file as it was.
         """
-        if self._parts is not None and step is not None and self._parts.is_full(self._file.tell(), step):
-            self._file.close()
-            self._parts.move_aside()
-            self._file = open_regular(self.path, "xb", buffering=0)
-        append_line(self._file, record)
+        if step is None:
+            append_jsonl(self.path, record)
+        else:
+            self._file.append(record, step=step)
 
     def close(self) -> None:
-        """Close the file; one without a line is removed."""
-        if not self._file.closed and not self._file.seek(0, os.SEEK_END):
-            self.path.unlink(missing_ok=True)
+        """Write what waits, and remove a file without a line."""
         self._file.close()
+        with suppress(OSError):
+            if not self.path.stat().st_size:
+                self.path.unlink()
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
@@ -64,14 +65,10 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 def append_line(file: IO[bytes], *records: Mapping[str, Any]) -> None:
     """Append a line for each record to an unbuffered `file`, all of them or none. Raises RecordError."""
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    lines = b"".join(orjson.dumps(record, option=options) for record in records)
-    end = file.seek(0, os.SEEK_END)
+    lines = as_lines(*records)
     try:
-        if file.write(lines) != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_lines(file, lines)
     except OSError as error:
-        file.truncate(end)
         raise RecordError(
             f"cannot write {len(lines)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere"
         ) from error

@@ -26,7 +26,7 @@ from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, evaluate_ve
 from atroposlib.envs.loop_watch import LoopWatch
 from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import append_jsonl, crossed
+from atroposlib.envs.records import crossed
 from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.waits import wait_for_peer
@@ -354,7 +354,20 @@ class ServeLoop:
         env.curr_step = status.current_step
         step = crossed(old_step, env.curr_step, env.checkpoint_interval)
         if step is not None:
-            env.save_checkpoint(step)
+            self._save_checkpoint(step)
+
+    def _save_checkpoint(self, step: int) -> None:
+        """As the author's method does; on a disk without room the previous one stays."""
+        try:
+            self.env.save_checkpoint(step)
+        except OSError as error:
+            log.error(
+                "The environment's checkpoint of step %d cannot be written: %s; free space in %s. The run continues"
+                " with the previous one",
+                step,
+                error,
+                self.env.checkpoint_dir,
+            )
 
     async def _finish_evaluations(self) -> None:
         while self._evaluation is not None:
@@ -371,7 +384,7 @@ class ServeLoop:
         evaluation = await self._evaluation_of(version)
         path = evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals)
         if path is not None:
-            append_jsonl(path, evaluation.record(self.run.display_name))
+            self.run.record(path, evaluation.record(self.run.display_name))
         self.run.write_held_out(version)
         await self.link.post_evaluation(
             version, evaluation.accuracy, evaluation.metrics | {"served_version": float(evaluation.served_version)}

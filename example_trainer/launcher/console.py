@@ -1,14 +1,17 @@
 """What a person sees of a run: one line per event, with the time of day."""
 
+import errno
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from atroposlib.logs import keep_exit_status
 from example_trainer.launcher.events import (
     Died,
     Ended,
@@ -40,6 +43,7 @@ STEPS = r"Step [0-9]+/|Trained model: |Bitwise identical: "
 TRAINER_BRIDGE = r"\[Bridge\] (✓|Mapped|Started|Policy version)|Parity: "
 VLLM_BRIDGE = r"\[vLLM Patch\] ✓|Uvicorn running"
 SAMPLE_EVERY = 5  # steps
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _TROUBLE = re.compile(TROUBLE)
 _STEP = re.compile(r"Step ([0-9]+)/")
 
@@ -69,6 +73,7 @@ class PlainConsole:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._repeated = Repeated()
+        keep_exit_status()
         self._are_up: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -105,11 +110,13 @@ class PlainConsole:
 
     def put(self, line: str) -> None:
         """A line as it is."""
-        print(line, file=self._out, flush=True)
+        with _lost_on_a_full_disk():
+            print(line, file=self._out, flush=True)
 
     def put_error(self, text: str) -> None:
         """Why the run may end, with lines of a log."""
-        print(text, file=self._err, flush=True)
+        with _lost_on_a_full_disk():
+            print(text, file=self._err, flush=True)
 
     def _show(self, line: LogLine) -> None:
         pattern = self._shown.get(_kind(line.service)) or self._shown.get("")
@@ -127,6 +134,16 @@ class PlainConsole:
         if line.service == "trainer" and step and (step[1] == "1" or int(step[1]) % SAMPLE_EVERY == 0):
             for sample in latest_sample(self._run_dir):
                 self.say(sample)
+
+
+@contextmanager
+def _lost_on_a_full_disk() -> Iterator[None]:
+    """A console that is a file on a full disk loses lines, and the run continues; any other failure is raised."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def _kind(service: str) -> str:

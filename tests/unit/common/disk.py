@@ -5,6 +5,7 @@ a power failure loses what was never flushed.
 import contextlib
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -86,3 +87,26 @@ def _names(act: Act, target: Path) -> bool:
 def _content(path: Path) -> bytes:
     """The bytes of a file, the names in a directory."""
     return b"\0".join(sorted(os.fsencode(name) for name in os.listdir(path))) if path.is_dir() else path.read_bytes()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int = 2) -> Iterator[Path]:
+    """A file system of this size at the new directory `folder`. Skips where nobody may mount one."""
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+    mounted = subprocess.run(options, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"this machine lets nobody mount a file system: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that takes all the room that is left on the disk of `folder`."""
+    filler = folder / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    return filler

@@ -18,9 +18,10 @@ ROW = {"step": 0, "text": "x" * 80}
 
 
 def settled(writer: JsonlWriter) -> None:
-    assert writer._parts is not None
-    if writer._parts._thread is not None:
-        writer._parts._thread.join(10)
+    parts = writer._file.parts
+    assert parts is not None
+    if parts._thread is not None:
+        parts._thread.join(10)
 
 
 def steps_in(folder: Path, pattern: str) -> list[int]:
@@ -116,8 +117,9 @@ def test_the_trainers_rows_are_bounded_and_a_resumed_run_goes_on(tmp_path: Path)
         file = StepFile(path, first, "trained groups", "--trained-path", Keep(steps=40))
         for step in range(first, last + 1):
             file.append(step, ROW | {"step": step}, ROW | {"step": step})
-            if file._parts is not None and file._parts._thread is not None:
-                file._parts._thread.join(10)
+            parts = file._file.parts
+            if parts is not None and parts._thread is not None:
+                parts._thread.join(10)
         file.close()
     kept = steps_in(tmp_path, "trained*.jsonl*")
     assert set(range(161, 201)) <= set(kept)

@@ -9,32 +9,6 @@ from example_trainer.errors import TrainerError
 from example_trainer.metrics import JsonlSink
 
 
-class FullDisk:
-    """A file that takes `room` more bytes."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        self.name, self._file, self._room = str(path), path.open("r+b", buffering=0), room
-
-    def seek(self, offset: int, whence: int) -> int:
-        return self._file.seek(offset, whence)
-
-    def write(self, data: bytes) -> int:
-        return self._file.write(data[: self._room])
-
-    def truncate(self, size: int) -> int:
-        return self._file.truncate(size)
-
-
-def test_a_full_disk_ends_the_run_with_one_clear_line_and_whole_rows(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, first_step=1)
-    sink.write({"step": 1, "loss": 0.5})
-    sink._file = FullDisk(path, 10)  # type: ignore[assignment]
-    with pytest.raises(TrainerError, match=r"metrics of step 2: .*No space left on device; free space.*--metrics-path"):
-        sink.write({"step": 2, "loss": 0.25})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
-
-
 def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM
 from atroposlib.groups import group_id
 from example_trainer.batching import make_batch
 from example_trainer.config import LossSettings
-from example_trainer.errors import TrainerError
 from example_trainer.exactness import NotExact
 from example_trainer.step_file import StepFile
 from example_trainer.trained_rows import trained_rows
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.test_metrics import FullDisk
 from tests.unit.trainer.test_trainer_run import feed, train
 
 
@@ -148,16 +146,6 @@ def test_advantages_of_single_tokens_and_masked_answers() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_one_clear_line_and_leaves_whole_steps(tmp_path: Path) -> None:
-    path = tmp_path / "trained.jsonl"
-    file = StepFile(path, 1, "trained groups", "--trained-path")
-    file.append(1, {"step": 1}, {"step": 1})
-    file._file = FullDisk(path, 15)  # type: ignore[assignment]
-    with pytest.raises(TrainerError, match=r"trained groups of step 2: .*No space left on device.*--trained-path"):
-        file.append(2, {"step": 2}, {"step": 2})
-    assert path.read_text() == '{"step":1}\n' * 2
 
 
 def test_a_file_is_cut_at_a_step_and_its_half_written_line(tmp_path: Path) -> None:
