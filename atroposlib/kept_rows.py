@@ -3,23 +3,29 @@
     samples.jsonl ──full──▶ samples_s000120-000160.jsonl ──the next is full──▶ ....jsonl.gz ──above the limit──▶ gone
 
 A part that is full is moved aside under the steps that it holds, so readers of `samples*.jsonl` find the current and
-the previous part as they are. Older parts are compressed by a thread, and the oldest are removed. Parts of earlier
-starts of a run count, too. Nothing is removed before it is replaced: a killed process leaves whole files.
+the previous part as they are. Older parts are compressed by a thread (packed_rows.py), and the oldest are removed:
+`samples_removed.json` has how many rows, bytes and steps that were. Parts of earlier starts of a run count, too.
+Nothing is removed before it is replaced: a killed process leaves whole files.
 """
 
-import gzip
+import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import msgspec
 from pydantic import AfterValidator
 
+from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
+from atroposlib.packed_rows import SUFFIX, Packed, pack
 
 log = get_logger(__name__)
 
@@ -28,7 +34,7 @@ GRAMMAR = re.compile(r"(?:(?P<count>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>MB|GB|TB)|(?P
 DEFAULT = "20GB"
 PARTS = 5  # of the limit in one part: the current, the previous, and compressed ones
 LARGEST_PART = 2 * 10**9  # what the window indexes at once
-LEVEL = 1  # of gzip: the rows are digits, which the fastest level halves
+REMOVED = "_removed.json"  # behind the stem of the file
 
 
 class Keep(NamedTuple):
@@ -69,22 +75,28 @@ class Parts:
     """The parts of the file `path`, whose rows come with rising steps. `base` is what an earlier start wrote to."""
 
     def __init__(self, path: Path, keep: Keep, base: Path | None = None) -> None:
-        self._path, self._keep = path, keep
+        self._path, self._keep, self._base = path, keep, base or path
         self._since = time.time()
-        stem, suffix = re.escape((base or path).stem), re.escape(path.suffix)
+        stem, suffix = re.escape(self._base.stem), re.escape(path.suffix)
         self._mine = re.compile(rf"{stem}(?:_\d+)?(?P<part>_s\d+-(?P<last>\d+))?{suffix}(?P<packed>\.gz)?")
         self._first: int | None = None  # step of the current part
-        self._last = 0
+        self._last = self._next = 0
         self._thread: threading.Thread | None = None
+        self._removing = threading.Lock()
 
     def is_full(self, size: int, step: int) -> bool:
         """Whether the current part, now of `size` bytes, is to be moved aside before rows of `step` are added."""
+        self._next = step
         if self._first is None:
             self._first = step
-        new_step, self._last = step > self._last, max(step, self._last)
         if self._keep.bytes is not None:
-            return size >= min(LARGEST_PART, self._keep.bytes // PARTS)
-        return self._keep.steps is not None and new_step and step - self._first >= max(1, self._keep.steps // PARTS)
+            full = size >= min(LARGEST_PART, self._keep.bytes // PARTS)
+        else:
+            span = max(1, (self._keep.steps or 0) // PARTS)
+            full = self._keep.steps is not None and step > self._last and step - self._first >= span
+        if not full:
+            self._last = max(step, self._last)
+        return full
 
     def move_aside(self) -> Path:
         """Move the current part, which is closed; the caller begins another. Older ones are taken care of beside."""
@@ -95,7 +107,7 @@ class Parts:
             last += 1
             target = self._path.with_name(f"{self._path.stem}_s{self._first or 0:06d}-{last:06d}{self._path.suffix}")
         os.replace(self._path, target)
-        self._first = None
+        self._first = self._last = self._next
         self.settle()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self.settle_all, args=(target,), name="compress", daemon=True)
@@ -105,21 +117,67 @@ class Parts:
     def settle_all(self, previous: Path) -> None:
         """Compress all parts but the current one and `previous`, and remove what is above the limit."""
         for part in self._parts():
-            if part != previous and part.suffix != ".gz":
+            if part != previous and part.suffix != SUFFIX:
                 compress(part)
         self.settle()
 
     def settle(self) -> None:
         """Remove the oldest parts until the limit holds."""
-        parts = self._parts()
-        sizes = {part: _size(part) for part in parts}
-        total = sum(sizes.values()) + _size(self._path)
-        for part in parts:
-            if not self._is_above(total, part):
-                break
-            log.info("Removing %s (%.1f MB), which is above the limit (keep_samples)", part, sizes[part] / 1e6)
-            part.unlink(missing_ok=True)
-            total -= sizes[part]
+        with self._removing:
+            parts = self._parts()
+            sizes = {part: _size(part) for part in parts}
+            total = sum(sizes.values()) + _size(self._path)
+            for part in parts:
+                if not self._is_above(total, part):
+                    break
+                log.info("Removing %s (%.1f MB), which is above the limit (keep_samples)", part, sizes[part] / 1e6)
+                self._note_removed(part)
+                part.unlink(missing_ok=True)
+                total -= sizes[part]
+
+    def cut(self, first_step: int) -> None:
+        """Drop the rows of `first_step` and later ones from the parts: a resumed run does these steps again. Raises
+        OSError, ValueError.
+        """
+        for part in self._parts():
+            named = self._mine.fullmatch(part.name)
+            if named is None or named["last"] is None or int(named["last"]) < first_step:
+                continue
+            log.info("Dropping the rows of step %d and later, which the run does again, from %s", first_step, part)
+            unfinished = part.with_name(f".{part.name}.cut")
+            try:
+                if _copy_before(part, unfinished, first_step):
+                    shutil.copystat(part, unfinished)
+                    os.replace(unfinished, part)
+                else:
+                    part.unlink()
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def set_aside(self, stem: str) -> None:
+        """Rename all parts that are named for their steps, and what is known of removed ones, as those of `stem`."""
+        for path in [*self._parts(), self._removed_path()]:
+            named = self._mine.fullmatch(path.name)
+            if path.exists() and (named is None or named["part"]):
+                os.replace(path, path.with_name(f"{stem}{path.name.removeprefix(self._path.stem)}"))
+
+    def _removed_path(self) -> Path:
+        return self._path.with_name(f"{self._base.stem}{REMOVED}")
+
+    def _note_removed(self, part: Path) -> None:
+        """Before it is removed; a part that a killed process has noted and not removed is not counted twice."""
+        path = self._removed_path()
+        try:
+            removed = read_removed(path)
+            if removed.newest == part.name:
+                return
+            size, rows = _text_size(part)
+            named = self._mine.fullmatch(part.name)
+            last = int(named["last"]) if named is not None and named["last"] else removed.last_step
+            found = Removed(removed.rows + rows, removed.bytes + size, removed.parts + 1, last, part.name)
+            write_whole(path, json.dumps(found._asdict()).encode() + b"\n")
+        except (OSError, ValueError) as error:
+            log.warning("%s does not have that %s was removed: %s", path, part.name, error)
 
     def _is_above(self, total: int, part: Path) -> bool:
         if self._keep.bytes is not None:
@@ -146,18 +204,89 @@ class Parts:
         return [self._path.with_name(name) for _, name in sorted(found)]
 
 
+class Removed(NamedTuple):
+    """What was removed of a file so far, as text; `last_step` is the newest step in it, if parts were named for theirs,
+    and `newest` the part that was removed last.
+    """
+
+    rows: int = 0
+    bytes: int = 0
+    parts: int = 0
+    last_step: int | None = None
+    newest: str = ""
+
+
+def read_removed(path: Path) -> Removed:
+    """The record at `path`; nothing was removed if there is none. Raises OSError, ValueError."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, int | str | None])
+        return msgspec.convert([found[name] for name in Removed._fields], Removed)
+    except FileNotFoundError:
+        return Removed()
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error}") from None
+
+
 def compress(part: Path) -> None:
     """`part` as `part.gz`, whole or not at all; on a full disk it stays as it is."""
     unfinished, target = part.with_name(f".{part.name}.gz.new"), part.with_name(f"{part.name}.gz")
     try:
-        with part.open("rb") as rows, gzip.open(unfinished, "wb", compresslevel=LEVEL) as packed:
-            shutil.copyfileobj(rows, packed, 1 << 20)
+        with part.open("rb") as rows, unfinished.open("wb") as packed:
+            pack(rows, packed)
         shutil.copystat(part, unfinished)
         os.replace(unfinished, target)
         part.unlink()
     except OSError as error:
         log.warning("%s stays uncompressed: %s", part, error.strerror)
         unfinished.unlink(missing_ok=True)
+
+
+def _copy_before(part: Path, target: Path, first_step: int) -> bool:
+    """Copy the rows up to the first one of `first_step`; whether there are any."""
+    is_packed = part.suffix == SUFFIX
+    with part.open("rb") as source, tempfile.TemporaryFile(dir=part.parent) as kept:
+        rows = _lines_of(Packed(source.fileno())) if is_packed else source
+        for line in rows:
+            if line.strip() and step_of(line) >= first_step:
+                break
+            kept.write(line)
+        if not kept.tell():
+            return False
+        kept.seek(0)
+        with target.open("wb") as file:
+            pack(kept, file) if is_packed else shutil.copyfileobj(kept, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+    return True
+
+
+def _lines_of(packed: Packed) -> Iterator[bytes]:
+    held = b""
+    for block in packed.blocks():
+        *lines, held = (held + block).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if held:
+        yield held
+
+
+class _Row(msgspec.Struct):
+    """What is read of a row."""
+
+    step: int
+
+
+def step_of(line: bytes) -> int:
+    """The step of a row. Raises ValueError for anything else."""
+    return msgspec.json.decode(line, type=_Row).step
+
+
+def _text_size(part: Path) -> tuple[int, int]:
+    """Bytes and rows of a part, unpacked. Raises OSError."""
+    with part.open("rb") as file:
+        if part.suffix == SUFFIX:
+            packed = Packed(file.fileno())
+            return packed.size, packed.lines
+        return part.stat().st_size, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _size(path: Path) -> int:

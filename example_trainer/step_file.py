@@ -10,22 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular
-from atroposlib.kept_rows import Keep, Parts
+from atroposlib.kept_rows import Keep, Parts, step_of
 from atroposlib.logs import get_logger
 from atroposlib.record_file import RecordFile
 from example_trainer.errors import TrainerError
 
 log = get_logger(__name__)
-
-
-class StepOfLine(msgspec.Struct):
-    """What is read of a line."""
-
-    step: int
 
 
 class StepFile:
@@ -36,14 +28,23 @@ class StepFile:
     def __init__(self, path: Path, first_step: int, what: str, flag: str, keep: Keep = Keep()) -> None:  # noqa: B008
         self._what, self._flag = what, flag
         path.parent.mkdir(parents=True, exist_ok=True)
+        parts = Parts(path, keep)
         if expect_regular(path).exists() and first_step == 1:
             written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
             earlier = path.rename(path.with_name(f"{path.stem}.{written}{path.suffix}"))
+            parts.set_aside(earlier.stem)
             log.info("Moved the %s of an earlier run to %s", what, earlier)
         elif path.exists():
             self._cut(path, first_step)
+        if first_step > 1:
+            with reading(
+                f"cannot drop the rows of step {first_step} and later from the parts of {path}",
+                TrainerError,
+                remedy=f"free space, or move {path.stem}_s* away",
+            ):
+                parts.cut(first_step)
         open_regular(path, "ab").close()
-        self._file = RecordFile(path, None if keep.is_all else Parts(path, keep))
+        self._file = RecordFile(path, None if keep.is_all else parts)
 
     def append(self, step: int, *records: Mapping[str, Any]) -> None:
         """A line for each record, all or none. While the disk takes no more, they wait in memory (record_file.py)."""
@@ -67,7 +68,7 @@ class StepFile:
                     TrainerError,
                     remedy=f"move the file away, or give another {self._flag}",
                 ):
-                    is_open = is_open and (not line.strip() or _step(line) < first_step)
+                    is_open = is_open and (not line.strip() or step_of(line) < first_step)
                 kept += len(line) if is_open else 0
             lines.seek(max(0, kept - 1))
             needs_end = kept > 0 and lines.read(1) != b"\n"
@@ -78,7 +79,3 @@ class StepFile:
                 file.write(b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _step(line: bytes) -> int:
-    return msgspec.json.decode(line, type=StepOfLine).step

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from atroposlib.packed_rows import SUFFIX, Packed
+
 CHUNK_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -28,10 +30,35 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_at(descriptor: int, start: int, count: int) -> bytes:
+Text = int | Packed  # an open file: as it is, or the text that it holds
+
+
+@contextmanager
+def opened_text(path: Path) -> Iterator[Text]:
+    """As `opened`; of a compressed file its text. Raises Damaged, too."""
+    with opened(path) as descriptor:
+        yield Packed(descriptor) if path.suffix == SUFFIX else descriptor
+
+
+def text_size(text: Text) -> int:
+    """Bytes of the text."""
+    return text.size if isinstance(text, Packed) else os.fstat(text).st_size
+
+
+def identity(text: Text) -> tuple[int, ...]:
+    """Of the file, as long as it is the same one; a compressed one is never added to."""
+    if isinstance(text, Packed):
+        return text.key
+    found = os.fstat(text)
+    return found.st_dev, found.st_ino
+
+
+def read_at(text: Text, start: int, count: int) -> bytes:
     """Up to `count` bytes from `start`, fewer only at the end of the file."""
+    if isinstance(text, Packed):
+        return text.read(start, count)
     parts: list[bytes] = []
-    while count > 0 and (part := os.pread(descriptor, count, start)):
+    while count > 0 and (part := os.pread(text, count, start)):
         parts.append(part)
         start += len(part)
         count -= len(part)

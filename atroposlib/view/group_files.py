@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atroposlib.packed_rows import SUFFIX
 from atroposlib.view import rows, text_search
-from atroposlib.view.jsonl_index import Indexer, JsonlIndex, Numbers, Segment
+from atroposlib.view.jsonl_index import Indexer, JsonlIndex, Numbers, Segment, stem_of
 from atroposlib.view.run_files import RunFiles
 
 LOOK_EVERY_S = 0.25
 FIRST_BYTES = 8 << 20  # indexed before a request for a new file is answered
 SEARCH_S = 0.4  # of one request
 MAX_SEARCHES = 8
+MAX_ROWS = 2_500_000  # of a file
 MAX_INTERVALS = 2000
 SORTS = ("newest", "oldest", "score", "spread")
 SOURCES = {"samples": rows.sample_numbers, "held_out": rows.held_out_numbers}
@@ -54,6 +56,11 @@ class Place:
 
     path: Path
     entry: np.void
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its endings."""
+        return stem_of(self.path)
 
 
 @dataclass
@@ -100,16 +107,18 @@ class GroupFiles:
                 paths = self._run.files(source)
                 for name in known.keys() - {path.name for path in paths}:
                     self._indexer.forget(known.pop(name))
+                packed = sum(path.suffix == SUFFIX for path in paths)
                 for path in paths:
-                    index = known.setdefault(path.name, self._new_index(source, path))
-                    if index.advance(FIRST_BYTES):
+                    is_new = path.name not in known
+                    index = known.setdefault(path.name, self._new_index(source, path, packed))
+                    if is_new if index.is_packed else index.advance(FIRST_BYTES):
                         self._indexer.add(index)
                 self._looked[source] = time.monotonic()
             return list(known.values())
 
     def path(self, source: str, stem: str) -> Path | None:
-        """The file of a source by its name without `.jsonl`."""
-        found = (index.path for index in self.indexes(source) if index.path.stem == stem)
+        """The file of a source by the index's name."""
+        found = (index.path for index in self.indexes(source) if index.name == stem)
         return next(found, None)
 
     def forget(self) -> None:
@@ -131,10 +140,7 @@ class GroupFiles:
         """What is wrong with the files that were looked at."""
         with self._lock:
             found = [line for known in self._indexes.values() for index in known.values() for line in index.problems]
-        if packed := self._run.compressed("samples"):
-            count = "1 older part is" if len(packed) == 1 else f"{len(packed)} older parts are"
-            found.append(f"{count} compressed and not shown ({packed[0]} and on; zcat reads them)")
-        return found
+        return found + self._run.removed("samples") + self._run.removed("trained")
 
     @property
     def indexed(self) -> float:
@@ -207,10 +213,12 @@ class GroupFiles:
                 ends.append(np.minimum(end[mine], last))
         return _union(np.concatenate(starts), np.concatenate(ends)) if starts else []
 
-    def _new_index(self, source: str, path: Path) -> JsonlIndex:
+    def _new_index(self, source: str, path: Path, packed: int) -> JsonlIndex:
+        """Compressed files, of which there are `packed`, share the rows of one that is not."""
+        most = MAX_ROWS // packed if path.suffix == SUFFIX else MAX_ROWS
         if source == "trained":
-            return JsonlIndex(path, rows.TRAINED, rows.trained_numbers)
-        return JsonlIndex(path, rows.GROUP, partial(SOURCES[source], environments=self.environments))
+            return JsonlIndex(path, rows.TRAINED, rows.trained_numbers, most)
+        return JsonlIndex(path, rows.GROUP, partial(SOURCES[source], environments=self.environments), most)
 
     def _matches(self, source: str, indexes: Sequence[JsonlIndex], wanted: Filter) -> Iterator[_Matches]:
         """Newest file and newest rows first."""

@@ -7,11 +7,11 @@ is.
          0            low                    high    size
          │ not indexed │ segment │ … │ segment │ new  │       new rows first, then one block below `low`
 
-A file that shrinks, is replaced, or has other bytes where the index ends is indexed again. The last line counts once it
-is complete. A row that cannot be read is counted as damaged, and left out.
+A compressed file (packed_rows.py) is indexed by the places in its text. A file that shrinks, is replaced, or has other
+bytes where the index ends is indexed again. The last line counts once it is complete. A row that cannot be read is
+counted as damaged, and left out.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.view.files import opened, read_at
+from atroposlib.packed_rows import SUFFIX
+from atroposlib.view.files import Text, identity, opened_text, read_at, text_size
 
 BLOCK_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20  # a longer row is damaged: reading it would take too much memory
@@ -45,7 +46,7 @@ class Segment:
 class _Extent:
     """What of one file, as long as it stays the same file, is indexed."""
 
-    identity: tuple[int, int]
+    identity: tuple[int, ...]
     low: int
     high: int
     seam: bytes
@@ -63,9 +64,19 @@ class JsonlIndex:
         self._kind, self._numbers, self._max_rows = kind, numbers, max_rows
         self._extent: _Extent | None = None
         self._size = 0
-        self._behind = False
+        self._behind = self.is_packed  # it is indexed beside, not when somebody asks
         self._problem: str | None = None
         self._lock = threading.Lock()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the file is compressed, and so never grows."""
+        return self.path.suffix == SUFFIX
+
+    @property
+    def name(self) -> str:
+        """As `stem_of`."""
+        return stem_of(self.path)
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -104,33 +115,32 @@ class JsonlIndex:
         """Look at the file and index up to about `most_bytes` of it. Returns whether that left some rows unindexed."""
         with self._lock:
             try:
-                with opened(self.path) as descriptor:
+                with opened_text(self.path) as text:
                     self._problem = None
-                    self._behind = self._advance(descriptor, most_bytes)
+                    self._behind = self._advance(text, most_bytes)
             except OSError as error:
                 self._extent, self._size, self._behind = None, 0, False
                 is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
                 self._problem = None if is_gone else f"{self.path.name} cannot be read: {error.strerror or error}"
             return self._behind
 
-    def _advance(self, descriptor: int, most_bytes: int) -> bool:
-        found = os.fstat(descriptor)
-        self._size = found.st_size
+    def _advance(self, text: Text, most_bytes: int) -> bool:
+        self._size = text_size(text)
         extent = self._extent
-        if extent is None or not self._goes_on(descriptor, extent, found):
-            end = _start_of_last_line(descriptor, found.st_size)
-            extent = self._extent = _Extent((found.st_dev, found.st_ino), end, end, _seam(descriptor, end))
+        if extent is None or not self._goes_on(text, extent, self._size):
+            end = _start_of_last_line(text, self._size)
+            extent = self._extent = _Extent(identity(text), end, end, _seam(text, end))
         left = most_bytes
         is_behind = False
         while extent.high < self._size:
             if left <= 0:
                 is_behind = True
                 break
-            if not (used := self._index_new(descriptor, extent)):
+            if not (used := self._index_new(text, extent)):
                 break
             left -= used
         while left > 0 and extent.low > 0 and not self._is_full():
-            left -= self._index_older(descriptor, extent)
+            left -= self._index_older(text, extent)
         return is_behind or (extent.low > 0 and not self._is_full())
 
     def _is_full(self) -> bool:
@@ -138,20 +148,20 @@ class JsonlIndex:
         return extent is not None and extent.low > 0 and extent.rows >= self._max_rows
 
     @staticmethod
-    def _goes_on(descriptor: int, extent: _Extent, found: os.stat_result) -> bool:
-        same = extent.identity == (found.st_dev, found.st_ino) and found.st_size >= extent.high
-        return same and _seam(descriptor, extent.high) == extent.seam
+    def _goes_on(text: Text, extent: _Extent, size: int) -> bool:
+        same = extent.identity == identity(text) and size >= extent.high
+        return same and _seam(text, extent.high) == extent.seam
 
-    def _index_new(self, descriptor: int, extent: _Extent) -> int:
+    def _index_new(self, text: Text, extent: _Extent) -> int:
         """Index complete lines after `high`. Returns the bytes that were taken, 0 if no line is complete."""
         count = BLOCK_BYTES
         while True:
-            data = read_at(descriptor, extent.high, min(count, self._size - extent.high))
+            data = read_at(text, extent.high, min(count, self._size - extent.high))
             end = data.rfind(b"\n") + 1
             if end or len(data) < count:
                 break
             if count >= MAX_ROW_BYTES:
-                end = _after_newline(descriptor, extent.high, self._size) - extent.high
+                end = _after_newline(text, extent.high, self._size) - extent.high
                 data = b"\0"  # one damaged row
                 break
             count *= 2
@@ -166,15 +176,15 @@ class JsonlIndex:
             extent.segments.append(made)
         extent.rows += len(made.rows)
         extent.high = made.end
-        extent.seam = _seam(descriptor, made.end)
+        extent.seam = _seam(text, made.end)
         return end
 
-    def _index_older(self, descriptor: int, extent: _Extent) -> int:
+    def _index_older(self, text: Text, extent: _Extent) -> int:
         """Index the block below `low`. Returns the bytes that were taken."""
         end, count = extent.low, BLOCK_BYTES
         while True:
             start = max(0, end - count)
-            data = read_at(descriptor, start, end - start)
+            data = read_at(text, start, end - start)
             if start == 0:
                 break
             newline = data.find(b"\n", 0, -1)  # the last byte ends the block's last row
@@ -182,7 +192,7 @@ class JsonlIndex:
                 start, data = start + newline + 1, data[newline + 1 :]
                 break
             if count >= MAX_ROW_BYTES:
-                start, data = _start_of_last_line(descriptor, start), b"\0"  # one damaged row
+                start, data = _start_of_last_line(text, start), b"\0"  # one damaged row
                 break
             count *= 2
         made = self._segment(start, end, data)
@@ -238,22 +248,27 @@ class Indexer:
                 self.forget(index)
 
 
+def stem_of(path: Path) -> str:
+    """Its name without `.jsonl` or `.jsonl.gz`: the same before and after it is compressed."""
+    return path.name.removesuffix(SUFFIX).removesuffix(".jsonl")
+
+
 def lines_at(path: Path, places: Sequence[tuple[int, int]]) -> Iterator[bytes | None]:
     """The lines at these (offset, length), None where the file has no line there any more. Raises as `opened`."""
-    with opened(path) as descriptor:
+    with opened_text(path) as text:
         for offset, length in places:
-            data = read_at(descriptor, offset, length + 1)
+            data = read_at(text, offset, length + 1)
             yield data[:length] if len(data) > length and data[length:] == b"\n" else None
 
 
 def line_from(path: Path, offset: int) -> bytes | None:
     """The complete line that starts at `offset`; None if none does. Raises as `opened`."""
-    with opened(path) as descriptor:
-        if offset and read_at(descriptor, offset - 1, 1) != b"\n":
+    with opened_text(path) as text:
+        if offset and read_at(text, offset - 1, 1) != b"\n":
             return None
         count = 1 << 16
         while True:
-            data = read_at(descriptor, offset, count)
+            data = read_at(text, offset, count)
             end = data.find(b"\n")
             if end >= 0:
                 return data[:end]
@@ -262,27 +277,27 @@ def line_from(path: Path, offset: int) -> bytes | None:
             count *= 4
 
 
-def _seam(descriptor: int, end: int) -> bytes:
+def _seam(text: Text, end: int) -> bytes:
     start = max(0, end - SEAM_BYTES)
-    return read_at(descriptor, start, end - start)
+    return read_at(text, start, end - start)
 
 
-def _start_of_last_line(descriptor: int, end: int) -> int:
+def _start_of_last_line(text: Text, end: int) -> int:
     """After the last newline before `end`; 0 if there is none."""
     while end > 0:
         start = max(0, end - BLOCK_BYTES)
-        newline = read_at(descriptor, start, end - start).rfind(b"\n")
+        newline = read_at(text, start, end - start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start
     return 0
 
 
-def _after_newline(descriptor: int, start: int, size: int) -> int:
+def _after_newline(text: Text, start: int, size: int) -> int:
     """After the next newline at or after `start`; `start` if there is none."""
     at = start
     while at < size:
-        data = read_at(descriptor, at, BLOCK_BYTES)
+        data = read_at(text, at, BLOCK_BYTES)
         newline = data.find(b"\n")
         if newline >= 0:
             return at + newline + 1

@@ -152,7 +152,7 @@ def _entry(run: Run, place: Place, row: Sample | HeldOut | None, done: Trained |
     sampled_at = None if entry["step"] == NONE else int(entry["step"])
     version, mean = int(entry["version"]), float(entry["mean"])
     found: dict[str, Any] = {
-        "n": f"{place.path.stem}.{int(entry['offset'])}",
+        "n": f"{place.name}.{int(entry['offset'])}",
         "time": _known(float(entry["time"])),
         "step": _step(run, None if done is None else done.step, sampled_at),
         "sampled_at_step": sampled_at,

@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from atroposlib.kept_rows import REMOVED
 from atroposlib.logs import escape
+from atroposlib.packed_rows import SUFFIX
 from atroposlib.view.files import NotReadable, read_small, read_tail
 from atroposlib.view.metric_rows import MetricRows, Number, finite_number, json_object, read_metrics, trainer_steps
 from atroposlib.view.run_end import LAUNCHER, end_of
@@ -40,6 +42,14 @@ class Start(Struct):
     commit: str | None = None
     planned_steps: int | None = None
     machine: Any = None
+
+
+class RemovedRows(Struct):
+    """START_removed.json."""
+
+    rows: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    bytes: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    last_step: Annotated[int, Meta(ge=0, lt=1 << 62)] | None = None
 
 
 class RunRecord(Struct):
@@ -185,18 +195,26 @@ class RunFiles:
         return shown[-lines:]
 
     def files(self, start: str) -> list[Path]:
-        """`START.jsonl` and every `START_X.jsonl`, the names in order."""
+        """`START.jsonl` and every `START_X.jsonl`, the names in order; then those that are compressed, oldest first."""
         with suppress(OSError):
-            names = [entry.name for entry in os.scandir(self.path) if _is_rows_file(entry.name, start)]
-            return [self.path / name for name in sorted(names, key=lambda name: (len(name), name))]
+            names = {entry.name for entry in os.scandir(self.path)}
+            plain = {name for name in names if _is_rows_file(name, start)}
+            packed = {name for name in names - plain if name.endswith(SUFFIX) and _is_rows_file(name[:-3], start)}
+            packed -= {f"{name}{SUFFIX}" for name in plain}  # about to replace it
+            ordered = [*sorted(plain, key=lambda name: (len(name), name)), *sorted(packed)]
+            return [self.path / name for name in ordered]
         return []
 
-    def compressed(self, start: str) -> list[str]:
-        """Older parts of `START*.jsonl`, which only `zcat` reads; their names have the steps (kept_rows.py)."""
+    def removed(self, start: str) -> list[str]:
+        """What of `START*.jsonl` was removed to keep it within its limit (kept_rows.py), in sentences."""
+        found = []
         with suppress(OSError):
-            names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith(".jsonl.gz")]
-            return sorted(name for name in names if _is_rows_file(name.removesuffix(".gz"), start))
-        return []
+            names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith(REMOVED)]
+            for name in sorted(names):
+                file = f"{name.removesuffix(REMOVED)}.jsonl"
+                if _is_rows_file(file, start):
+                    found += _removed(self.path / name, file)
+        return found
 
     def _planned(self, record: RunRecord, settings: Mapping[str, Any]) -> int | None:
         starts = [start.planned_steps for start in reversed(record.starts)]
@@ -213,6 +231,15 @@ class RunFiles:
             with suppress(OSError):
                 times.append((self.path / name).lstat().st_mtime)
         return max(times, default=None)
+
+
+def _removed(path: Path, file: str) -> list[str]:
+    problems: list[str] = []
+    found = _decoded(path, RemovedRows, problems)
+    if found is None or not found.rows:
+        return problems
+    until = "" if found.last_step is None else f", up to step {found.last_step}"
+    return [f"{file}: the oldest {found.rows:,} rows ({found.bytes / 1e6:,.1f} MB{until}) were removed (keep_samples)"]
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], str]:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.view.files import opened, read_at
+from atroposlib.view.files import opened_text, read_at
 from atroposlib.view.jsonl_index import Segment
 
 MAX_DEPTH = 20
@@ -60,8 +60,8 @@ class Needle:
 def search(path: Path, segment: Segment, positions: NDArray[np.intp], needle: Needle) -> NDArray[np.intp]:
     """Those of the positions whose rows hold the text; none if the file is gone."""
     try:
-        with opened(path) as descriptor:
-            data = read_at(descriptor, segment.start, segment.end - segment.start)
+        with opened_text(path) as text:
+            data = read_at(text, segment.start, segment.end - segment.start)
     except OSError:
         return positions[:0]
     if not needle.may_be_in(data.lower()):

@@ -1,18 +1,24 @@
 """samples.jsonl and trained.jsonl stay within a limit; newer parts are readable as they are, older ones compressed."""
 
 import gzip
+import io
 import json
 import os
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
 
 from atroposlib.envs.records import JsonlWriter
-from atroposlib.kept_rows import DEFAULT, Keep, Parts, parse_keep
-from atroposlib.view.group_files import GroupFiles
-from atroposlib.view.jsonl_index import Indexer
+from atroposlib.kept_rows import DEFAULT, Keep, Parts, compress, parse_keep, read_removed
+from atroposlib.packed_rows import HEAD, MAGIC, TEXT_BYTES, Packed, pack
+from atroposlib.view import rows
+from atroposlib.view.group_files import Filter, GroupFiles
+from atroposlib.view.jsonl_index import Indexer, JsonlIndex, lines_at
 from atroposlib.view.run_files import RunFiles
 from example_trainer.step_file import StepFile
+from tests.unit.launcher.processes import wait_until
 
 ROW = {"step": 0, "text": "x" * 80}
 
@@ -127,17 +133,137 @@ def test_the_trainers_rows_are_bounded_and_a_resumed_run_goes_on(tmp_path: Path)
     assert all(kept.count(step) == 2 for step in range(161, 201))
 
 
-def test_the_window_shows_newer_parts_and_names_those_that_are_compressed(tmp_path: Path) -> None:
+def test_the_window_shows_all_parts_and_says_what_was_removed(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "samples.jsonl")
     writer.keep(Keep(bytes=10_000))
-    for step in range(1, 200):
-        writer.write(ROW | {"step": step}, step)
+    for step in range(1, 1001):
+        writer.write(ROW | {"step": step, "scores": [1.0], "group": f"{step:016x}"}, step)
         settled(writer)
     writer.close()
-    run = RunFiles(tmp_path, "r")
-    assert [path.name.split("_")[0] for path in run.files("samples")] == ["samples.jsonl", "samples"]
-    (problem,) = GroupFiles(run, Indexer()).problems
-    assert "compressed and not shown (samples_s0" in problem
+    kept = steps_in(tmp_path, "samples*.jsonl*")
+    assert list(tmp_path.glob("*.gz"))
+    run, indexer = RunFiles(tmp_path, "r"), Indexer()
+    groups = GroupFiles(run, indexer)
+    assert not groups.page("samples", Filter(), "newest", 0, 10).complete  # indexed beside
+    wait_until(lambda: groups.page("samples", Filter(), "newest", 0, 10).complete)
+    page = groups.page("samples", Filter(), "oldest", 0, 10_000)
+    assert sorted(int(place.entry["step"]) for place in page.places) == kept
+    for place in page.places:
+        (line,) = lines_at(place.path, [(int(place.entry["offset"]), int(place.entry["length"]))])
+        assert line is not None
+        assert json.loads(line)["step"] == int(place.entry["step"])
+        assert groups.path("samples", place.name) == place.path
+    wanted = Filter(step=None, q="xxxx")
+    assert groups.page("samples", wanted, "newest", 0, 10).total == 0  # `text` is no field of a row that is searched
+    (problem,) = groups.problems
+    gone = 1000 - len(kept)
+    assert problem.startswith(f"samples.jsonl: the oldest {gone} rows (")
+    assert f"up to step {kept[0] - 1})" in problem
+    assert read_removed(tmp_path / "samples_removed.json").rows == gone
+
+
+def test_a_part_that_was_noted_and_not_removed_is_counted_once(tmp_path: Path) -> None:
+    part = tmp_path / "samples_s000001-000002.jsonl"
+    part.write_text('{"step": 1}\n{"step": 2}\n')
+    parts = Parts(tmp_path / "samples.jsonl", Keep(bytes=1))
+    parts._note_removed(part)  # and killed
+    Parts(tmp_path / "samples.jsonl", Keep(bytes=1)).settle()
+    assert not part.exists()
+    assert read_removed(tmp_path / "samples_removed.json")[:4] == (2, 24, 1, 2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_resumed_trainer_repeats_no_step_in_parts(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / "trained.jsonl"
+    file = StepFile(path, 1, "trained groups", "--trained-path", Keep(steps=50))
+    for step in range(1, 101):
+        file.append(step, ROW | {"step": step}, ROW | {"step": step})
+    file.close()
+    parts = file._file.parts
+    assert parts is not None
+    assert parts._thread is not None
+    parts._thread.join(10)
+    if packed:
+        for part in tmp_path.glob("trained_s*.jsonl"):
+            compress(part)
+    resumed = StepFile(path, 66, "trained groups", "--trained-path", Keep(steps=50))
+    for step in range(66, 69):
+        resumed.append(step, ROW | {"step": step})
+    resumed.close()
+    kept = steps_in(tmp_path, "trained*.jsonl*")
+    assert kept == [*(step for step in range(kept[0], 66) for _ in range(2)), 66, 67, 68]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_parts_of_one_step_are_cut_without_a_loss(tmp_path: Path) -> None:
+    for name, step in (("s000005-000005", 5), ("s000005-000006", 5), ("s000006-000007", 6)):
+        (tmp_path / f"trained_{name}.jsonl").write_text(json.dumps({"step": step}) + "\n")
+    StepFile(tmp_path / "trained.jsonl", 6, "trained groups", "--trained-path").close()
+    assert steps_in(tmp_path, "trained*.jsonl") == [5, 5]
+
+
+def test_a_fresh_run_moves_the_parts_of_an_earlier_one_aside(tmp_path: Path) -> None:
+    (tmp_path / "trained.jsonl").write_text('{"step": 3}\n')
+    (tmp_path / "trained_s000001-000002.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    StepFile(tmp_path / "trained.jsonl", 1, "trained groups", "--trained-path").close()
+    assert [path.name for path in RunFiles(tmp_path, "r").files("trained")] == ["trained.jsonl"]
+    assert steps_in(tmp_path, "trained.*jsonl") == [1, 2, 3]
+
+
+TEXT = b"".join(json.dumps(ROW | {"step": step}).encode() + b"\n" for step in range(100_000))  # three members
+
+
+def test_any_part_of_a_compressed_file_is_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    with path.open("wb") as file:
+        pack(io.BytesIO(TEXT), file)
+    assert gzip.decompress(path.read_bytes()) == TEXT
+    with path.open("rb") as file:
+        packed = Packed(file.fileno())
+        assert (packed.size, packed.lines) == (len(TEXT), 100_000)
+        for start, count in (
+            (0, 10),
+            (TEXT_BYTES - 5, 10),
+            (TEXT_BYTES, 5),
+            (len(TEXT) - 3, 10),
+            (len(TEXT), 1),
+            (7, 0),
+        ):
+            assert packed.read(start, count) == TEXT[start : start + count]
+        assert packed.read(0, len(TEXT)) == b"".join(packed.blocks()) == TEXT
+
+
+def bomb() -> bytes:
+    """A member that says it holds 10 bytes, and unpacks to 100 MB."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    body = deflate.compress(bytes(100_000_000)) + deflate.flush()
+    size = HEAD.size + len(body) + 8
+    return HEAD.pack(MAGIC, 0, 0, 255, 16, b"AT", 12, size, 10, 0) + body + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gzip.compress(TEXT[:1000]),
+        b"\x1f\x8b",
+        b"not gzip at all, but long enough for a header of a member",
+        HEAD.pack(MAGIC, 0, 0, 255, 16, b"AT", 12, 0, 10, 0),
+        HEAD.pack(MAGIC, 0, 0, 255, 16, b"AT", 12, 2**32 - 1, 10, 0),
+        HEAD.pack(MAGIC, 0, 0, 255, 16, b"AT", 12, 40, 2**32 - 1, 0) + bytes(12),
+        HEAD.pack(MAGIC, 0, 0, 255, 16, b"AT", 12, 40, 10, 0) + bytes(12),
+        bomb(),
+    ],
+)
+def test_a_compressed_file_of_somebody_else_is_a_sentence_in_the_window(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "samples_s000001-000002.jsonl.gz"
+    path.write_bytes(content)
+    tracemalloc.start()
+    index = JsonlIndex(path, rows.GROUP, lambda line: ())
+    assert not index.advance()
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+    (problem,) = index.problems
+    assert "cannot be read: it is compressed in another way, or damaged" in problem
 
 
 def test_a_full_disk_leaves_a_part_uncompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +273,6 @@ def test_a_full_disk_leaves_a_part_uncompressed(tmp_path: Path, monkeypatch: pyt
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atroposlib.kept_rows.shutil.copyfileobj", no_space)
+    monkeypatch.setattr("atroposlib.kept_rows.pack", no_space)
     Parts(tmp_path / "samples.jsonl", Keep(steps=5)).settle_all(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == [part.name]
