@@ -154,7 +154,7 @@ def test_the_window_shows_all_parts_and_says_what_was_removed(tmp_path: Path) ->
         assert json.loads(line)["step"] == int(place.entry["step"])
         assert groups.path("samples", place.name) == place.path
     wanted = Filter(step=None, q="xxxx")
-    assert groups.page("samples", wanted, "newest", 0, 10).total == 0  # `text` is no field of a row that is searched
+    assert groups.page("samples", wanted, "newest", 0, 10).total == 0  # `text` is not searched
     (problem,) = groups.problems
     gone = 1000 - len(kept)
     assert problem.startswith(f"samples.jsonl: the oldest {gone} rows (")
