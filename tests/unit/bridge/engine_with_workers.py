@@ -42,7 +42,7 @@ class EngineWithWorkers:
         self.broken: dict[str, int] = {}  # method -> the rank that fails
         self.paused = False
         self.label: str | None = None
-        self.model_config = SimpleNamespace(dtype=torch.float32)
+        self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=512)
         self.renderer = self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:

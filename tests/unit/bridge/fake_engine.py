@@ -82,6 +82,7 @@ class FakeEngine:
             dtype=torch.float32,
             is_multimodal_model=False,
             get_vocab_size=lambda: VOCABULARY,
+            max_model_len=512,
             tokenizer="m",
             tokenizer_mode="auto",
             tokenizer_revision=None,
