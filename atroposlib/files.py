@@ -49,6 +49,18 @@ def open_regular(path: Path, mode: str, **options: Any) -> IO[Any]:
     )
 
 
+def make_private(path: Path) -> None:
+    """Let this user alone read `path`, which is made if nothing is there: before anything is in it, whatever the umask.
+    Raises OSError. A file of another user stays as it is.
+    """
+    file = os.open(expect_regular(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(PermissionError):
+            os.fchmod(file, 0o600)
+    finally:
+        os.close(file)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write `path` so that it is either the old file or the new one, on the disk, whatever happens meanwhile. Raises
     OSError.

@@ -79,11 +79,14 @@ class EnvironmentsForgotten(Change):
 
 
 class GroupsPosted(Change):
-    """One post. Its groups have the ids `first`, `first` + 1, ...; `key` is its idempotency key."""
+    """One post. Its groups have the ids `first`, `first` + 1, ...; `key` is its idempotency key, `digest` that of their
+    bodies, 0 in journals of earlier versions.
+    """
 
     first: int
     groups: list[PostedGroup]
     key: str | None = None
+    digest: int = 0
 
 
 class BatchTaken(Change):
@@ -141,6 +144,7 @@ class Snapshot(Change):
     leases: list[Lease[StoredGroup]]
     answered: list[tuple[str, list[int | None]]]
     rejected: int = 0
+    digests: dict[str, int] = {}
 
 
 AnyChange = (

@@ -1,8 +1,10 @@
 """The routes for environments: join, status, posts of groups and evaluations, disconnect."""
 
 import functools
+from hashlib import blake2b
 from typing import NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api.changes import PostedGroup
@@ -166,9 +168,12 @@ class _Ready(NamedTuple):
     sequences: int
     tokens: int
     suspicions: list[str]
+    digest: bytes
 
 
-def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs) -> list[_Ready]:
+def _read_and_check(
+    body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs, keyed: bool
+) -> list[_Ready]:
     ready = []
     for index, (data, item) in enumerate(read_groups(body, packed, in_list=in_list)):
         try:
@@ -177,9 +182,25 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
             raise refusal.within(index) if in_list else refusal from None
         posted = PostedGroup(size_of(data), data.env_id, oldest_version(data))
         ready.append(
-            _Ready(posted, item, data.idempotency_key, len(data.tokens), sum(map(len, data.tokens)), suspicions)
+            _Ready(
+                posted,
+                item,
+                data.idempotency_key,
+                len(data.tokens),
+                sum(map(len, data.tokens)),
+                suspicions,
+                _digest(data) if keyed or data.idempotency_key else b"",
+            )
         )
     return ready
+
+
+def _digest(data: wire.PostedData) -> bytes:
+    """Of a group, in whatever encoding it came. Its env_id is not in it: an environment that had to register again
+    posts the same groups under another one.
+    """
+    content = msgspec.structs.replace(data, env_id=None, idempotency_key=None)
+    return blake2b(msgspec.msgpack.encode(content), digest_size=8).digest()
 
 
 async def _post(request: Request, *, in_list: bool) -> list[int | None]:
@@ -192,12 +213,15 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
     needs = service.needs
     groups = await beside(
         request,
-        functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs),
+        functools.partial(
+            _read_and_check, body, packed, in_list, service.settings.max_sequences, needs, _key(request) is not None
+        ),
         is_heavy=len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES),
     )
     if not groups:
         return []
     key = _key(request) or (None if in_list else groups[0].key)
+    digest = int.from_bytes(blake2b(b"".join(group.digest for group in groups), digest_size=8).digest(), "big") | 1
     for index, group in enumerate(groups):
         for suspicion in group.suspicions:
             say_once(request, f"A group of env_id={group.posted.env_id} is passed on, although its {suspicion}")
@@ -208,7 +232,7 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
                 422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large"
             ) from None
     answer = await service.post(
-        [group.posted for group in groups], [(group.item, packed) for group in groups], key, needs
+        [group.posted for group in groups], [(group.item, packed) for group in groups], key, needs, digest
     )
     if len(answer) != len(groups):
         raise RefusedBody(

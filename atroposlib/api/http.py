@@ -15,7 +15,7 @@ from atroposlib.api.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.journal_file import JournalError
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
-from atroposlib.api.service import NotTheTrainer, QueueFull, RolloutService
+from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService
 from atroposlib.http_guard import is_from_browser, is_loopback
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import MSGPACK
@@ -155,6 +155,7 @@ ERROR_REPLIES: dict[type[Exception], Callable[[Request, Any], Awaitable[Response
     UnknownEnvironment: functools.partial(failed, 404),  # it has to register (again)
     ClientDisconnect: disconnected,
     QueueFull: functools.partial(failed, 429),
+    KeyReused: functools.partial(failed, 422),
     JournalError: functools.partial(failed, 507),  # it could not be written, so nothing was changed
     NotTheTrainer: functools.partial(failed, 409),
     GroupTooLarge: too_late,

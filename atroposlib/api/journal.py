@@ -22,6 +22,7 @@ from pathlib import Path
 from atroposlib.api import dead_letters, journal_file
 from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalError, JournalReader
 from atroposlib.api.journal_head import ID_BYTES, Head, HeadInUse, HeadRecord, Mark, chain_start, chained
+from atroposlib.files import make_private
 
 MAX_TOGETHER = 256  # writes in one transaction
 VACUUM_FROM_BYTES = 64 * 2**20  # free space in the file at start that is given back to the disk
@@ -68,6 +69,9 @@ class Journal:
         """
         self.reader.close()
         with journal_file.reading(self.path):
+            for file in (self.path, journal_file.wal_path(self.path), journal_file.shm_path(self.path)):
+                if file.exists():  # of a version that let others read prompts and answers
+                    make_private(file)
             db = self._db = sqlite3.connect(self.path, timeout=journal_file.LOCK_TIMEOUT_S, check_same_thread=False)
             journal_file.prepare(db)
             self._newest = (

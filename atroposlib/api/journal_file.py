@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
 from atroposlib.errors import AtroposError
+from atroposlib.files import make_private
 from atroposlib.groups import Needs
 
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
@@ -95,6 +96,7 @@ def create(path: Path, journal_id: bytes) -> None:
     unfinished = Path(f"{path}.new")
     for name in (unfinished, wal_path(unfinished), shm_path(unfinished), Path(f"{unfinished}-journal")):
         name.unlink(missing_ok=True)
+    make_private(unfinished)  # SQLite gives its log and index the mode of the database
     with contextlib.closing(sqlite3.connect(unfinished)) as db:
         prepare(db)
         make_tables(db, chain_start(journal_id), journal_id)
@@ -283,6 +285,7 @@ class JournalReader:
 
     def copy_to(self, path: Path) -> None:
         """Write the file as it is at this moment to another path."""
+        make_private(path)
         with contextlib.closing(sqlite3.connect(path)) as copy, reading(self.path):
             self._db.backup(copy)
 

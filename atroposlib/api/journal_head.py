@@ -13,6 +13,7 @@ import os
 import struct
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -119,7 +120,7 @@ class Head:
         end = time.monotonic() + patience_s
         while True:
             self.created = not os.path.lexists(self.path)
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -131,6 +132,8 @@ class Head:
                 time.sleep(LOCK_POLL_S)
                 continue
             if os.fstat(file).st_nlink:
+                with suppress(PermissionError):  # another user's
+                    os.fchmod(file, 0o600)
                 return file
             os.close(file)  # its owner removed it just now
 

@@ -66,6 +66,16 @@ class QueueFull(Exception):
     """The queue is full; try again later."""
 
 
+class KeyReused(Exception):
+    """An idempotency key stands for another post."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"Idempotency-Key {key[:40]!a} is that of a post with other groups: nothing was stored, each post needs"
+            " its own"
+        )
+
+
 class NotTheTrainer(Exception):
     """Another trainer has registered since."""
 
@@ -90,7 +100,7 @@ class RolloutService:
         self._clock = clock
         self._bodies: dict[int, Body] = {}
         self._untold: deque[SetAside] = deque(maxlen=MAX_UNTOLD)
-        self._posting: dict[str, asyncio.Future[Any]] = {}
+        self._posting: dict[str, tuple[asyncio.Future[Any], int]] = {}  # by key, with the digest of what is posted
         self._unwritten_groups = 0
         self._deciding = asyncio.Lock()
         self._environments = Liveness(settings.env_timeout)
@@ -449,30 +459,36 @@ class RolloutService:
         contents: Sequence[tuple[bytes, bool]],
         key: str | None,
         checked: Needs | None = None,
+        digest: int = 0,
     ) -> list[int | None]:
         """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the
-        first post.
+        first post, if `digest`, of what is posted, is the same.
 
         `checked` is what they were found to meet.
 
-        Raises QueueFull, JournalError, GroupTooLarge.
+        Raises QueueFull, JournalError, GroupTooLarge, KeyReused.
         """
         if key is not None:
             if (answer := self.state.answered.get(key)) is not None:
+                if len(answer) == len(groups) and self.state.digests.get(key, digest) != digest:
+                    raise KeyReused(key)
                 self.counters.repeated_posts += 1
                 return answer
             if key in self._posting:
-                return list(await asyncio.shield(self._posting[key]))
+                posting, of_first = self._posting[key]
+                if of_first != digest:
+                    raise KeyReused(key)
+                return list(await asyncio.shield(posting))
         self._expect_room(groups, contents)
         first = self._next_id
         self._next_id += len(groups)
         posting = self._submit(
-            changes.GroupsPosted(first, list(groups), key),
+            changes.GroupsPosted(first, list(groups), key, digest),
             [Body(first + index, data, packed, checked) for index, (data, packed) in enumerate(contents)],
         )
         if key is None:
             return list(await posting)
-        self._posting[key] = posting
+        self._posting[key] = posting, digest
         try:
             return list(await asyncio.shield(posting))
         finally:

@@ -36,6 +36,7 @@ class RolloutState:
         self.leases: LeaseBook[StoredGroup] = LeaseBook()
         self.rejected = 0  # groups that were set aside
         self.answered: OrderedDict[str, list[int | None]] = OrderedDict()  # key of a post -> the reply to it
+        self.digests: dict[str, int] = {}  # key of a post -> what was posted
         self._versions = WaitingVersions()
         self._gone: list[int] = []
 
@@ -137,6 +138,7 @@ class RolloutState:
             ],
             answered=list(self.answered.items()),
             rejected=self.rejected,
+            digests=dict(self.digests),
         )
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -160,8 +162,11 @@ class RolloutState:
             self._versions.add(queued)
         if change.key is not None:
             self.answered[change.key] = answer
+            if change.digest:
+                self.digests[change.key] = change.digest
             if len(self.answered) > MAX_ANSWERED:
-                self.answered.popitem(last=False)
+                forgotten, _ = self.answered.popitem(last=False)
+                self.digests.pop(forgotten, None)
         return answer
 
     def _on_batch(self, change: changes.BatchTaken) -> Lease[StoredGroup] | None:
@@ -241,6 +246,7 @@ class RolloutState:
         self.queue.load(snapshot.queue)
         self.leases = LeaseBook({lease.lease_id: lease for lease in snapshot.leases})
         self.answered = OrderedDict(snapshot.answered)
+        self.digests = dict(snapshot.digests)
         self.rejected = snapshot.rejected
         returned = [group for lease in snapshot.leases if lease.returned for group in lease.groups]
         self._versions.add([*snapshot.queue.waiting, *returned])

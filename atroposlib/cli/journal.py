@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -123,11 +123,16 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
     print(f"{copy} is written; changes: {replayed.changes}, newest: {replayed.number}; groups: {groups}")
 
 
+def _private(path: Path) -> IO[bytes]:
+    """A new file with prompts and answers, for this user alone."""
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
     environments = replayed.state.queue.environments
     known = {group.record.id: (status, group) for status, group in replayed.state.groups()}
     to_stdout = contextlib.nullcontext(sys.stdout.buffer)
-    with to_stdout if arguments.output is None else arguments.output.open("xb") as lines:
+    with to_stdout if arguments.output is None else _private(arguments.output) as lines:
         for body in bodies_of(reader, replayed.state):
             status, group = known[body.id]
             lines.write(
@@ -152,7 +157,7 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(letter.at))
         print(f"{letter.body.id}\t{at}\t{escape(str(letter.environment))}\t{escape(letter.reason)}")
     if arguments.output is not None:
-        with arguments.output.open("xb") as lines:
+        with _private(arguments.output) as lines:
             for letter in letters:
                 lines.write(
                     msgspec.json.encode(

@@ -3,6 +3,7 @@
 import aiohttp
 from pydantic import BaseModel
 
+from atroposlib.clients.replies import BoundedResponse, ReplyTooLong
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import PeerError
@@ -76,11 +77,15 @@ async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp
                 if reply.status != 200:
                     raise NotYet(f"it replied {reply.status}")
                 return ServedModel.model_validate((await reply.json())["data"][0])
+        except ReplyTooLong as error:
+            raise PeerError(str(error)) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise NotYet(str(error) or f"no reply within {REQUEST_TIMEOUT_S:.0f} s") from None
 
     async with aiohttp.ClientSession(
-        trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        response_class=BoundedResponse,
     ) as session:
         return await wait_for_peer(
             "the name of the served model",

@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from atroposlib.clients.replies import ReplyTooLong
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
@@ -87,6 +88,6 @@ async def _fake_model(server: OpenAIServer) -> FakeModel | None:
         url = f"{server.base_url}/models"
         async with server.http.get(url, timeout=TIMEOUT, allow_redirects=False) as reply:
             models = msgspec.json.decode(await reply.read(), type=FakeModels).data
-    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ReplyTooLong):
         return None
     return models[0] if models and models[0].owned_by == FAKE else None

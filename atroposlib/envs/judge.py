@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 FAILURES_TOLD_EVERY_S = 60.0
 SHOWN_CHARS = 200
+READ_TIMES = 64
+WINDOW_CHARS = 1024
 PLACE = re.compile(r"\{(\w+)\}")
 
 Read = Callable[[str], float | None]
@@ -199,14 +201,22 @@ def as_number(value: object) -> float | None:
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:
-    """The outermost JSON objects in `text`, from the left."""
-    decoder, found, start = json.JSONDecoder(), [], text.find("{")
-    while start >= 0:
+    """The outermost JSON objects in `text`, from the left. Reading stops where it has read many times its length."""
+    decoder, found, read = json.JSONDecoder(), [], 0
+    window, offset = text, 0  # an error counts the lines before it, so that each would cost as much as all before
+    start = text.find("{")
+    while start >= 0 and read <= READ_TIMES * len(text):
+        if start - offset > WINDOW_CHARS:
+            window, offset = text[start:], start
+        end = start + 1
         try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            end = start + 1
+            value, stop = decoder.raw_decode(window, start - offset)
+        except json.JSONDecodeError as error:
+            read += error.pos + offset - start
+        except (ValueError, RecursionError):  # a number of thousands of digits, or deeper than any answer
+            read += WINDOW_CHARS
         else:
             found.append(value)
+            end = stop + offset
         start = text.find("{", end)
     return found

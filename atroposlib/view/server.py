@@ -113,8 +113,24 @@ def _file(data: bytes, media_type: str, request: Request) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(
-        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=str),
-        status,
-        media_type="application/json",
-    )
+    try:
+        content = _dumped(value)
+    except TypeError:  # an integer of more than 64 bits, which JSON has and this writer has not
+        content = _dumped(_with_short_integers(value))
+    return Response(content, status, media_type="application/json")
+
+
+def _dumped(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=str)
+
+
+def _with_short_integers(value: Any) -> Any:
+    """`value` with integers of more than 64 bits as texts, which a page shows in full."""
+    match value:
+        case dict():
+            return {_with_short_integers(key): _with_short_integers(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_with_short_integers(each) for each in value]
+        case int() if not -(2**63) <= value < 2**64:
+            return f"{value:#x}"  # without the limit that decimal digits have
+    return value

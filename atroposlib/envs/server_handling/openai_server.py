@@ -13,6 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.addresses import proxy_variable, through_proxy
+from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most, bounded, limit_of_sampling
 from atroposlib.envs.server_handling.affinity import session_headers
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
@@ -54,6 +55,8 @@ async def replied(
             if reply.status != 200:
                 raise status_error(url, reply.status, (await reply.read()).decode(errors="replace"), reply.headers)
             yield reply
+    except ReplyTooLong as error:
+        raise PermanentServerError(str(error)) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServerUnreachableError(f"{url}: {describe(error)}") from error
 
@@ -103,7 +106,8 @@ class OpenAIServer(APIServer):
     def _sdk_transport(self) -> openai.DefaultAsyncHttpxClient:
         """It reads the environment's proxies only where one is meant for this address: reading any may fail."""
         try:
-            return openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=self._proxied)
+            hooks = {"response": [bounded]}
+            return openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=self._proxied, event_hooks=hooks)
         except (ImportError, ValueError) as error:  # a kind of proxy that it does not know, or lacks a package for
             raise PermanentServerError(f"{self.name}: {describe(error)}{through_proxy(self.base_url)}") from error
 
@@ -116,6 +120,7 @@ class OpenAIServer(APIServer):
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 trust_env=self._proxied,
+                response_class=BoundedResponse,
             )
         return self._http
 
@@ -194,7 +199,10 @@ class OpenAIServer(APIServer):
     async def _send(self, create: Callable[..., Awaitable[Reply]], arguments: Arguments) -> Reply:
         headers = {**session_headers(), **(arguments.get("extra_headers") or {})}
         try:
-            reply = await create(**{**arguments, **({"extra_headers": headers} if headers else {})})
+            with at_most(limit_of_sampling(arguments, _repeated(arguments))):
+                reply = await create(**{**arguments, **({"extra_headers": headers} if headers else {})})
+        except ReplyTooLong as error:
+            raise PermanentServerError(str(error)) from error
         except openai.APITimeoutError as error:
             raise RetryableServerError(f"{self.name} gave no reply in time: {error}") from error
         except openai.APIConnectionError as error:
@@ -208,3 +216,9 @@ class OpenAIServer(APIServer):
         except (ValueError, RecursionError) as error:  # of the SDK's own decoding
             raise RetryableServerError(f"{self.name} replied 200 with what is not JSON: {describe(error)}") from error
         return checked_reply(reply, self.name)
+
+
+def _repeated(arguments: Arguments) -> int:
+    """At least as many as the prompt has tokens, where a reply repeats it."""
+    prompt = arguments.get("prompt")
+    return len(prompt) if isinstance(prompt, str | list) and arguments.get("echo") else 0

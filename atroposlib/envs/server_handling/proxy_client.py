@@ -9,11 +9,13 @@ import aiohttp
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from atroposlib.clients.replies import BoundedResponse, at_most, limit_of_sampling
 from atroposlib.envs.server_handling.openai_server import replied
 from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.sequence_book import SequenceNode, State
 
 REQUEST_TIMEOUT_S = 1200.0
+NODES_BYTES = 256 << 20  # the sequences of a session, its prompts included
 
 
 class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
@@ -108,10 +110,12 @@ async def create_proxy_session(
 
 
 async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) -> dict[str, Any]:
-    """One JSON request. Raises a ServerError for what is not 200."""
-    async with (
-        aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session,
-        replied(session, method, url, json=body, headers=headers) as reply,
-    ):
-        content: dict[str, Any] = await reply.json()
-        return content
+    """One JSON request. Raises a ServerError for what is not 200, and for more than was asked for."""
+    limit_s = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    with at_most(limit_of_sampling(body) if body and "messages" in body else NODES_BYTES):
+        async with (
+            aiohttp.ClientSession(trust_env=False, timeout=limit_s, response_class=BoundedResponse) as session,
+            replied(session, method, url, json=body, headers=headers) as reply,
+        ):
+            content: dict[str, Any] = await reply.json()
+            return content

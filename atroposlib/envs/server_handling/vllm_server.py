@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
+from atroposlib.clients.replies import at_most, limit_of_sampling
 from atroposlib.envs.errors import OtherTokenizer
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
@@ -203,14 +204,10 @@ class VLLMServer(OpenAIServer):
         return await self._post(self.generate_url, body)
 
     async def _post(self, url: str, body: Arguments) -> bytes:
-        async with replied(
-            self.http,
-            "POST",
-            url,
-            data=orjson.dumps(body),
-            headers={"Content-Type": "application/json"},
-        ) as reply:
-            return await reply.read()
+        encoded, typed = orjson.dumps(body), {"Content-Type": "application/json"}
+        with at_most(limit_of_sampling(body, prompt_tokens(body, len(encoded)))):
+            async with replied(self.http, "POST", url, data=encoded, headers=typed) as reply:
+                return await reply.read()
 
     def _decode(self, content: bytes, shape: type[Any]) -> Any:
         with reading(
@@ -239,6 +236,13 @@ class VLLMServer(OpenAIServer):
             version_spans=reply.version_spans[index] if reply.version_spans is not None else None,
             routed_experts=reply.routed_experts[index] if reply.routed_experts is not None else None,
         )
+
+
+def prompt_tokens(body: Arguments, nbytes: int) -> int:
+    """How many tokens the prompt of a request has; of one in text at most as many as its encoding has bytes."""
+    prompt = body.get("prompt")
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else body.get("input_ids")
+    return len(ids) if isinstance(ids, list) else nbytes
 
 
 def _own_token_first(own: int, position: dict[int, float] | list[dict[int, float]] | None) -> list[tuple[int, float]]:

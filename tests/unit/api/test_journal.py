@@ -90,6 +90,35 @@ def test_a_post_repeated_after_a_restart_is_stored_once(path: Path) -> None:
         assert client.post("/scored_data", json=group(3, env_id=env_id)).json()["buffer_size"] == 6
 
 
+def test_a_key_used_for_other_groups_is_refused_after_a_restart_too(path: Path) -> None:
+    key = {"Idempotency-Key": "a"}
+    for compact in (False, True):
+        with api(path) as client:
+            register(client, batch_size=4)
+            if not compact:
+                assert client.post("/scored_data", json=group(4, 1), headers=key).status_code == 200
+            assert client.post("/scored_data", json=group(4, 2), headers=key).status_code == 422
+            assert client.post("/scored_data", json=group(4, 1), headers=key).status_code == 200
+
+
+@pytest.mark.parametrize("before", [None, 0o644, 0o666])
+def test_nobody_else_reads_a_journal_whatever_the_umask_and_its_former_mode(path: Path, before: int | None) -> None:
+    mask = os.umask(0)
+    try:
+        for _ in range(2):
+            with api(path) as client:
+                register(client, batch_size=4)
+                client.post("/scored_data", json=group(4, 1))
+                found = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+                assert {*found.values()} == {0o600}, found
+                assert len(found) == 4
+            if before is not None:
+                for file in path.parent.iterdir():
+                    file.chmod(before)
+    finally:
+        os.umask(mask)
+
+
 def test_rollouts_of_several_sequences_wait_in_the_journal_as_they_were(path: Path) -> None:
     posted = [group(4, mark, rollouts=[0, 0, 1, 1]) for mark in range(3)]
     with api(path) as client:

@@ -282,6 +282,22 @@ def test_a_key_of_a_post_of_another_number_of_groups_is_refused(client: TestClie
     assert client.get("/status").json()["queue_size"] == 2
 
 
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+def test_a_key_that_is_used_for_other_groups_is_refused_and_for_the_same_is_not(client: TestClient, path: str) -> None:
+    def post(mark: int) -> Any:
+        body = group(4, mark)
+        return client.post(path, json=body if path == "/scored_data" else [body], headers={"Idempotency-Key": "a"})
+
+    first = post(1)
+    assert first.status_code == 200
+    assert post(1).json() == first.json()
+    refused = post(2)
+    assert refused.status_code == 422
+    assert "other groups: nothing was stored" in refused.text
+    assert post(1).json() == first.json()
+    assert client.get("/status").json()["queue_size"] == 1
+
+
 @pytest.mark.parametrize("key", ["", "x" * 201])
 def test_a_key_that_is_none_is_refused(client: TestClient, key: str) -> None:
     assert client.post("/scored_data", json=group(4), headers={"Idempotency-Key": key}).status_code == 422

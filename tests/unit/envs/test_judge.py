@@ -41,6 +41,17 @@ async def judging(
         await judge.close()
 
 
+@pytest.mark.parametrize("part", ["{", '{"', '{"a":', '{"a":[', '{"a":[1,', '{"a": "'])
+def test_a_reply_of_opened_objects_takes_linear_time(part: str) -> None:
+    def took(characters: int) -> float:
+        text = part * (characters // len(part))
+        began = time.process_time()
+        assert json_field()(text) is None
+        return time.process_time() - began
+
+    assert took(400_000) < 5 * took(100_000) + 1.0
+
+
 @pytest.mark.parametrize(
     ("read", "reply", "score"),
     [

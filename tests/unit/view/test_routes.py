@@ -134,6 +134,13 @@ def test_logs_are_shown_by_service_without_control_characters(run: Path) -> None
         assert window.get("/api/runs/r/logs", params={"service": service}).status_code == 404
 
 
+def test_an_integer_of_more_than_64_bits_is_shown(run: Path) -> None:
+    lines = [{"version": 10**30, "metrics": {"a": 2**64, "b": -(2**70), "c": [10**400]}}]
+    (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for path in ("/api/runs/r/evaluations", "/api/runs/r/metrics", "/api/runs"):
+        assert client(run).get(path).status_code == 200, path
+
+
 def test_dead_letters_are_read_from_the_journal_which_stays_as_it_is(run: Path) -> None:
     import sqlite3
 
