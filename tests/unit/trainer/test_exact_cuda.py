@@ -128,6 +128,15 @@ def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(famil
     assert (gradient - golden).norm() / golden.norm() < 1e-5
 
 
+def test_the_padding_tokens_embedding_has_a_gradient_on_a_gpu_too() -> None:
+    row = packed_row()
+    padding = int(row.input_ids[0, 1])  # of the prompt, as in chat templates
+    model, _ = exchanged("llama", pad_token_id=padding)
+    assert model.get_input_embeddings().padding_idx == padding  # the exact forward does not ask for it
+    accumulate_gradients(Policy(model), row, lambda logprobs, entropy, chunk: logprobs.sum(), 8)
+    assert gradient_of(model.get_input_embeddings().weight)[padding].any()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_are_as_wide_as_those_of_vllm(family: str) -> None:
     model, plain = exchanged(family)

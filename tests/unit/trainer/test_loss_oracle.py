@@ -2,8 +2,11 @@
 at a time.
 """
 
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from atroposlib.envs.payloads import group_items
 from example_trainer.batching import make_batch
 from example_trainer.config import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
-from example_trainer.policy import Policy, logprobs_and_entropy
+from example_trainer.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
@@ -299,3 +303,55 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
     figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    {"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+    {"temperature": 1.3, "top_p": 0.5, "top_k": 0},
+]
+
+
+def sampled_by_hand(model: PreTrainedModel, settings: dict[str, Any], random: Any, length: int) -> dict[str, Any]:
+    """A sequence of `length` tokens behind a prompt, drawn one at a time in float64, and what an environment records
+    of it. The kept tokens: top-k of softmax(logits / T), of these the fewest that hold top-p of their mass.
+    """
+    tokens, masks, logprobs = [5, 9, 2], [-100] * 3, [1.0] * 3
+    for _ in range(length):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].numpy() / settings["temperature"]
+        ranked = sorted(range(len(logits)), key=lambda token: -logits[token])
+        ranked = ranked[: settings["top_k"]] if settings["top_k"] > 0 else ranked
+        weights = [math.exp(logits[token] - logits[ranked[0]]) for token in ranked]
+        mass, kept = 0.0, 0
+        while kept < len(ranked) and mass < settings["top_p"] * sum(weights):
+            mass, kept = mass + weights[kept], kept + 1
+        place = random.choices(range(kept), weights[:kept])[0]
+        logprobs.append(math.log(weights[place] / mass))
+        tokens.append(ranked[place])
+        masks.append(ranked[place])
+    return {
+        "tokens": tokens,
+        "masks": masks,
+        "scores": float(len(tokens) % 2),
+        "inference_logprobs": logprobs,
+        "generation_params": settings,
+    }
+
+
+def test_what_each_sequence_was_sampled_with_gives_the_log_probabilities_of_float64() -> None:
+    model, random = trained_model("llama"), Random(3)
+    oracle = tiny_model("llama").double()
+    oracle.load_state_dict(model.state_dict())
+    items = [sampled_by_hand(oracle, settings, random, 30 + index) for index, settings in enumerate(SAMPLERS)]
+    group = group_items(items)
+    assert group["generation_params"] is None  # they differ, so each sequence has its own
+    sequences = make_batch(as_records([json.loads(json.dumps(group))]), seq_len=64, policy_version=0).sequences
+    (row,) = micro_batches(sequences, 1000, CPU)
+    found = token_logprobs(Policy(model), row, 8).double()
+    expected = torch.tensor([value for item in items for value in item["inference_logprobs"][3:]], dtype=torch.float64)
+    assert len(expected) == sum(30 + index for index in range(len(SAMPLERS)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    plain = token_logprobs(Policy(model), replace(row, truncation=None), 8).double()
+    assert (plain - expected).abs().max() > 0.05  # the nucleus matters here
