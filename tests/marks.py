@@ -22,6 +22,7 @@ EXPECTED_SKIPS = (
     ("test_sandbox.py", "calls of another ABI"),  # only x86-64 has one
     ("test_sandbox.py", "a sandbox that hides no file"),  # neither namespaces nor Landlock: containers on old kernels
     ("test_full_disk.py", "lets nobody mount a file system"),  # a privilege that containers seldom have
+    ("test_ends.py", "lets nobody make a control group of memory"),  # the same
     ("test_tokens.py", "only root can give a file away"),  # CI need not run as root
     ("test_records.py", "only root can give a file away"),
 )

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
+# The group of a container whose mount begins there, in both versions of control groups; and the machine.
+WHOLE = ("sys/fs/cgroup/memory.events", "sys/fs/cgroup/memory/memory.oom_control", "proc/vmstat")
 
 
 class OomKills:
@@ -33,7 +35,7 @@ def _counters(root: Path) -> Iterator[tuple[str, int]]:
             groups.append((f"sys/fs/cgroup{path.rstrip('/')}/memory.events", "oom_kill"))
         elif "memory" in kinds.split(","):
             groups.append((f"sys/fs/cgroup/memory{path.rstrip('/')}/memory.oom_control", "oom_kill"))
-    for file, key in [*groups, ("sys/fs/cgroup/memory.events", "oom_kill"), ("proc/vmstat", "oom_kill")]:
+    for file, key in dict.fromkeys([*groups, *((file, "oom_kill") for file in WHOLE)]):
         for line in _lines(root / file):
             name, _, count = line.partition(" ")
             if name == key and count.strip().isdecimal():

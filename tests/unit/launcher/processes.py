@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ def web(port: int, name: str = "web", **fields: object) -> Plan:
     return service(name, *command, health=f"http://127.0.0.1:{port}/", start_limit_s=40, **fields)
 
 
-def launch(run: Path, *services: Plan, **limits: float) -> subprocess.Popen[str]:
-    """A launcher in a session of its own, so that a signal meant for it reaches nothing else."""
+def launch(run: Path, *services: Plan, before: Sequence[str] = (), **limits: float) -> subprocess.Popen[str]:
+    """A launcher in a session of its own, so that a signal meant for it reaches nothing else; behind the words
+    `before`.
+    """
     return subprocess.Popen(
         [
+            *before,
             sys.executable,
             str(Path(__file__).with_name("launch.py")),
             str(run),
@@ -53,9 +56,9 @@ def launch(run: Path, *services: Plan, **limits: float) -> subprocess.Popen[str]
     )
 
 
-def launched(run: Path, *services: Plan, **limits: float) -> tuple[int, str]:
+def launched(run: Path, *services: Plan, before: Sequence[str] = (), **limits: float) -> tuple[int, str]:
     """Exit status and output of a launcher that ends by itself."""
-    process = launch(run, *services, **limits)
+    process = launch(run, *services, before=before, **limits)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output
 

@@ -19,6 +19,8 @@ from example_trainer.launcher.run_log import RunLog
 from example_trainer.launcher.runs import outcome
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.supervisor import CannotStart, Limits, Supervisor
+from tests.unit.launcher.memory_group import memory_group
+from tests.unit.launcher.processes import launched, python
 
 
 def counters(root: Path, group: str, kills: int) -> Path:
@@ -54,6 +56,18 @@ def test_the_first_version_of_control_groups_and_the_machine_are_read(tmp_path: 
     assert OomKills(tmp_path / "nothing").since_last() is None
 
 
+def test_a_container_that_sees_its_own_group_alone_is_read(tmp_path: Path) -> None:
+    """/proc names the group as the host does; the container's mount begins at the group."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/abc\n")
+    (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)
+    control = tmp_path / "sys/fs/cgroup/memory/memory.oom_control"
+    control.write_text("oom_kill 0\n")
+    kills = OomKills(tmp_path)
+    control.write_text("oom_kill 1\n")
+    assert kills.since_last() == "oom_kill of /sys/fs/cgroup/memory/memory.oom_control"
+
+
 @pytest.mark.services
 @pytest.mark.parametrize("out_of_memory", [True, False])
 def test_a_service_that_was_killed_is_told_with_the_reason(tmp_path: Path, out_of_memory: bool) -> None:
@@ -70,6 +84,26 @@ def test_a_service_that_was_killed_is_told_with_the_reason(tmp_path: Path, out_o
     assert ("out of memory (oom_kill of /sys/fs/cgroup/job/memory.events rose)" in died.how) == out_of_memory
     assert (supervisor.out_of_memory, supervisor.killed) == (out_of_memory, not out_of_memory)
     assert "killed by signal KILL" in outcome(tmp_path / "run")
+
+
+HUNGRY = "held = []\nwhile True: held.append(bytearray(8 << 20))"
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("child", [False, True], ids=["the service", "a process of the service"])
+def test_a_real_kill_for_want_of_memory_is_named(tmp_path: Path, child: bool) -> None:
+    """The kernel kills the largest process of the group, in which the launcher is, too."""
+    source = HUNGRY
+    if child:
+        source = f"import subprocess, sys; sys.exit(abs(subprocess.run([sys.executable, '-c', {HUNGRY!r}]).returncode))"
+    with memory_group(megabytes=400) as before:
+        status, output = launched(tmp_path / "run", python("trainer", source, may_end=True), before=before)
+    assert status == 1, output
+    how = "exit status 9" if child else "killed by signal KILL"
+    (line,) = [line for line in output.splitlines() if " died: " in line]
+    assert f"died: {how}: the machine or its control group was out of memory (oom_kill of /sys/fs/cgroup/" in line
+    assert "/atropos-test-" in line  # the group's own counter, not the machine's
+    assert "out of memory" in outcome(tmp_path / "run")
 
 
 def run_with(tmp_path: Path, *events: Event) -> RunFiles:
