@@ -91,12 +91,12 @@ def _content(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 2) -> Iterator[Path]:
-    """A file system of this size at the new directory `folder`. Skips where nobody may mount one."""
+    """A file system of this size at the new directory `folder`. Raises PermissionError where nobody may mount one."""
     folder.mkdir()
     options = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
     mounted = subprocess.run(options, capture_output=True, text=True, check=False)
     if mounted.returncode:
-        pytest.skip(f"this machine lets nobody mount a file system: {mounted.stderr.strip()}")
+        raise PermissionError(mounted.stderr.strip())
     try:
         yield folder
     finally:

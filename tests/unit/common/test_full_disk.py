@@ -2,6 +2,7 @@
 and end no service; nor does a log that cannot be written. On a real file system of 2 MB.
 """
 
+import asyncio
 import errno
 import io
 import json
@@ -18,12 +19,18 @@ from atroposlib import record_file
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.metrics import JsonlSink as EnvironmentMetrics
 from atroposlib.envs.records import JsonlWriter
+from atroposlib.envs.serve import serve as serve_environment
 from atroposlib.kept_rows import Keep
 from atroposlib.record_file import RecordFile
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from example_trainer import grpo
+from example_trainer.config import TrainerConfig
 from example_trainer.launcher.console import PlainConsole
 from example_trainer.metrics import JsonlSink, TensorBoardSink
 from example_trainer.step_file import StepFile
 from tests.unit.common.disk import fill, small_disk
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 
 pytestmark = pytest.mark.services  # `mount`
 
@@ -32,7 +39,11 @@ TEXT = "x" * 1000
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk") as folder:
+    with ExitStack() as resources:
+        try:
+            folder = resources.enter_context(small_disk(tmp_path / "disk"))
+        except PermissionError as refused:
+            pytest.skip(f"this machine lets nobody mount a file system: {refused}")
         yield folder
 
 
@@ -148,6 +159,46 @@ def test_tensorboard_ends_and_the_run_goes_on(disk: Path, caplog: pytest.LogCapt
             sink.write({"step": step, "loss": 1.0})
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "TensorBoard gets no more of this run until it is resumed" in error
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+def test_a_trainer_goes_through_its_steps_on_a_full_disk(disk: Path, tmp_path: Path) -> None:
+    filler: list[Path] = []
+
+    def fed(delivered: int) -> list[dict[str, Any]]:
+        if delivered == 1:
+            filler.append(fill(disk))
+        elif delivered == 3:
+            filler[0].unlink()
+        return [item([1.0, 0.0], seed=10 * delivered + number) for number in range(4)]
+
+    model = model_folder(tmp_path / "model")
+    with serve(FakeApi(fed)) as url:
+        settings: dict[str, Any] = {"log_dir": disk / "logs", "save_path": tmp_path / "checkpoints"}
+        settings |= {"training_steps": 4, "batch_size": 8, "gradient_accumulation_steps": 1, "checkpoint_interval": 0}
+        grpo.run(TrainerConfig(model_name=model, atropos_url=url, tensorboard=True, **settings), RecordingBridge())
+    assert steps_of(disk / "logs" / "metrics.jsonl") == [1, 2, 3, 4]
+    assert sorted({*steps_of(disk / "logs" / "trained.jsonl")}) == [1, 2, 3, 4]
+    assert (tmp_path / "checkpoints" / "final_model").is_dir()
+
+
+async def test_an_environment_samples_posts_and_evaluates_on_a_full_disk(disk: Path) -> None:
+    names = ("data_path_to_save_groups", "metrics_path", "held_out_path", "evaluations_path")
+    files: dict[str, Any] = {name: str(disk / f"{name}.jsonl") for name in names}
+    async with FakeInferenceServer() as server, running_api() as api:
+        env = CountingEnv(config(disk, api.url, **files), server_config(server))
+        filler = fill(disk)
+        trainer = Trainer(api.url, num_steps=4)
+        serving = asyncio.create_task(serve_environment(env))
+        await trainer.register()
+        await trainer.train(2)
+        filler.unlink()
+        await trainer.train(2)
+        await asyncio.wait_for(serving, 20)
+    groups = [json.loads(line) for line in (disk / "data_path_to_save_groups.jsonl").read_text().splitlines()]
+    sent = {json.dumps(item["tokens"]) for batch in trainer.batches for item in batch}
+    assert sent <= {json.dumps(group["tokens"]) for group in groups}
+    assert (disk / "evaluations_path.jsonl").read_text()
 
 
 PROGRAM = """

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 CONTROL = Path("/sys/fs/cgroup")
 
 
 @contextmanager
 def memory_group(megabytes: int) -> Iterator[list[str]]:
-    """The words before a command that is to run in the group. Skips where nobody may make one."""
+    """The words before a command that is to run in the group. Raises PermissionError where nobody may make
+    one."""
     first_version = (CONTROL / "memory/memory.limit_in_bytes").exists()
     root = CONTROL / "memory" if first_version else CONTROL
     limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if first_version else ("memory.max",)
@@ -27,7 +26,7 @@ def memory_group(megabytes: int) -> Iterator[list[str]]:
     except OSError as error:
         with suppress(OSError):
             group.rmdir()
-        pytest.skip(f"this machine lets nobody make a control group of memory: {error}")
+        raise PermissionError(str(error)) from error
     for more in (*limits[1:], "memory.swap.max"):  # so that no swap stretches the limit
         if (group / more).exists():
             (group / more).write_text("0" if more == "memory.swap.max" else str(megabytes << 20))
