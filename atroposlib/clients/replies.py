@@ -6,7 +6,8 @@
 
     AsyncHttpxClient(event_hooks={"response": [bounded]})    the same for httpx, which the SDK of OpenAI uses
 
-A server that replies without end would otherwise fill this machine's memory. The client that asks knows how much may come.
+A server that replies without end would otherwise fill this machine's memory. The client that asks knows how much may
+come.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping

@@ -135,7 +135,7 @@ def test_a_server_that_is_always_killed_ends_the_run_with_its_name(start: Callab
         time.sleep(0.5)
     assert run.launcher.wait(60) == 1, run.output
     assert len(killed) == 4
-    assert re.search(r"vllm \(pid \d+\) died: killed by SIGKILL\. Last lines of", run.output)
+    assert re.search(r"vllm \(pid \d+\) died: killed by signal KILL\. Last lines of", run.output)
 
 
 def test_a_single_copy_ends_with_its_server(start: Callable[[str], Run]) -> None:
@@ -143,4 +143,4 @@ def test_a_single_copy_ends_with_its_server(start: Callable[[str], Run]) -> None
     run.until(lambda: len(run.rows) >= 2)
     run.kill_vllm()
     assert run.launcher.wait(120) == 1, run.output
-    assert re.search(r"vllm \(pid \d+\) died: killed by SIGKILL\. Last lines of", run.output)
+    assert re.search(r"vllm \(pid \d+\) died: killed by signal KILL\. Last lines of", run.output)
