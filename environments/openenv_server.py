@@ -284,6 +284,9 @@ class OpenEnv(QuestionEnv):
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.config.task}]
 
+    def _identity(self, item: Arguments) -> Any:
+        return [self.config.url, item, self.prompt(item)]
+
     async def score(self, item: Arguments, answer: str, state: Mapping[str, Any]) -> Scored:
         """As the environment scored the episode, and how it ended."""
         return Scored(state["score"], state["outcome"])

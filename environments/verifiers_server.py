@@ -223,6 +223,10 @@ class VerifiersEnv(QuestionEnv):
         """verifiers asks."""
         raise NotImplementedError("verifiers makes the prompt")
 
+    def _identity(self, item: Item) -> Any:
+        config: VerifiersConfig = self.config
+        return [config.taskset, config.taskset_arguments, config.harness, config.settings, item]
+
     def _prompt_of(self, item: Item) -> Messages | None:
         return None  # known once an episode was played
 
@@ -328,6 +332,7 @@ def order(config: VerifiersConfig, longest: int) -> dict[str, Any]:
         "runtime": config.runtime,
         "settings": config.settings,
         "limits": limits,
+        "tokenizer": config.tokenizer_name,
         "renderer": None if config.renderer is None else {"name": config.renderer},
         "allow_host_execution": config.allow_host_execution,
     }

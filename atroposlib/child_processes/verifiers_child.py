@@ -21,6 +21,10 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,8 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 3.0
 NO_HARNESS = "null"  # of a taskset that brings none: a chat and the taskset's tools, and nothing is executed
 REQUEST_BYTES = 16 << 20
+TOOLS_START_S = 60.0  # for a tool server to report its port; verifiers itself would wait 180 s in each episode
+LOOK_EVERY_S = 0.1
 OTHER_DIALECTS = {"codex": "Responses", "claude_code": "Anthropic Messages"}  # of harnesses in verifiers
 Fields = dict[str, Any]
 
@@ -62,6 +68,8 @@ class Player:
         self._tasks = list(self._rest if taskset.bounded else itertools.islice(self._rest, 1))
         if not self._tasks:
             raise Wrong(f"taskset {self._order['taskset']} has no task")
+        await expect_renderer(self._order["tokenizer"], self._order["renderer"])
+        await expect_tools([*taskset.toolsets(taskset.config), *self._tasks[0].toolsets(self._tasks[0].config)])
         await self._stack.enter_async_context(self.env.serving())
         agents = {name: str(harness.config.id) for name, harness in self.env._harnesses.items()}
         return {
@@ -196,6 +204,104 @@ def refuse_host_execution(env: Any, is_allowed: bool) -> None:
             )
 
 
+# --- what the first episode would need --------------------------------------------------------------------------------
+
+
+async def expect_renderer(tokenizer: str, renderer: Fields | None) -> None:
+    """Render a message as the client for training will. Raises Wrong."""
+    import verifiers.v1 as vf
+    from verifiers.v1.clients.train import ElasticRendererPool
+
+    config = vf.TrainClientConfig(base_url="", renderer_model_name=tokenizer, renderer=renderer)
+    pool = ElasticRendererPool(tokenizer, config.renderer, multiplex=config.multiplex)
+    try:
+        slot = await pool.grow()
+        await slot.run(lambda: slot.renderer.render_ids([{"role": "user", "content": "1"}]))
+    except Exception as error:
+        name = "verifiers' own renderer" if renderer is None else f"renderer {renderer['name']!r}"
+        raise Wrong(
+            f"{name} does not fit the tokenizer {tokenizer} ({type(error).__name__}: {error}): choose another with"
+            " --env.renderer"
+        ) from error
+
+
+async def expect_tools(servers: Iterable[Any]) -> None:
+    """Start each tool server once, since verifiers finds one that does not start only in an episode. Raises Wrong."""
+    ours = {type(server): server for server in servers if not getattr(server.config, "url", None)}
+    await asyncio.gather(*(expect_tool_server(server) for server in ours.values()))
+
+
+async def expect_tool_server(server: Any) -> None:
+    """See `expect_tools`. In a container, where its packages may be, only how it would be started is looked at."""
+    kind, module = type(server).__qualname__, type(server).__module__
+    no_server = Wrong(
+        f"toolset {kind}: `python -m {module}`, by which verifiers starts it, starts no server: its module needs"
+        f' `if __name__ == "__main__": {kind}.run()` at its end'
+    )
+    if getattr(server.config.runtime, "type", "subprocess") != "subprocess":
+        if not has_main(module):
+            raise no_server
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        channel = {"VF_STATE_URL": "", "VF_STATE_SECRET": "", "MCP_PORT_FILE": str(folder / "port"), "TMPDIR": name}
+        with (folder / "log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module),
+                env={**os.environ, **channel, "VF_CONFIG": server.config.model_dump_json()},
+                cwd=name,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            serves = await has_started(process, folder / "port")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        said = text_of(folder / "log")
+    if serves:
+        return
+    if process.returncode == 0 or (process.returncode == -signal.SIGKILL and not has_main(module)):
+        raise no_server
+    ended = (
+        f"reports no port within {TOOLS_START_S:g} s"
+        if process.returncode == -signal.SIGKILL
+        else f"ends with {process.returncode}"
+    )
+    last = said.splitlines()[-1] if said else "it says nothing"
+    raise Wrong(f"toolset {kind}: `python -m {module}` {ended}: {last[-1000:]}")
+
+
+async def has_started(process: Any, port_file: Path) -> bool:
+    """Whether a tool server reports its port, and then takes connections or still sets itself up."""
+    deadline = asyncio.get_running_loop().time() + TOOLS_START_S
+    while process.returncode is None and asyncio.get_running_loop().time() < deadline:
+        if port := text_of(port_file):
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+                writer.close()
+                return True
+        await asyncio.sleep(LOOK_EVERY_S)
+    return process.returncode is None and bool(text_of(port_file))
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.exists() else ""
+
+
+def has_main(module: str) -> bool:
+    """Whether `python -m` of a module does more than import it, as far as its text shows."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    if spec.submodule_search_locations is not None:
+        return (Path(spec.origin).parent / "__main__.py").exists()
+    return "__main__" in Path(spec.origin).read_text(errors="replace")
+
+
 # --- episodes -------------------------------------------------------------------------------------------------------
 
 
@@ -290,9 +396,11 @@ class Wire:
         except Wrong as error:
             self._say({"id": number, "error": {"is_wrong": True, "message": str(error)}})
         except Exception as error:
-            logging.getLogger(__name__).warning("%s failed", request["do"], exc_info=True)
-            named = f"{type(error).__name__}: {error}"
-            self._say({"id": number, "error": {"is_wrong": request["do"] == "open", "message": named[:2000]}})
+            is_wrong = request["do"] == "open"
+            if not is_wrong:
+                logging.getLogger(__name__).warning("%s failed", request["do"], exc_info=True)
+            named = f"{type(error).__name__}: {str(error)[:2000]}{place_of(error) if is_wrong else ''}"
+            self._say({"id": number, "error": {"is_wrong": is_wrong, "message": named}})
 
     async def _done(self, request: Fields) -> Fields:
         if request["do"] == "open":
@@ -314,6 +422,14 @@ class Wire:
             async with asyncio.timeout(GRACE_S):
                 await asyncio.gather(*self._running.values(), return_exceptions=True)
                 await self._stack.aclose()
+
+
+def place_of(error: Exception) -> str:
+    """` (file:line)` of the deepest line that is neither ours nor of an installed package; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = sysconfig.get_paths().values()
+    mine = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith(tuple(installed))]
+    return f" ({mine[-1].filename}:{mine[-1].lineno})" if mine else ""
 
 
 def main() -> None:

@@ -104,6 +104,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
                 await env._evaluate_samples(tree)
         else:
             with needed("evaluate", env.evaluate):
+                env._keep_answers(tree.output if isinstance(tree, SamplingFields) else None)
                 await evaluate_once(env, run)
         if env.config.data_dir_to_save_evals is not None:
             write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())

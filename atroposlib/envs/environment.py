@@ -204,6 +204,14 @@ class Environment(FormerAttributes, ABC):
         """`evaluate --samples`, which a `QuestionEnv` can do. Raises EnvError."""
         raise EnvError(f"--samples is for a QuestionEnv, and {type(self).__name__} has an evaluation of its own")
 
+    def _keep_answers(self, output: Path | None) -> None:
+        """Let `evaluate` continue from a file, which an `evaluate` of an author's own cannot."""
+        log.warning(
+            "%s has an evaluate of its own: the same command asks everything again%s",
+            type(self).__name__,
+            f", and {output} is not written" if output is not None else "",
+        )
+
     def _reference_of(self, item: Item) -> str | None:
         """The right answer to `item`, for samples.jsonl; None if it is not known."""
         return None

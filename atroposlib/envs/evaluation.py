@@ -40,6 +40,7 @@ class Answered:
     rollout: Rollout
     scored: Scored
     failure: Failure | None = None
+    kept: Mapping[str, Any] | None = None  # its line in the file that an evaluation continues; without sequences then
 
     @property
     def error(self) -> str:

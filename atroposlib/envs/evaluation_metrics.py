@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MILLION = 1e6
-TABLE = "table.txt"  # of an evaluation, beside its metrics.json
+# Of an evaluation, in its directory beside metrics.json: the table, the samples, and the greedy answers that are kept.
+TABLE = "table.txt"
+SAMPLES = "samples.jsonl"
+ANSWERS = "answers.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -27,6 +28,7 @@ from atroposlib.envs.data_report import LoadedData
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.evaluation import Answered, Unanswered
 from atroposlib.envs.failures import Failure, attempt
+from atroposlib.envs.kept_answers import KeptAnswers, keep_answers
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.problems import Problem
@@ -125,6 +127,7 @@ class QuestionEnv(BaseEnv):
         self.taken = 0
         self.scored: list[Scored] = []  # training answers since the last log
         self._may_lack_return = True
+        self._kept: KeptAnswers | None = None  # of the `evaluate` command
         self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
 
     @classmethod
@@ -162,6 +165,16 @@ class QuestionEnv(BaseEnv):
     async def _evaluate_samples(self, asked: SamplingFields) -> None:
         """See `sampled_evaluation.py`."""
         await evaluate_samples(self, asked)
+
+    def _keep_answers(self, output: Path | None) -> None:
+        if type(self).evaluate is not QuestionEnv.evaluate:
+            super()._keep_answers(output)
+            return
+        self._kept = keep_answers(self, output)
+
+    def _identity(self, item: Item) -> Any:
+        """What tells held-out questions of one evaluation from those of another."""
+        return self.conversation(item)
 
     def reference_answer(self, item: Item) -> str | None:
         """The right answer to `item`, for people who read the samples; None if there is none to show."""
@@ -286,7 +299,7 @@ class QuestionEnv(BaseEnv):
         counter, started = _Evaluated(len(self.held_out)), time.time()
         if not self.held_out:
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
-        results = await gather_or_cancel([self._evaluate_one(item, counter) for item in self.held_out])
+        results = await gather_or_cancel([self._evaluate_one(*each, counter) for each in enumerate(self.held_out)])
         unscored = Unanswered.of([result.failure for result in results])
         metrics = self._summary([result.scored for result in results]) | {"temperature": 0.0} | unscored.metrics
         if self.config.data_dir_to_save_evals is not None:
@@ -303,10 +316,14 @@ class QuestionEnv(BaseEnv):
         unscored.check(self.config.max_unscored, metrics)
         return metrics
 
-    async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> Answered:
+    async def _evaluate_one(self, index: int, item: Item, counter: "_Evaluated") -> Answered:
+        if self._kept is not None and (kept := self._kept.find(index, item)) is not None:
+            return kept
         async with self._eval_slots:
             result = await self._answered(item)
         counter.count()
+        if self._kept is not None:
+            self._kept.add(self._held_out_row(index, result), result.rollout.text, self._sample_of(result))
         if result.failure is not None:
             self._env_run.note_unanswered(result.failure)
         return result
@@ -328,6 +345,8 @@ class QuestionEnv(BaseEnv):
 
     def _sample_of(self, answered: Answered) -> dict[str, Any]:
         """A line of samples.jsonl. The author's own record is of an answer that there is."""
+        if answered.kept is not None:
+            return dict(answered.kept["record"])
         if answered.rollout.text or answered.failure is None:
             return self.sample_record(answered.item, answered.rollout, answered.scored)
         return {"messages": answered.rollout.messages, "score": None, "error": answered.error}
@@ -335,6 +354,8 @@ class QuestionEnv(BaseEnv):
     def _held_out_row(self, index: int, answered: Answered) -> dict[str, Any]:
         rollout, scored = answered.rollout, answered.scored
         ends = [node.metadata.get("finish_reason") for node in rollout.sequences]
+        if answered.kept is not None:
+            ends = [answered.kept["finish_reason"]]
         return {
             "index": index,
             "messages": rollout.messages,

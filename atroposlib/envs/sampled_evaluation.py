@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from atroposlib.envs.errors import DataError, EnvError
-from atroposlib.envs.evaluation_metrics import TABLE, Prices, Sample, sampled_table, summary
+from atroposlib.envs.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.payloads import Item
@@ -34,7 +34,6 @@ from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
-from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -52,7 +51,7 @@ class Questions(Protocol):
     held_out: Sequence[Item]
     right_from: float
 
-    def conversation(self, item: Item) -> Messages: ...
+    def _identity(self, item: Item) -> Any: ...
 
     def reference_answer(self, item: Item) -> str | None: ...
 
@@ -82,7 +81,7 @@ class Progress:
 async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, float]:
     """Sample what the file lacks, print the table and the page's path, and return the metrics. Raises EnvError."""
     path = _file(env, asked)
-    header = _header(env, asked)
+    header = header_of(env, asked)
     kept = read_samples(path, header)
     if not path.exists():
         append_jsonl(path, header)
@@ -116,8 +115,8 @@ def _file(env: Questions, asked: SamplingFields) -> Path:
     if asked.output is not None:
         return asked.output
     if env.config.data_dir_to_save_evals is not None:
-        return Path(env.config.data_dir_to_save_evals) / "samples.jsonl"
-    return Path("evaluations") / f"{_plain(env.name or 'environment')}-{_plain(env.server.model_name)}.jsonl"
+        return Path(env.config.data_dir_to_save_evals) / SAMPLES
+    return Path("evaluations") / f"{plain(env.name or 'environment')}-{plain(env.server.model_name)}.jsonl"
 
 
 def _report(
@@ -218,18 +217,26 @@ def counted(
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _header(env: Questions, asked: SamplingFields) -> dict[str, Any]:
+def header_of(env: Questions, asked: SamplingFields) -> dict[str, Any]:
     """What must be the same for samples to belong together."""
-    prompts = json.dumps([env.conversation(item) for item in env.held_out], sort_keys=True, default=str)
+    prompts = json.dumps([env._identity(item) for item in env.held_out], sort_keys=True, default=str)
     return {
         "evaluation": {
             "environment": env.name,
             "model": env.server.model_name,
             "questions": len(env.held_out),
             "prompts": hashlib.sha256(prompts.encode("utf-8", "replace")).hexdigest()[:16],
+            **_weights(env.server.model_name),
             **_settings(env, asked),
         }
     }
+
+
+def _weights(model: str) -> dict[str, float]:
+    """When a model that is a directory was last written: it may have been trained on."""
+    files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
+    written = [file.stat().st_mtime for file in files]
+    return {"weights_written": max(written)} if written else {}
 
 
 def _settings(env: Questions, asked: SamplingFields) -> dict[str, Any]:
@@ -241,36 +248,54 @@ def _settings(env: Questions, asked: SamplingFields) -> dict[str, Any]:
 
 
 def read_samples(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
-    """The scored samples of a file, by question and number; none if it is not there. A last line that was cut is left
-    out. Raises DataError for another file.
-    """
-    if not path.exists():
-        return {}
-    with reading(f"cannot read {path}", DataError):
-        text = path.read_bytes()
-        lines = text.split(b"\n")[:-1]
-        first = json.loads(lines[0]) if lines else None
-    if not isinstance(first, dict) or "evaluation" not in first:
-        raise DataError(f"{path} is not a file of samples; choose another --output")
-    if differing := [key for key, value in header["evaluation"].items() if first["evaluation"].get(key) != value]:
-        key = differing[0]
-        raise DataError(
-            f"{path} has samples with another {key} ({first['evaluation'].get(key)}, now"
-            f" {header['evaluation'][key]}); choose another --output"
-        )
-    if not text.endswith(b"\n"):  # the process was killed while it wrote
-        path.write_bytes(b"\n".join([*lines, b""]))
+    """The scored samples of a file, by question and number; none if it is not there. Raises DataError."""
     found = {}
-    for number, line in enumerate(lines[1:], start=2):
-        with reading(f"{path}:{number} is not a sample", DataError):
-            row = json.loads(line)
+    for row in sample_rows(path, header):
+        with reading(f"{path} has a line that is not a sample", DataError):
             if row["score"] is not None:
                 tokens = (int(row["prompt_tokens"]), int(row["completion_tokens"]))
                 found[row["question"], row["sample"]] = Sample(row["question"], row["sample"], row["score"], tokens)
     return found
 
 
-def _plain(name: str) -> str:
+def sample_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines of a file of samples; none if it is not there. A last line that was cut is removed. Raises DataError
+    for another file, or for one with another header.
+    """
+    if not path.exists():
+        return []
+    with reading(f"cannot read {path}", DataError):
+        text = path.read_bytes()
+    lines = text.split(b"\n")[:-1]
+    if not is_of_samples(path):
+        raise DataError(f"{path} is not a file of samples; choose another --output")
+    first = json.loads(lines[0])["evaluation"]
+    if differing := [key for key, value in header["evaluation"].items() if first.get(key) != value]:
+        key = differing[0]
+        raise DataError(
+            f"{path} has samples with another {key} ({first.get(key)}, now {header['evaluation'][key]}); choose another"
+            " --output"
+        )
+    if not text.endswith(b"\n"):  # the process was killed while it wrote
+        path.write_bytes(b"\n".join([*lines, b""]))
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        with reading(f"{path}:{number} is not a sample", DataError):
+            row = json.loads(line)
+            rows.append({**row, "score": row["score"]})
+    return rows
+
+
+def is_of_samples(path: Path) -> bool:
+    """Whether a file has the first line of an evaluation."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        line = file.readline()
+    return line.startswith(b'{"evaluation":') and line.endswith(b"\n")
+
+
+def plain(name: str) -> str:
     """A part of a file name."""
     return (
         "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip(".-")[:100] or "model"

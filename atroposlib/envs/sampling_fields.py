@@ -35,6 +35,6 @@ class SamplingFields(SampleFlags):
 
     output: Path | None = Field(
         default=None,
-        description="With --samples: the JSONL file, which an interrupted evaluation continues; by default"
-        " samples.jsonl in --env.data_dir_to_save_evals, or evaluations/ENVIRONMENT-MODEL.jsonl.",
+        description="The JSONL file of answers, which the same command continues; by default one in"
+        " --env.data_dir_to_save_evals or evaluations/ (without --samples: for servers of OpenAI's API alone).",
     )

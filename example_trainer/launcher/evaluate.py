@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import Field
 
 from atroposlib.config import Config
-from atroposlib.envs.evaluation_metrics import TABLE
+from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES, TABLE
 from atroposlib.envs.sampling_fields import SampleFlags
 from atroposlib.flags import ConfigError
 from example_trainer.launcher.command_line import Asked, RunFlags, make_parser, read_command_line
@@ -50,8 +50,8 @@ class OutputFlags(Config):
 
     output: Path | None = Field(
         None,
-        description="with --samples and one environment: the JSONL file of samples, which the same command continues;"
-        " by default in RUNS/evaluate-RECIPE-MODEL/",
+        description="with one environment: the JSONL file of answers, which the same command continues; by default in"
+        " RUNS/evaluate-RECIPE-MODEL/",
     )
 
 
@@ -74,12 +74,16 @@ def main(argv: Sequence[str]) -> int:
     run_dir = evaluation_folder(asked, given)
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
-        plan = replace(plan, services=evaluation_services(plan, given, given.output), files=evaluation_files(plan))
+        plan = replace(
+            plan,
+            services=evaluation_services(plan, given, given.output and given.output.absolute()),
+            files=evaluation_files(plan),
+        )
         if asked.dry_run:
             print(described(plan, asked), end="")
             return 0
         console = PlainConsole(run_dir, SHOWN)
-        known = " and continues there" if any(run_dir.glob("evaluation_*/samples.jsonl")) else ""
+        known = " and continues there" if any(run_dir.glob(f"evaluation_*/{kept_file(given)}")) else ""
         console.say(f"Evaluating {plan.site.model}; all output goes to {run_dir}/{known}")
         status = start(plan, console, asked.gpus).status
     if status == 0:
@@ -90,13 +94,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluation_folder(asked: Asked, given: EvaluateFlags) -> Path:
-    """The directory of an evaluation. With --samples the same command has the same one, so that it samples only what is
-    missing: a finished evaluation is not paid for twice. Raises ConfigError.
+    """The directory of an evaluation. The same command has the same one, so that it asks only for what is missing: a
+    finished evaluation is not paid for twice. Raises ConfigError.
     """
-    if not given.samples or asked.resume is not None:
+    if asked.resume is not None:
         return choose_folder(asked, "evaluate-")
     stem, model = asked.source.stem.replace("_", "-"), str(asked.run.model or AUTO).strip("/")
-    folder = (asked.runs / (asked.run.name or f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}")).absolute()
+    name = f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}{'' if given.samples else '-greedy'}"
+    folder = (asked.runs / (asked.run.name or name)).absolute()
     if (folder / "trainer.yaml").exists() or (folder / "api.yaml").exists():
         raise ConfigError(f"{os.path.relpath(folder)} is a training run; choose another --run-name")
     return folder
@@ -123,11 +128,10 @@ def asking(run: RunFile, given: ServerFlags) -> RunFile:
 
 def evaluation_services(plan: Plan, given: SampleFlags = GREEDY, output: Path | None = None) -> list[Service]:
     """vLLM's servers, if an environment asks them, and the environments. Raises ConfigError."""
-    if output is not None and (not given.samples or len(plan.environments) > 1):
-        raise ConfigError(f"--output {output} is for --samples and one environment, whose samples it holds")
+    if output is not None and len(plan.environments) > 1:
+        raise ConfigError(f"--output {output} is for one environment, whose answers it holds")
     sampling = given.model_dump(include=set(SampleFlags.model_fields), exclude_defaults=True)
     flags = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    flags += ["--output", str(output.absolute())] if output is not None else []
     told = [str(environment.resolved["openai"]) for environment in plan.environments.values()]
     asked = any(f"{url}/" in text for url in plan.site.vllm for text in told)
     servers = [service for service in plan.services if is_server(service.name) and asked]
@@ -138,6 +142,7 @@ def evaluation_services(plan: Plan, given: SampleFlags = GREEDY, output: Path | 
                 *("evaluate" if word == "serve" else word for word in service.command),
                 *("--env.data_dir_to_save_evals", str(results(plan.site.run_dir, service.name))),
                 *flags,
+                *("--output", str(output or results(plan.site.run_dir, service.name) / kept_file(given))),
             ),
             restarts=0,
         )
@@ -145,6 +150,11 @@ def evaluation_services(plan: Plan, given: SampleFlags = GREEDY, output: Path | 
         if service.name in plan.environments
     ]
     return [*servers, *environments]
+
+
+def kept_file(given: SampleFlags) -> str:
+    """The file of answers in an environment's results."""
+    return SAMPLES if given.samples else ANSWERS
 
 
 def evaluation_files(plan: Plan) -> dict[str, str]:

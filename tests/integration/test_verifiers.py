@@ -19,6 +19,7 @@ import pytest
 from atroposlib.child_processes.lines import MARK
 from atroposlib.config import load_config
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import Failure
 from environments.verifiers_server import OWN_PYTHON, VerifiersConfig, VerifiersEnv
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
@@ -158,6 +159,49 @@ async def test_a_killed_verifiers_process_leaves_nothing_and_is_started_again(to
         assert not marked(env)
         assert not isinstance(await env._judged_answer(0), Failure)
     assert not marked(env)
+
+
+CLOCK = """
+import verifiers.v1 as vf
+
+class Clock(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def now(self) -> str:
+        return "12"
+
+class ClockTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Clock(vf.ToolsetConfig())]
+
+class ClockTaskset(vf.Taskset[ClockTask, vf.TasksetConfig]):
+    def load(self):
+        yield from (ClockTask(vf.TaskData(prompt=str(n)), self.config.task) for n in range(4))
+
+__all__ = ["ClockTaskset"]
+"""
+LOADS = CLOCK.replace("        yield from", "        raise LookupError('words are missing')\n        yield from")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "said"),
+    [
+        ("def load_environment(): ...", {}, "is an environment of verifiers v0"),
+        ("import no_such_package", {}, "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        (LOADS, {}, r"LookupError: words are missing \(\S+wrong.py:"),
+        (CLOCK, {"renderer": "gpt-oss"}, "renderer 'gpt-oss' does not fit the tokenizer"),
+        (CLOCK, {"harness": "codex", "allow_host_execution": True}, "harness 'codex' of agent 'agent' speaks the Resp"),
+        (CLOCK, {}, "toolset Clock: `python -m wrong`, by which verifiers starts it, starts no server"),
+    ],
+)
+async def test_what_cannot_play_is_one_line_in_the_setup(
+    tool_tokenizer: Any, tmp_path: Path, text: str, fields: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(EnvError, match=said) as raised:
+        async with playing(tool_tokenizer, lambda ids: [], taskset=str(tmp_path / "wrong.py"), **fields):
+            pass
+    assert "\n" not in str(raised.value)
 
 
 def tool(prompt: str) -> str:

@@ -13,6 +13,7 @@ from atroposlib.groups import not_replayed
 Arguments = dict[str, Any]
 # Which distribution a sequence was sampled from: temperature, top_p, top_k, and what the trainer does not replay.
 Settings = dict[str, Any]
+LEAST_TEMPERATURE = 0.01  # vLLM raises those between 0 and this one
 GREEDY_BELOW = 1e-5  # vLLM's and SGLang's rule
 # (prompt tokens, output tokens per sequence, log-probabilities per sequence, finish reason per sequence)
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]

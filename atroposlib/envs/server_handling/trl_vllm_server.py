@@ -19,6 +19,7 @@ from openai.types.chat.chat_completion import Choice
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sampling import (
+    LEAST_TEMPERATURE,
     Arguments,
     PromptLogprobs,
     SampledSequence,
@@ -26,7 +27,7 @@ from atroposlib.envs.server_handling.sampling import (
     Settings,
     settings_of,
 )
-from atroposlib.envs.server_handling.vllm_server import LEAST_TEMPERATURE, VLLMServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.utils.tokenizers import encode_prompt
 
 DEFAULTS = {

@@ -24,6 +24,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.reply_checks import raise_error_inside
 from atroposlib.envs.server_handling.sampling import (
+    LEAST_TEMPERATURE,
     Arguments,
     PromptLogprobs,
     SampledSequence,
@@ -56,7 +57,6 @@ OF_THE_SDK = frozenset(
 )
 
 
-LEAST_TEMPERATURE = 0.01  # vLLM raises those between 0 and this one
 # Finish reasons of sequences that the server gave up; sampling them again is the only use for them.
 UNFINISHED = frozenset({"abort", "error"})
 

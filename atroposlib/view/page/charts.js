@@ -182,8 +182,7 @@ export class Curves {
 		if (this.boxes.children.length === names.length) return;
 		const chosen = () => here().params.getAll("more");
 		const choose = (name) => (yes) => turn({ more: [...chosen().filter((one) => one !== name), yes && name] });
-		const box = (name) => control(name, "checkbox", chosen().includes(name) && "yes", choose(name));
-		fill(this.boxes, names.map(box));
+		fill(this.boxes, names.map((name) => control(name, "checkbox", chosen().includes(name) && "yes", choose(name))));
 	}
 
 	move(step) {

@@ -41,8 +41,8 @@ export function table(columns, rows, kind = "list") {
 		if (heading) return h("th", { scope: "row" }, value(row, place));
 		return h("td", { "data-label": label, class: `in-${label.toLowerCase()}` }, value(row, place));
 	};
-	const head = columns.map(([title]) => h("th", { scope: "col" }, title));
-	return h(`table.${kind}`, h("thead", h("tr", head)), h("tbody", rows.map((row, i) => h("tr", columns.map(cell(row, i))))));
+	const head = h("tr", columns.map(([title]) => h("th", { scope: "col" }, title)));
+	return h(`table.${kind}`, h("thead", head), h("tbody", rows.map((row, i) => h("tr", columns.map(cell(row, i))))));
 }
 
 // A labelled <select>, where `type` is {value: text}, or a checkbox, which is "yes" or "".

@@ -81,13 +81,6 @@ export function groupsView(name) {
 		waiting = setTimeout(() => filters.isConnected && turn({ ...changes(), offset: null }), 250);
 	}
 
-	function fillFilters() {
-		for (const field of fields) {
-			field.checked = param(field.name) === "yes";
-			if (field !== document.activeElement) field.value = param(field.name) ?? "";
-		}
-	}
-
 	function tell(text, more) {
 		const { total, complete, indexed_frac } = reply;
 		fill(said, total > 0 && text, !complete && badge("warn", `still searching, ${percent(indexed_frac)} indexed`), more);
@@ -110,7 +103,10 @@ export function groupsView(name) {
 	// New groups are announced, and shown when asked for.
 	async function refresh(polled) {
 		const mine = polled ? asked : ++asked;
-		if (!polled) fillFilters();
+		for (const field of polled ? [] : fields) {
+			field.checked = param(field.name) === "yes";
+			if (field !== document.activeElement) field.value = param(field.name) ?? "";
+		}
 		const next = await get([name, "groups"], { ...Object.fromEntries(here().params), source: of, limit: LIMIT });
 		if (mine !== asked || !list.isConnected) return;
 		if (!next.complete) setTimeout(() => mine === asked && list.isConnected && refresh(true), 300);
@@ -120,8 +116,8 @@ export function groupsView(name) {
 			return draw();
 		}
 		const news = next.total - reply.total;
-		const text = news > 0 ? `${count(news, `new ${noun}`)}: show` : "Show changes";
-		tell(count(reply.total, noun), h("button", { id: "new", onclick: () => refresh(false) }, text));
+		const show = { id: "new", onclick: () => refresh(false) };
+		tell(count(reply.total, noun), h("button", show, news > 0 ? `${count(news, `new ${noun}`)}: show` : "Show changes"));
 	}
 
 	return { title: `${name}: ${TABS[of].toLowerCase()}`, tab: TABS[of], nodes: [filters, said, list, pager], refresh };

@@ -18,7 +18,7 @@ export function runsView() {
 	const chosen = new Set();
 	const compare = h("span.muted");
 	const list = h("div");
-	let shown = "";
+	let shown;
 
 	function tally() {
 		const href = address(["compare"], { run: [...chosen] });
@@ -45,8 +45,7 @@ export function runsView() {
 	function refresh() {
 		if (shown === (shown = JSON.stringify(site.runs))) return;
 		const runs = site.runs.toSorted((a, b) => textOf(b.started).localeCompare(textOf(a.started)));
-		const none = "No runs here yet. Start one with scripts/quickstart.sh.";
-		fill(list, runs.length ? table(columns, runs) : empty(none));
+		fill(list, runs.length ? table(columns, runs) : empty("No runs here yet. Start one with scripts/quickstart.sh."));
 	}
 	tally();
 	return { title: "Runs", nodes: [h("div.row", h("h1", "Runs"), compare), list], refresh };
@@ -76,7 +75,7 @@ export function compareView() {
 		if (!polled) fill(settings, h("h2", "Settings that differ"), await differing());
 	}
 
-	const heading = h("h1", names.length < 2 ? "Select two or more runs in the list of runs" : `${names.length} runs compared`);
-	const legend = h("span.row.legend", curves.runs.map(named));
-	return { title: "Compare", nodes: [h("div.row", heading, legend), settings, curves.grid, curves.more], refresh };
+	const title = names.length < 2 ? "Select two or more runs in the list of runs" : `${names.length} runs compared`;
+	const head = h("div.row", h("h1", title), h("span.row.legend", curves.runs.map(named)));
+	return { title: "Compare", nodes: [head, settings, curves.grid, curves.more], refresh };
 }

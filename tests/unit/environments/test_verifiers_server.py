@@ -399,3 +399,56 @@ async def test_a_taskset_that_broke_says_what_it_raised_first() -> None:
         for _ in range(3):
             with pytest.raises(LookupError, match="the words are missing"):
                 player._load(2)
+
+
+REPORTS = """
+import os, socket, time
+def run():
+    sock = socket.create_server(("127.0.0.1", 0))
+    open(os.environ["MCP_PORT_FILE"], "w").write(str(sock.getsockname()[1]))
+    time.sleep(600)
+"""
+MAIN = 'if __name__ == "__main__":\n    '
+
+
+def tool_server(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str, runtime: str) -> Any:
+    """A toolset as verifiers has it, whose module is `text`."""
+    (folder / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    config = SimpleNamespace(runtime=SimpleNamespace(type=runtime), url=None, model_dump_json=lambda: "{}")
+    return type("Clock", (), {"__module__": module, "config": config})()
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("module", "text", "runtime", "said"),
+    [
+        ("clock_without_main", REPORTS, "subprocess", "starts no server: its module needs `if __name__"),
+        ("clock_in_a_box", REPORTS, "docker", "starts no server: its module needs `if __name__"),
+        ("clock_breaks", "raise OSError('no licence')", "subprocess", "ends with 1: OSError: no licence"),
+        ("clock_hangs", f"import time\n{MAIN}time.sleep(600)", "subprocess", "reports no port within 3 s"),
+        ("clock_of_main", f"{REPORTS}\n{MAIN}run()", "subprocess", None),
+        ("clock_of_main_in_a_box", f"{REPORTS}\n{MAIN}run()", "docker", None),
+    ],
+)
+async def test_a_tool_server_that_cannot_start_is_found_before_the_first_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str, runtime: str, said: str | None
+) -> None:
+    monkeypatch.setattr(verifiers_child, "TOOLS_START_S", 3.0 if "hangs" in module else 60.0)
+    server = tool_server(tmp_path, monkeypatch, module, text, runtime)
+    if said is None:
+        await verifiers_child.expect_tools([server, server])
+        return
+    with pytest.raises(verifiers_child.Wrong, match=f"^toolset Clock: `python -m {module}`.* {said}"):
+        await verifiers_child.expect_tools([server])
+
+
+def test_what_a_taskset_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "words.py"
+    file.write_text("def load():\n    import json\n    json.loads('{')\n")
+    namespace: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        namespace["load"]()
+    assert verifiers_child.place_of(raised.value) == f" ({file}:3)"

@@ -228,7 +228,7 @@ async def test_the_environments_own_evaluation_needs_no_tokens_either(
     answer = guesser if env is GuessEnv else alternating()
     async with FakeInferenceServer(answer) as server:
         flags = ["--env.data_dir_to_save_evals", str(folder)]
-        assert await evaluate(server, tmp_path / "none.jsonl", *flags, env=env) == 0
+        assert await evaluate(server, tmp_path / "answers.jsonl", *flags, env=env) == 0
         assert server.hits["/generate"] == 0
     shown = capsys.readouterr().out
     saved = json.loads((folder / "metrics.json").read_text())
@@ -241,7 +241,7 @@ async def test_the_environments_own_evaluation_needs_no_tokens_either(
     assert (folder / "samples.html").read_text().count("<summary>Question ") == 3
     write_html(folder / "samples.jsonl", tmp_path / "again.html")  # as jsonl2html does
     assert (tmp_path / "again.html").read_text().count("<summary>Question ") == 3
-    assert not (tmp_path / "none.jsonl").exists()
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 4
 
 
 async def test_a_wrong_key_is_one_line(

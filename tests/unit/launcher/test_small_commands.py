@@ -25,7 +25,8 @@ def test_an_evaluation_is_vllm_and_the_environments_alone() -> None:
     assert (vllm.name, first.name, second.name) == ("vllm", "gsm8k", "letters")
     assert "evaluate" in first.command
     assert "serve" not in first.command
-    assert first.command[-2:] == ("--env.data_dir_to_save_evals", "/run/evaluation_gsm8k")
+    folder = "/run/evaluation_gsm8k"
+    assert first.command[-4:] == ("--env.data_dir_to_save_evals", folder, "--output", f"{folder}/answers.jsonl")
     assert (first.may_end, first.restarts) == (True, 0)
     assert "trainer.yaml" not in evaluate.evaluation_files(made)
 
@@ -41,7 +42,7 @@ def test_every_environment_is_told_how_to_sample() -> None:
     given = evaluate.EvaluateFlags(samples=4, top_p=0.9)
     *_, first, second = evaluate.evaluation_services(plan("two_environments", "--bridge", "broadcast"), given)
     for service in (first, second):
-        assert service.command[-4:] == ("--samples", "4", "--top-p", "0.9")
+        assert service.command[-6:-1] == ("--samples", "4", "--top-p", "0.9", "--output")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,43 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.services
-def test_an_output_is_for_the_samples_of_one_environment(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--output \S+mine.jsonl is for --samples and one environment"):
-        evaluate.evaluation_services(plan("gsm8k"), evaluate.EvaluateFlags(), tmp_path / "mine.jsonl")
+@pytest.mark.slow
+async def test_the_same_greedy_evaluation_again_pays_for_nothing(tmp_path: Path) -> None:
+    async with FakeInferenceServer(lambda prompt: "It is 5.", model_name="org/gpt") as server:
+        words = ["arithmetic", "org/gpt", "--base-url", server.base_url, "--env.heldout_size", "3"]
+
+        async def evaluated(*more: str) -> str:
+            done = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words, "--runs", str(tmp_path), *more),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
+            said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
+            assert done.returncode == 0, said
+            return said
+
+        first = await evaluated()
+        again = await evaluated()
+        assert "and continues there" in again
+        assert server.hits["/v1/chat/completions"] == 3
+        await evaluated("--output", str(tmp_path / "mine.jsonl"))
+        assert server.hits["/v1/chat/completions"] == 6
+    tables = [
+        [line for line in text.splitlines() if line.startswith("  ") and "seconds" not in line]
+        for text in (first, again)
+    ]
+    assert tables[0] == tables[1]
+    folder = tmp_path / "evaluate-arithmetic-org-gpt-greedy/evaluation_env"
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 4
+    assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.services
+def test_an_output_is_for_the_answers_of_one_environment(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    with pytest.raises(ConfigError, match=r"--output \S+mine.jsonl is for one environment"):
+        evaluate.evaluation_services(plan("two_environments", "--bridge", "broadcast"), output=mine)
 
 
 @pytest.fixture

@@ -1,0 +1,146 @@
+"""`evaluate` without `--samples` asks each held-out question of a paid server once, however often it is run."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.cli import load_tree, run
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from environments.template_server import LargerNumberEnv
+from environments.two_turn_template_server import GuessEnv
+
+ROUTE = "/v1/chat/completions"
+
+
+async def evaluate(server: FakeInferenceServer, *flags: str, env: Any = LargerNumberEnv, kind: str = "openai") -> int:
+    given = ["--openai.base_url", server.base_url, "--openai.server_type", kind, "--openai.model_name", "fake"]
+    given += ["--env.heldout_size", "4", *flags] if issubclass(env, (LargerNumberEnv, GuessEnv)) else flags
+    return await run(env, "evaluate", load_tree(env, "evaluate", given, "env.py"))
+
+
+def larger(prompt: str) -> str:
+    return str(max(int(word) for word in prompt.replace(",", " ").replace("?", " ").split() if word.isdigit()))
+
+
+def without_seconds(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if "seconds" not in line]
+
+
+def text_of(path: str) -> str:
+    return Path(path).read_text()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        ([], "evaluations/larger_number-fake-greedy.jsonl"),
+        (["--output", "mine.jsonl"], "mine.jsonl"),
+        (["--env.data_dir_to_save_evals", "evals"], "evals/answers.jsonl"),
+    ],
+)
+async def test_the_same_command_answers_from_what_is_recorded(flags: list[str], path: str, capsys: Any) -> None:
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, *flags) == 0
+        first = capsys.readouterr().out
+        assert server.hits[ROUTE] == 4
+        written = [text_of(f"evals/{name}") for name in ("samples.jsonl", "answers.jsonl")] if "evals" in flags else []
+        assert await evaluate(server, *flags) == 0
+        assert server.hits[ROUTE] == 4
+    assert without_seconds(capsys.readouterr().out) == without_seconds(first)
+    assert "  accuracy" in first
+    if "evals" in flags:
+        assert [text_of(f"evals/{name}") for name in ("samples.jsonl", "answers.jsonl")] == written
+    assert len(text_of(path).splitlines()) == 5
+
+
+async def test_only_what_is_missing_or_failed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "mine.jsonl"
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", path) == 0
+        header, *lines = text_of(path).splitlines()
+        failed = json.dumps({**json.loads(lines[0]), "score": None, "error": "timeout: late"})
+        killed_in_the_fourth = "\n".join([header, failed, lines[1], lines[2], lines[3][:30]])
+        await asyncio.to_thread(Path(path).write_text, killed_in_the_fourth)
+        server.hits.clear()
+        assert await evaluate(server, "--output", path) == 0
+        assert server.hits[ROUTE] == 2
+        assert await evaluate(server, "--output", path) == 0
+        assert server.hits[ROUTE] == 2
+
+
+async def test_answers_of_several_turns_are_kept() -> None:
+    async with FakeInferenceServer(lambda prompt: "It is 7." if "It is higher" in prompt else "It is 5.") as server:
+        assert await evaluate(server, env=GuessEnv) == 0
+        asked = server.hits[ROUTE]
+        assert asked > 4
+        assert await evaluate(server, env=GuessEnv) == 0
+        assert server.hits[ROUTE] == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--env.seed", "5"], "another prompts"),
+        (["--env.max_new_tokens", "9"], "another max_new_tokens"),
+        (["--openai.model_name", "other"], "another model"),
+    ],
+)
+async def test_another_evaluation_is_refused(flags: list[str], said: str, caplog: Any) -> None:
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", "mine.jsonl") == 0
+        assert await evaluate(server, "--output", "mine.jsonl", *flags) == 1
+        assert server.hits[ROUTE] == 4
+    assert said in caplog.text
+
+
+async def test_another_code_is_another_evaluation(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", "mine.jsonl") == 0
+        monkeypatch.setattr("atroposlib.envs.kept_answers.code_of", lambda env_cls: "edited")
+        assert await evaluate(server, "--output", "mine.jsonl") == 1
+    assert "another code" in caplog.text
+
+
+async def test_a_server_of_ours_is_asked_again_unless_the_file_is_named(folder: Path) -> None:
+    tokenizer = ["--env.tokenizer_name", str(save_tiny_tokenizer(folder / "tokenizer"))]
+    async with FakeInferenceServer(larger) as server:
+        for _ in range(2):
+            assert await evaluate(server, "--env.data_dir_to_save_evals", "evals", *tokenizer, kind="vllm") == 0
+        assert server.hits["/generate"] == 8, "its weights may be others"
+        for _ in range(2):
+            assert await evaluate(server, "--output", "mine.jsonl", *tokenizer, kind="vllm") == 0
+        assert server.hits["/generate"] == 12
+
+
+async def test_paid_samples_are_not_replaced(caplog: Any) -> None:
+    async with FakeInferenceServer(larger) as server:
+        into = ["--env.data_dir_to_save_evals", "evals"]
+        assert await evaluate(server, *into, "--samples", "1") == 0
+        kept = text_of("evals/samples.jsonl")
+        assert await evaluate(server, *into) == 1
+    assert "has samples of `evaluate --samples`" in caplog.text
+    assert text_of("evals/samples.jsonl") == kept
+
+
+async def test_an_evaluation_of_the_authors_own_says_that_it_asks_again(caplog: Any, monkeypatch: Any) -> None:
+    async def own(self: LargerNumberEnv) -> dict[str, float]:
+        return {"accuracy": 1.0}
+
+    monkeypatch.setattr(LargerNumberEnv, "evaluate", own)
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", "mine.jsonl") == 0
+    assert "LargerNumberEnv has an evaluate of its own: the same command asks everything again, and mine.jsonl" in (
+        caplog.text
+    )
+    assert "mine.jsonl" not in os.listdir()
