@@ -32,6 +32,7 @@ from atroposlib.wire.batching import (
 
 MAX_OVERTAKEN = 4  # batches with a younger group that may pass a waiting group before it goes first
 MAX_EVALUATIONS = 4096  # results that are kept: the trainer asks for that of its newest policy
+MAX_EVALUATION_METRICS = 65_536  # of all of these together, about 20 MB with the longest names
 MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
 
 
@@ -372,14 +373,15 @@ class BatchQueue(Generic[R]):
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Keep a result; a second one of the same environment and version replaces the first. The newest
-        MAX_EVALUATIONS are kept.
+        MAX_EVALUATIONS are kept, and of those the newest with MAX_EVALUATION_METRICS metrics.
 
         Raises UnknownEnvironment.
         """
         self.environment(evaluation.env_id)
-        self._evaluations[evaluation.policy_version, evaluation.env_id] = evaluation
-        if len(self._evaluations) > MAX_EVALUATIONS:
-            del self._evaluations[next(iter(self._evaluations))]
+        kept = self._evaluations
+        kept[evaluation.policy_version, evaluation.env_id] = evaluation
+        while len(kept) > MAX_EVALUATIONS or sum(len(one.metrics) for one in kept.values()) > MAX_EVALUATION_METRICS:
+            del kept[next(iter(kept))]
 
     def evaluations(self, policy_version: int) -> Evaluations:
         """Results of a policy version, and the connected environments whose announced result is still missing."""

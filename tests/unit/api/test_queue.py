@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec import UNSET
 
 from atroposlib.api.queue import (
+    MAX_EVALUATION_METRICS,
     MAX_EVALUATIONS,
     MAX_OVERTAKEN,
     BatchQueue,
@@ -323,6 +324,17 @@ def test_pending_names_connected_environments_that_announced_the_version() -> No
     assert [(result.env_name, result.accuracy, result.metrics) for result in found.results] == [
         ("math_0", 0.5, {"loss": 1.0})
     ]
+
+
+def test_evaluations_with_many_metrics_are_bounded_together() -> None:
+    queue = started()
+    queue.register_env(env())
+    metrics = {f"{number:0128}": 0.5 for number in range(256)}
+    for version in range(1000):
+        queue.add_evaluation(Evaluation(0, version, 0.5, metrics))
+    kept = queue.dump().evaluations
+    assert sum(len(one.metrics) for one in kept) == MAX_EVALUATION_METRICS
+    assert kept[-1].policy_version == 999
 
 
 def test_only_the_newest_evaluations_are_kept() -> None:
