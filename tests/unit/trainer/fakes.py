@@ -68,7 +68,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
     model: PreTrainedModel = model_class(config_class(**settings))
     if (padding := settings.get("pad_token_id")) is not None:  # transformers starts that row at 0
         with torch.no_grad():
-            model.get_input_embeddings().weight[padding].normal_(std=settings["initializer_range"])
+            model.get_input_embeddings().get_parameter("weight")[padding].normal_(std=settings["initializer_range"])
     return model
 
 

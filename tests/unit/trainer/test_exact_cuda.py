@@ -134,7 +134,7 @@ def test_the_padding_tokens_embedding_has_a_gradient_on_a_gpu_too() -> None:
     model, _ = exchanged("llama", pad_token_id=padding)
     assert model.get_input_embeddings().padding_idx == padding  # the exact forward does not ask for it
     accumulate_gradients(Policy(model), row, lambda logprobs, entropy, chunk: logprobs.sum(), 8)
-    assert gradient_of(model.get_input_embeddings().weight)[padding].any()
+    assert gradient_of(model.get_input_embeddings().get_parameter("weight"))[padding].any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

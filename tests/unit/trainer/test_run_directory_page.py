@@ -54,7 +54,7 @@ async def test_samples_and_held_out_answers(tmp_path: Path) -> None:
     names = documented("`samples.jsonl`")
     assert found - {"texts"} <= names  # which is named beside `messages`
     assert names <= found | set(WIRE_FIELDS) | {"unwritable", "rewards"}  # `rewards` where it has named ones
-    held_out = {name for row in rows(tmp_path / "0", "held_out.jsonl") for name in row}
+    held_out = {name for number in "01" for row in rows(tmp_path / number, "held_out.jsonl") for name in row}
     assert documented("`held_out.jsonl`") - {"rewards"} == (held_out | held_out_row(0, {}).keys()) - {"rewards"}
 
 
