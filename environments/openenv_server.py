@@ -195,6 +195,7 @@ class OpenEnv(QuestionEnv):
         """Read the schema, begin an episode to see that it works, and hold questions out."""
         config = self.config
         schema = self._defused(await self._asked("the schema of an action", self.openenv.schema))
+        self.observations.declare(self.openenv.observation_schema)
         name, about = await self._asked("the environment's name", self.openenv.description)
         try:
             self.form = form_of(schema, config.action_format, config.action_field, config.answer_part)

@@ -114,16 +114,21 @@ class OpenEnvClient:
         self.limits = limits
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http: aiohttp.ClientSession | None = None
+        self.observation_schema: Mapping[str, Any] = {}
         self._places = Places(limits.sessions)
         self._last_begun = -math.inf
         self._told = -math.inf
 
     async def schema(self) -> Mapping[str, Any]:
-        """The JSON schema of an action. Raises NotYet while the server is not up, NotOpenEnv where there is none."""
+        """The JSON schema of an action; that of an observation is kept. Raises NotYet while the server is not up,
+        NotOpenEnv where there is none.
+        """
         page = await self._page("schema")
         action = page.get("action")
         if not isinstance(action, dict):
             raise NotOpenEnv(f"{self.url}/schema has no schema of an action; is that an OpenEnv server, {OLDEST}?")
+        observation = page.get("observation")
+        self.observation_schema = observation if isinstance(observation, dict) else {}
         return action
 
     async def description(self) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from atroposlib.envs.failures import RolloutFailed
 
 PLACE = re.compile(r"\{(\w+)\}")
 HIDDEN = ("metadata",)
+BESIDE = ("reward", "done")  # declared in an observation's schema, and sent beside it
 EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
@@ -23,18 +24,28 @@ class Observations:
         self._fields = tuple(fields)
         self._limit = limit
         self._template = template
+        self._declared: tuple[str, ...] = ()
         self._special = _pattern_of(special_tokens(tokenizer))
 
+    def declare(self, schema: Mapping[str, Any]) -> None:
+        """Take the fields from the server's JSON schema of an observation, if it names any."""
+        fields = schema.get("properties")
+        self._declared = (
+            tuple(name for name in fields if name not in HIDDEN + BESIDE) if isinstance(fields, dict) else ()
+        )
+
     def text(self, observation: Mapping[str, Any]) -> str:
-        """A single field's value alone, several by name: whether a field is named depends on how many the observation
-        has, and not on which of them are empty. Of a tool's reply, its result or its error. Raises RolloutFailed for a
-        template with a place that the observation has not.
+        """A single field's value alone, several by name: whether a field is named depends on how many the schema
+        declares (without one, on how many the observation has), and not on which of them are there or empty. Of a
+        tool's reply, its result or its error. Raises RolloutFailed for a template with a place that the observation has
+        not.
         """
         if self._template:
             return self.clean(PLACE.sub(lambda place: self._at(place[1], observation), self._template))
         if not self._fields and {"tool_name", "result", "error"} <= observation.keys():
             return self.clean(tool_text(observation))
-        names = self._fields or [name for name in observation if name not in HIDDEN]
+        shown = (name for name in observation if name not in HIDDEN)
+        names = self._fields or tuple(dict.fromkeys([*self._declared, *shown]))
         found = {name: observation[name] for name in names if observation.get(name) not in EMPTY}
         if len(names) == 1:
             return self.clean(as_text(*found.values()) if found else "")

@@ -194,6 +194,18 @@ def test_a_field_is_named_whatever_the_others_hold() -> None:
     assert seen(first, "stdout", "exit_code") == "exit_code: 0"
 
 
+def test_the_schema_decides_whether_a_field_is_named() -> None:
+    def shown(declared: list[str], **observation: Any) -> str:
+        observations = Observations(make_tiny_tokenizer(), (), 1000)
+        observations.declare({"properties": {name: {} for name in [*declared, "done", "reward", "metadata"]}})
+        return observations.text(observation)
+
+    assert shown(["text", "legal"], text="hello") == "text: hello", "a server may leave out what is unset"
+    assert shown(["text", "legal"], text="hello", legal=["a"]) == 'text: hello\nlegal: ["a"]'
+    assert shown(["text"], text="hello") == "hello"
+    assert shown([], text="hello") == "hello"
+
+
 def test_a_template_says_what_is_seen() -> None:
     def shown(template: str, **observation: Any) -> str:
         return Observations(make_tiny_tokenizer(), (), 1000, template).text(observation)
