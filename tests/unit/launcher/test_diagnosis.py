@@ -1,24 +1,34 @@
 """What the launcher reports while no step is done."""
 
+import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 
 from atroposlib.clients.batching_api import ApiUnreachable
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import Activity
 from example_trainer.launcher import diagnosis
+from example_trainer.launcher.console import text
 from example_trainer.launcher.diagnosis import Diagnosis, Silence, asking
 from example_trainer.launcher.events import Event, Quiet, Started
 from example_trainer.launcher.records import Record
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.supervisor import Supervisor
+from tests.unit.api.support import registration
 from tests.unit.trainer.test_trainer_with_api import real_api
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[3]
 
 URL = "http://127.0.0.1:9/health"
 
@@ -143,3 +153,49 @@ def test_a_record_knows_that_its_process_is_stopped() -> None:
         child.kill()
         child.wait()
     assert not record.is_stopped
+
+
+@pytest.mark.services
+@pytest.mark.slow
+async def test_the_console_names_an_environment_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.clients.activity.SILENT_S", 2.0)
+    tokenizer = save_tiny_tokenizer(tmp_path / "tokenizer")
+    async with FakeInferenceServer(lambda prompt: "1") as server:
+        with real_api() as url:
+            flags = [
+                "--env.rollout_server_url",
+                url,
+                "--env.tokenizer_name",
+                str(tokenizer),
+                "--env.use_wandb",
+                "false",
+            ]
+            flags += ["--openai.base_url", server.base_url, "--openai.model_name", server.model_name]
+            environment = await asyncio.create_subprocess_exec(
+                *(sys.executable, "environments/template_server.py", "serve", *flags),
+                cwd=ROOT,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                ask = asking(url, None)
+                requests.post(f"{url}/register", json=registration(8), timeout=10).raise_for_status()  # noqa: ASYNC210
+                requests.get(f"{url}/batch", timeout=10).raise_for_status()  # noqa: ASYNC210  # environments may join
+                await until(lambda: bool(ask().environments), 60)
+                os.killpg(environment.pid, signal.SIGSTOP)
+                await until(lambda: (ask().environments[0].heard_s or 0.0) > 3.0, 30)
+                record = SimpleNamespace(name="env", pid=environment.pid, is_stopped=True)
+                records: Any = SimpleNamespace(services=lambda: [record])
+                watch = Diagnosis(url, records=records)
+                watch._quiet = Silence(now=iter([0.0, 31.0]).__next__)
+                for _ in range(2):
+                    await asyncio.to_thread(watch.look, ask)
+            finally:
+                os.killpg(environment.pid, signal.SIGKILL)
+                await environment.wait()
+    said = text(watch._events.get_nowait())
+    assert "has been silent for 3 s" in said or "has been silent for 4 s" in said
+    assert f"env is stopped (SIGSTOP, or Ctrl-Z): `kill -CONT -- -{environment.pid}` continues it" in said
