@@ -63,6 +63,7 @@ class Player:
         refuse_host_execution(self.env, self._order["allow_host_execution"])
         refuse_other_dialects(self.env)
         taskset = self.env.taskset
+        expect_harbor(type(taskset))
         self._rest = iter(taskset)
         # one of an endless taskset shows that it loads
         self._tasks = list(self._rest if taskset.bounded else itertools.islice(self._rest, 1))
@@ -192,6 +193,13 @@ def refuse_other_dialects(env: Any) -> None:
                 f"harness {harness.config.id!r} of agent {name!r} speaks the {dialect} API, and verifiers trains on"
                 " chat completions alone: choose one that speaks them, such as null, bash, mini_swe_agent or terminus_2"
             )
+
+
+def expect_harbor(taskset: type) -> None:
+    """Raise Wrong for a taskset of harbor's tasks where harbor is not installed."""
+    needs = any(base.__module__.startswith("verifiers.v1.tasksets.harbor") for base in taskset.__mro__)
+    if needs and importlib.util.find_spec("harbor") is None:
+        raise Wrong("it is a taskset of harbor, which is not installed: run `scripts/verifiers_setup.sh harbor`")
 
 
 def refuse_host_execution(env: Any, is_allowed: bool) -> None:

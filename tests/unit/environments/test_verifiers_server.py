@@ -452,3 +452,11 @@ def test_what_a_taskset_raises_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Expecting") as raised:
         namespace["load"]()
     assert verifiers_child.place_of(raised.value) == f" ({file}:3)"
+
+
+def test_a_taskset_of_harbor_names_what_installs_it() -> None:
+    theirs = type("HarborTaskset", (), {"__module__": "verifiers.v1.tasksets.harbor.taskset"})
+    mine = type("Mine", (theirs,), {"__module__": "mine"})
+    verifiers_child.expect_harbor(int)
+    with pytest.raises(verifiers_child.Wrong, match=r"run `scripts/verifiers_setup\.sh harbor`"):
+        verifiers_child.expect_harbor(mine)

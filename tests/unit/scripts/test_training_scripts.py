@@ -137,3 +137,18 @@ def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understoo
     for command in commands:
         done = run(*shlex.split(command), "--dry-run")
         assert done.returncode == 0, command + done.stderr
+
+
+def test_harbor_without_its_python_is_one_line() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts/verifiers_setup.sh", "harbor"],
+        env=os.environ | {"PYTHON": "/nowhere/python"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "verifiers_setup.sh: error: no Python of 3.12 to 3.14 with the venv module found, which harbor needs;"
+        " install one or set PYTHON=/path/to/python3.12"
+    ]
