@@ -10,7 +10,9 @@ in a single copy the weights that train are vLLM's own memory, and end with it.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, Literal, TypeVar
+
+import requests
 
 from atroposlib.logs import get_logger
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
@@ -20,6 +22,10 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
+HANGS_S = 60.0  # in which a server whose engine died has ended, and one that hangs has not
+FRESH: Final = "fresh"  # what a look at a server finds
+GONE: Final = "gone"
+HANGS: Final = "hangs"
 ENOUGH = 4  # returns within one act: what fails so often fails for another reason
 
 
@@ -95,25 +101,37 @@ class ReturningBridge(WeightBridge):
         return None
 
     def _await_return(self, error: BridgeError) -> None:
-        """Return when a server is there that was started again. Raises `error` if it was not its death."""
-        began, is_told = self._now(), False
+        """Return when a server is there that was started again. Raises `error` if it was not its death: if the process
+        of before answers, or if one is there and hangs.
+        """
+        began = last_gone = self._now()
+        is_told = False
         names = ", ".join(server.url for server in self._servers)
-        while not any([self._is_fresh(server, error) for server in self._servers]):
+        while FRESH not in (found := {self._look(server, error) for server in self._servers}):
             if not is_told:
                 log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
                 is_told = True
-            if self._now() - began > self._return_s:
+            now = self._now()
+            last_gone = last_gone if HANGS in found else now
+            if now - last_gone > HANGS_S:
+                raise BridgeError(
+                    f"{error}. vLLM at {names} was not started again: it is there, and has not answered for"
+                    f" {HANGS_S:.0f} s (stopped, or hung)"
+                ) from error
+            if now - began > self._return_s:
                 raise BridgeError(
                     f"{error}. vLLM at {names} was not started again within {self._return_s:.0f} s (--vllm-return-s)"
                 ) from error
             self._sleep(LOOK_EVERY_S)
         log.info("[Bridge] vLLM at %s was started again after %.0f s, and gets the policy", names, self._now() - began)
 
-    def _is_fresh(self, server: VllmClient, error: BridgeError) -> bool:
+    def _look(self, server: VllmClient, error: BridgeError) -> Literal["fresh", "gone", "hangs"]:
         try:
             status = server.status()
-        except (NoAnswer, Refused):  # gone, still loading, or about to end because its engine died
-            return False
+        except NoAnswer as silent:  # nothing listens: it is gone, or still loading
+            return HANGS if isinstance(silent.__cause__, requests.Timeout) else GONE
+        except Refused:  # its engine died, and it is about to end; or its engine hangs
+            return HANGS
         if status.session is not None or status.policy_version != 0:
             raise error  # the process of before, or one that another trainer holds
-        return True
+        return FRESH

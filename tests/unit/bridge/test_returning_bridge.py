@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import requests
 
 from atroposlib.wire.bridge import ServerStatus
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
-from example_trainer.bridges.returning import ENOUGH, ReturningBridge
+from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused
 from example_trainer.modes import MODES
 
@@ -129,6 +130,20 @@ def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> Non
     inner.server.error = Refused  # 503 of the API process
     bridge.check()
     assert inner.events[-1] == ("served", 1)
+
+
+@pytest.mark.parametrize("error", [Refused("503: the engine does not answer"), NoAnswer("silent")])
+def test_a_server_that_is_there_and_hangs_ends_training_soon(error: BridgeError) -> None:
+    error.__cause__ = requests.ReadTimeout() if isinstance(error, NoAnswer) else None
+    bridge, inner, clock = returning("check", return_s=1800)
+
+    def hang() -> ServerStatus:
+        raise error
+
+    inner.server.status = hang  # type: ignore[method-assign]
+    with pytest.raises(BridgeError, match=r"check failed\. vLLM at http://vllm:9001 .* has not answered for 60 s"):
+        bridge.check()
+    assert HANGS_S < clock[0] < HANGS_S + 5
 
 
 def test_a_server_that_does_not_return_ends_training_with_limit_and_cause() -> None:
