@@ -20,6 +20,7 @@ WRONG: list[Any] = [
     {"temperature": "hot"},
     {"structured_outputs": {}},
     {"structured_outputs": {"regex": 5}},
+    {"structured_outputs": {"choice": ["a"]}},  # they are off
     {"logit_bias": {"5": "x"}},
     {"logit_bias": {"99999": 1}},
     {"stop_token_ids": [-1]},
@@ -50,7 +51,6 @@ RIGHT: list[Any] = [
     {"stop_token_ids": [3.0]},
     {"prompt": {"prompt_token_ids": [1.0, 2.0, 3.0]}},
     {"extra_args": {"a": 1.5}},
-    {"structured_outputs": {"choice": ["a"]}},
     {"repetition_detection": {"max_pattern_size": 2**62, "min_count": 2}},
 ]
 OPENAI: list[Any] = [

@@ -61,6 +61,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_env_run",
         "_evaluate_samples",
         "_further_servers",
+        "_keep_answers",
         "_leave_out_long",
         "_prompt_of",
         "_reference_of",

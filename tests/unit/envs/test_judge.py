@@ -49,7 +49,7 @@ def test_a_reply_of_opened_objects_takes_linear_time(part: str) -> None:
         assert json_field()(text) is None
         return time.process_time() - began
 
-    assert took(400_000) < 5 * took(100_000) + 1.0
+    assert took(400_000) < 8 * took(100_000) + 1.0  # 4 times where it is linear, and 16 where it is not
 
 
 @pytest.mark.parametrize(
