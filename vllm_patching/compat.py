@@ -826,6 +826,7 @@ def serve(args: vllm_types.Arguments) -> None:
     settings: dict[str, Any] = {"timeout_graceful_shutdown": 1, "use_colors": False}
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH", "").endswith(f"/{LOG_CONFIG}"):
         settings["log_config"] = None  # the file configures uvicorn, too
+        args.log_config_file = None  # 0.26 gives it to uvicorn all the same, which misses its own formatters there
     uvloop.run(run_server(args, **settings))
 
 

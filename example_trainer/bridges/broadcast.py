@@ -12,7 +12,7 @@ off, named in a warning and skipped; it returns when it answers again. Training 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -41,9 +41,24 @@ READMIT_S = 30.0  # between two looks at servers that were left out
 
 
 def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
-    """Listen where vLLM's workers will come. Raises BridgeError if a server on another machine could not reach it."""
+    """Listen where vLLM's workers will come. Raises BridgeError if a server on another machine could not reach it, or
+    if none answers in time where the trainer is to load onto a GPU: while vLLM starts, it measures what its GPU has
+    free, and would count the trainer's weights there as its own.
+    """
     rendezvous = listen(config, config.mode(Broadcast))
+    if device.type == "cuda":
+        with ExitStack() as undo:
+            undo.callback(rendezvous.close)
+            until_ready(vllm_clients(config), config.vllm_start_timeout)
+            undo.pop_all()
     return Prepared(partial(BroadcastBridge, config, rendezvous), rendezvous.close)
+
+
+def until_ready(servers: Sequence[VllmClient], deadline_s: float) -> None:
+    """Return once all of them answer. Raises BridgeError for one that does not by the deadline, which they share."""
+    give_up = time.monotonic() + deadline_s
+    for vllm in servers:
+        vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
 
 
 class BroadcastBridge(WeightBridge):
@@ -57,9 +72,7 @@ class BroadcastBridge(WeightBridge):
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
-        give_up = time.monotonic() + config.vllm_start_timeout
-        for vllm in self._servers:
-            vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
+        until_ready(self._servers, config.vllm_start_timeout)
         self._backend = self._chosen_backend(trained.model.device)
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
         self._source = trained.source(self._manifest)

@@ -129,7 +129,10 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
 def _placed(asked: Asked, site: Site) -> Site:
     """The site with the GPUs of vLLM and of the trainer. Raises ConfigError."""
     config = resolve_trainer(asked.run, asked.sections, site)
-    return replace(site, placement=place(asked.run, asked.gpus, config, need_of(asked, site), site.machines))
+    need = need_of(asked, site)
+    placement = place(asked.run, asked.gpus, config, need, site.machines)
+    beside = need is not None and placement.on_gpus and placement.is_shared and not config.bridge.same_devices
+    return replace(site, placement=placement, offload=need.training(placement)[0].offload if need and beside else None)
 
 
 def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:

@@ -78,6 +78,13 @@ def test_before_there_is_a_model_no_server_is_asked_for_anything(model: str, ser
     prepared.close()
 
 
+def test_a_trainer_on_a_gpu_loads_once_its_servers_have_measured_what_is_free_there(model: str) -> None:
+    """A server that starts on the same GPU would count the trainer's weights as its own."""
+    nobody = config_to(model, 1, vllm_start_timeout=1)
+    with pytest.raises(BridgeError, match=r"no vLLM server at .* after 1 s"):
+        broadcast.prepare(nobody, model, torch.device("cuda"))
+
+
 def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmServer]) -> None:
     bridge = bridge_to(model, *servers)
     synced(bridge, 0)

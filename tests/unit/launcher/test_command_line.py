@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from atroposlib.flags import ConfigError
 from example_trainer.launcher import cli, layout, quickstart, train
@@ -202,6 +203,24 @@ def test_the_host_memory_that_is_named_takes_the_place_of_this_machines(
     capsys.readouterr()
     assert train.main([*argv, "--host-memory", "256"]) == 0
     assert " of 256.000 GB free" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpus", "1x80"], "moments"),  # vLLM's share is not taken yet when the trainer looks at its GPU
+        (["--gpus", "1x80", "--trainer.offload", "none"], "none"),
+        (["--gpus", "2x80"], "auto"),  # a GPU of its own
+        (["--gpus", "1x80", "--bridge", "single_copy"], "auto"),  # checked once vLLM has told what it shares
+    ],
+)
+def test_a_trainer_beside_vllm_is_told_what_offload_the_plan_has_chosen(
+    words: list[str], told: str, no_processes: None
+) -> None:
+    made = plan("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--host-memory", "64", *words)
+    assert yaml.safe_load(made.files["trainer.yaml"])["offload"] == told
+    assert made.trainer.offload == told
+    assert ("offload" in made.files["run.yaml"]) is ("--trainer.offload" in words)  # another machine decides anew
 
 
 def test_a_run_is_resumed_by_its_name_or_its_directory(tmp_path: Path) -> None:
