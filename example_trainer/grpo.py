@@ -429,7 +429,9 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if place.local_size == 1:
-        return torch.device("cuda" if config.device == "auto" else config.device)
+        asked = torch.device("cuda" if config.device == "auto" else config.device)
+        torch.cuda.set_device(asked.index or 0)
+        return torch.device("cuda", asked.index or 0)  # NCCL's groups ask for an index
     if place.local_rank >= torch.cuda.device_count():
         raise too_few_gpus(place.local_size, torch.cuda.device_count())
     torch.cuda.set_device(place.local_rank)

@@ -702,8 +702,9 @@ def adapted_layer(model: Any, tensor: str) -> str:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    # a method since about 0.30; before, the mapper itself
-    renames = getattr(mapper, "get_rename_mapper", lambda: mapper)
+    # without its stacking of q, k and v: by a method of either name, or the mapper knows none
+    methods = (getattr(mapper, name, None) for name in ("get_rename_mapper", "get_unstacked_mapper"))
+    renames = next(filter(None, methods), lambda: mapper)
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 

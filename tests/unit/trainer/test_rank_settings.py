@@ -22,6 +22,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.grpo import prepare_torch
 from example_trainer.model import ModelError
 from example_trainer.parallel import Ranks, compute_dtype, join
 from example_trainer.rank_processes import ranks_to_start
@@ -200,3 +201,13 @@ def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.
     assert (psutil.Process().num_fds(), threading.active_count()) == held
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     ranks.leave()
+
+
+@pytest.mark.parametrize(("asked", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_the_one_ranks_gpu_has_an_index(asked: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups refuse a device without one."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert prepare_torch(config(device=asked)) == torch.device("cuda", index)
+    assert current == [index]
