@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ BATCHES: dict[str, tuple[int, int, tuple[int, int], tuple[int, int]]] = {
 Steps = list[dict[str, float]]
 
 
-def trl_arm(work: Path, threads: int, settings: Settings) -> None:
+def trl_arm(work: Path, threads: int, settings: Settings, tell: Callable[..., None] = answer) -> None:
     """GRPOTrainer.train() with generation and scoring replaced by the given batch; steps are timed between its own
-    callbacks.
+    callbacks, and told.
     """
     import numpy as np
     import torch
@@ -98,7 +99,7 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
 
     class GivenBatch(GRPOTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-            return generated()
+            return {name: tensor.to(self.accelerator.device) for name, tensor in generated().items()}
 
     class Turns(TrainerCallback):
         start = cpu = seconds = cpu_seconds = 0.0
@@ -113,7 +114,7 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **other: Any) -> None:
             if logs and "grad_norm" in logs:
-                answer(
+                tell(
                     seconds=self.seconds,
                     cpu_seconds=self.cpu_seconds,
                     loss=logs["loss"],
@@ -124,7 +125,6 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
     # What is not named here is TRL's default, 8 sequences per micro-batch and fused AdamW among it.
     args = GRPOConfig(
         output_dir=str(work / "trl"),
-        use_cpu=True,
         num_generations=len(items[0]["tokens"]),
         gradient_accumulation_steps=len(sequences) // 8,
         learning_rate=LR,
@@ -135,7 +135,7 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **settings,
+        **{"use_cpu": True, **settings},
     )
     assert (args.per_device_train_batch_size, args.loss_type, args.beta) == (8, "dapo", 0.0)
     print(f"bf16={args.bf16} gradient_checkpointing={args.gradient_checkpointing} optim={args.optim}", file=sys.stderr)

@@ -33,6 +33,8 @@ from example_trainer.objectives import (
 from example_trainer.rank_settings import RankSettings
 
 M = TypeVar("M", bound=Mode)
+
+MICRO_BATCH_TOKENS, LOGITS_CHUNK_MB = 2048, 128
 Kernels = Literal["torch", "onednn", "bfloat16"]  # kernels.py
 
 
@@ -94,12 +96,13 @@ class OptimizationSettings(Config):
             "micro-batches"
         ),
     )
-    micro_batch_tokens: int = Field(
-        2048,
+    micro_batch_tokens: int | None = Field(
+        None,
         ge=1,
         description=(
             "tokens packed into one forward pass, shared ones counted once. A longer sequence goes alone; where "
-            "prefixes are shared, others join it, up to a quarter more tokens than it has"
+            "prefixes are shared, others join it, up to a quarter more tokens than it has (default: 2048; on a GPU up "
+            "to 16384, as many as fit)"
         ),
     )
     share_prefixes: bool | None = Field(
@@ -109,8 +112,13 @@ class OptimizationSettings(Config):
             "to rounding, in less time. no computes each sequence whole (default: as the checkpoint's run, else yes)"
         ),
     )
-    logits_chunk_mb: int = Field(
-        128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies"
+    logits_chunk_mb: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "MiB of float32 logits alive at once; bounds the memory of large vocabularies (default: 128; on a GPU 1024 "
+            "where that fits)"
+        ),
     )
     seq_len: int = Field(
         2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted"
@@ -504,6 +512,16 @@ class TrainerConfig(
     def shares_prefixes(self) -> bool:
         """Whether prefixes are shared, unless a checkpoint says otherwise."""
         return self.share_prefixes is not False
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a micro-batch, unless the memory plan finds room for more."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
+
+    @property
+    def logits_mb(self) -> int:
+        """MiB of logits alive at once, unless the memory plan finds room for more."""
+        return self.logits_chunk_mb or LOGITS_CHUNK_MB
 
     @property
     def overlaps(self) -> bool:

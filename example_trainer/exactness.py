@@ -247,9 +247,9 @@ class Exactness:
         torch.save(
             {
                 "sequences": [_tensors(sequence) for sequence in batch.sequences],
-                "micro_batch_tokens": self._config.micro_batch_tokens,
+                "micro_batch_tokens": self._config.pass_tokens,
                 "share_prefixes": self._config.share_prefixes,
-                "logits_chunk_mb": self._config.logits_chunk_mb,
+                "logits_chunk_mb": self._config.logits_mb,
                 "served": asdict(served),
                 "device": model.device.type,
             },

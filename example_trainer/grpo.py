@@ -55,6 +55,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
 from example_trainer.memory import one_line_when_out_of_memory
+from example_trainer.memory_plan import computes_in
 from example_trainer.metrics import open_metrics, open_trained, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
@@ -294,7 +295,7 @@ class Run:
         if not self.config.overlaps:
             return None
         ranks, rollouts = self.learner.ranks.shares, self.config.batch_size * self.config.gradient_accumulation_steps
-        return EarlyGradients(self.learner, self.config.micro_batch_tokens * ranks, max(ranks, rollouts // 4))
+        return EarlyGradients(self.learner, self.config.pass_tokens * ranks, max(ranks, rollouts // 4))
 
     def learn(self, batch: Batch, step: int) -> Updates:
         """The step's updates, begun: the first gradient is in the parameters' `.grad`, if the batch has any. Raises
@@ -429,13 +430,17 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if place.local_size == 1:
-        asked = torch.device("cuda" if config.device == "auto" else config.device)
-        torch.cuda.set_device(asked.index or 0)
-        return torch.device("cuda", asked.index or 0)  # NCCL's groups ask for an index
-    if place.local_rank >= torch.cuda.device_count():
+        index = torch.device("cuda" if config.device == "auto" else config.device).index or 0
+    elif place.local_rank >= torch.cuda.device_count():
         raise too_few_gpus(place.local_size, torch.cuda.device_count())
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    else:
+        index = place.local_rank
+    torch.cuda.set_device(index)
+    if computes_in(config, on_gpu=True) == "bfloat16":
+        # of float32 products there is then the head's alone, whose hidden states are bfloat16's: TensorFloat-32 rounds
+        # its weights less than vLLM does, which computes logits in bfloat16
+        torch.set_float32_matmul_precision("high")
+    return torch.device("cuda", index)  # NCCL's groups ask for an index
 
 
 def registration(config: TrainerConfig) -> Registration:

@@ -173,7 +173,7 @@ class Learner:
         config, comparison = self._config, Comparison()
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
         for batch in self._micro_batches(sequences):
-            logprobs = token_logprobs(self._policy, batch, config.logits_chunk_mb)
+            logprobs = token_logprobs(self._policy, batch, config.logits_mb)
             if batch.counted:
                 comparison.add(batch.targets, batch.sampler_logprobs, logprobs)
         self.trained.model.train()
@@ -181,7 +181,7 @@ class Learner:
         self.comparison = comparison.of_all(self.ranks)
         _, _, column = self.comparison.columns()
         return with_old_logprobs(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.shares_prefixes
+            sequences, column.numpy(), config.pass_tokens, self.ranks.shares, config.shares_prefixes
         )
 
     @collective
@@ -193,7 +193,7 @@ class Learner:
             self._micro_batches(sequences),
             self._config,
             reference=self._reference,
-            chunk_mb=self._config.logits_chunk_mb,
+            chunk_mb=self._config.logits_mb,
             loss_divisor=loss_divisor,
             comparison=comparison,
             ranks=self.ranks,
@@ -209,9 +209,7 @@ class Learner:
         if not sequences:
             return []
         config, (_, _, column) = self._config, comparison.columns()
-        return of_sequences(
-            sequences, column.numpy(), config.micro_batch_tokens, self.ranks.shares, config.shares_prefixes
-        )
+        return of_sequences(sequences, column.numpy(), config.pass_tokens, self.ranks.shares, config.shares_prefixes)
 
     @collective
     def clip(self) -> float:
@@ -292,7 +290,7 @@ class Learner:
             reference_logprobs=nothing,
         )
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
-        found = token_logprobs(self.trained.policy, row, self._config.logits_chunk_mb).cpu()
+        found = token_logprobs(self.trained.policy, row, self._config.logits_mb).cpu()
         self.trained.model.train()
         reshard(self.trained.policy)
         return found
@@ -346,7 +344,7 @@ class Learner:
         """This rank's share of them."""
         config, ranks = self._config, self.ranks
         return micro_batches(
-            sequences, config.micro_batch_tokens, self._device, ranks.share, ranks.shares, config.shares_prefixes
+            sequences, config.pass_tokens, self._device, ranks.share, ranks.shares, config.shares_prefixes
         )
 
     def _before_pass(self, is_last: bool) -> None:

@@ -132,7 +132,7 @@ def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: 
     """
     items = [
         *single_copy(config, count, is_half),
-        MemoryItem("logits, --logits-chunk-mb", ranks * (3 * config.logits_chunk_mb << 20)),
+        MemoryItem("logits, --logits-chunk-mb", ranks * (3 * config.logits_mb << 20)),
     ]
     free = free_room(device, 1).device
     for line in table(f"Memory on {device}, activations on top", items, free):
@@ -155,7 +155,7 @@ def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
         if not isinstance(error, MemoryError) and (isinstance(error, AtroposError) or not said):
             raise
         flags = [
-            f"lower --micro-batch-tokens ({config.micro_batch_tokens}), --logits-chunk-mb ({config.logits_chunk_mb}) or"
+            f"lower --micro-batch-tokens ({config.pass_tokens}), --logits-chunk-mb ({config.logits_mb}) or"
             f" --seq-len ({config.seq_len})",
             "" if config.gradient_checkpointing else "add --gradient-checkpointing",
             "" if config.offload == "all" or config.bridge.same_devices else "use a larger --offload or --fsdp-size",

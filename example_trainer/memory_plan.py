@@ -50,6 +50,11 @@ SHARED_UTILIZATION = 0.4  # of a GPU's memory, for vLLM beside a trainer
 FILE_BUCKET = 256 * MIB  # of a sharded model that is written
 GATHERED = 64 * MIB  # of one that is sent, in buckets that may be smaller
 
+# a step of 1.7B on an H100: 2048 tokens 0.097, 8192 0.26, 12288 0.27 of the peak rate (docs/benchmarks/gpu.md)
+GPU_TOKENS = (16384, 8192, 4096)
+GPU_LOGITS_MB = 1024
+GAPS = 0.1  # of a GPU, which larger passes leave to the allocator: it had 1.06 to 1.17 times what was allocated there
+
 Offload = Literal["none", "moments", "all"]
 OFFLOADS: tuple[Offload, ...] = ("none", "moments", "all")  # cheapest first
 
@@ -183,8 +188,8 @@ class Training:
         """The most tokens of a micro-batch."""
         config = self.config
         if config.shares_prefixes:
-            return most_tokens(config.micro_batch_tokens, config.seq_len)
-        return max(config.micro_batch_tokens, config.seq_len)
+            return most_tokens(config.pass_tokens, config.seq_len)
+        return max(config.pass_tokens, config.seq_len)
 
     @property
     def masks(self) -> int:
@@ -217,14 +222,20 @@ class Training:
         """
         c, size = self.width, self.own
         query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.inner
-        token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
+        wide = 0 if self.fuses_norms else FLOAT32  # of a norm: its input in float32
+        token = 2 * (wide + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
         token += 2 * c * size.experts_per_token * size.hidden
         token += FLOAT32 * (size.heads or query // 64)
         if self.config.shares_prefixes:
             token += 2 * 2 * c * keys + (0 if self.on_gpu else 2 * c * query)
         if any(name.endswith("q_norm.weight") for name in size.shapes):
-            token += (FLOAT32 + c) * (query + keys)
+            token += (wide + c) * (query + keys)
         return token * self.tokens
+
+    @property
+    def fuses_norms(self) -> bool:
+        """Whether norms are one kernel (fused_norms.py), which keeps its input as it is."""
+        return self.on_gpu and self.width < FLOAT32
 
     @property
     def kept_of_layer(self) -> int:
@@ -239,7 +250,7 @@ class Training:
     @property
     def logits(self) -> int:
         """Logits, their probabilities and gradient; the head's next gradient beside the sum of those before."""
-        chunk = min(self.config.logits_chunk_mb * MIB, FLOAT32 * self.size.embedding[0] * self.tokens)
+        chunk = min(self.config.logits_mb * MIB, FLOAT32 * self.size.embedding[0] * self.tokens)
         parts = chunk // self.tp if self.tp > 1 else 0  # which are put together
         return 2 * chunk + parts + max(chunk, 0 if self.adapter else FLOAT32 * self.own.head)
 
@@ -354,9 +365,32 @@ class Room:
 
 
 def settled(training: Training, room: Room) -> Training:
-    """With --offload auto resolved: the cheapest that fits, or none where nothing does."""
+    """With --offload auto resolved: the cheapest that fits, or none where nothing does. On a GPU also with the largest
+    passes that then fit: small ones keep it waiting for its launches.
+    """
     choices = [training.having(offload=offload) for offload in offloads(training.config, training.on_gpu)]
-    return next((choice for choice in choices if room.lacks(choice) <= 0), choices[0])
+    chosen = next((choice for choice in choices if room.lacks(choice) <= 0), None)
+    if chosen is None:
+        return choices[0]
+    wider = (chosen.having(**settings) for settings in _passes(training)) if training.on_gpu else ()
+    ample = Room(int((1 - GAPS) * room.device), room.host)
+    return next((choice for choice in wider if ample.lacks(choice) <= 0), chosen)
+
+
+def _passes(training: Training) -> Iterator[dict[str, object]]:
+    """What --micro-batch-tokens and --logits-chunk-mb may become where they are not given, the fastest first."""
+    config = training.config
+    for tokens in (*GPU_TOKENS, config.pass_tokens):
+        yield {
+            "micro_batch_tokens": config.micro_batch_tokens or tokens,
+            "logits_chunk_mb": config.logits_chunk_mb or GPU_LOGITS_MB,
+        }
+
+
+def decided(training: Training) -> dict[str, object]:
+    """The settings of a settled plan that were left to it."""
+    names = ("offload", "micro_batch_tokens", "logits_chunk_mb")
+    return {name: getattr(training.config, name) for name in names}
 
 
 def remedies(training: Training, room: Room) -> list[str]:
@@ -408,7 +442,7 @@ def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, ob
         words, settings = "--gradient-checkpointing", {"gradient_checkpointing": True}
         yield words, settings
     for tokens in (1024, 512, 256):
-        if tokens < config.micro_batch_tokens:
+        if tokens < config.pass_tokens:
             yield f"{words} --micro-batch-tokens {tokens}".strip(), settings | {"micro_batch_tokens": tokens}
 
 

@@ -7,7 +7,9 @@ Without `packed_lengths` it is ordinary causal attention, so the same model also
 Importing this module registers it.
 """
 
-from typing import Any
+from functools import lru_cache
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from example_trainer.attention_blocks import attention_blocks
+
+varlen_attn: Any
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+    varlen_attn = None
+# PyTorch 2.11 asks for no consent to heads that share keys
+SHARED_KEYS = {"enable_gqa": True} if varlen_attn and "enable_gqa" in signature(varlen_attn).parameters else {}
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -62,6 +72,8 @@ def tree_attention(
     """Attention output [batch, heads, T, d] of a row of segments, each of which sees itself and those that it
     continues.
     """
+    if window is None and _takes_varlen(query) and (rows := _varlen_rows(lengths, parents, query.device)) is not None:
+        return _in_one_call(query, key, value, rows, scaling)
     blocks = attention_blocks(lengths, parents, window, query.device, query.dtype)
     queries, keys, values = (tensor.split([block.size for block in blocks], 2) for tensor in (query, key, value))
     outputs = []
@@ -77,6 +89,67 @@ def tree_attention(
             result = _attention(*parts, block.mask, scaling)
         outputs.append(result)
     return torch.cat(outputs, 2)
+
+
+class VarlenRows(NamedTuple):
+    """Which keys the queries of a row's segments see, as FlashAttention's call for sequences of many lengths takes it:
+    causal, the last query of a segment seeing all its keys.
+    """
+
+    of_queries: Tensor  # [segments + 1], int32: where each begins in the row
+    of_keys: Tensor  # [segments + 1], int32: where the keys of each begin
+    places: Tensor | None  # [keys], in the row; None where no segment continues another, and keys are the row's own
+    most_queries: int
+    most_keys: int
+
+
+@lru_cache(maxsize=2)  # each layer of a micro-batch asks for the same
+def _varlen_rows(lengths: tuple[int, ...], parents: tuple[int, ...], device: torch.device) -> VarlenRows | None:
+    """None where contexts are so long and so often shared that copies of them would outgrow the memory plan, which has
+    room for as many keys again as the row has.
+    """
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    chains: list[list[int]] = []
+    for segment, parent in enumerate(parents):
+        chains.append([*(chains[parent] if parent >= 0 else []), segment])
+    counts = [sum(lengths[at] for at in chain) for chain in chains]
+    if sum(counts) > 2 * ends[-1]:
+        return None
+    places = None
+    if any(parent >= 0 for parent in parents):
+        spans = [torch.arange(ends[at] - lengths[at], ends[at]) for chain in chains for at in chain]
+        places = torch.cat(spans).to(device)
+
+    def begins(sizes: list[int] | tuple[int, ...]) -> Tensor:
+        return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+
+    return VarlenRows(begins(lengths), begins(counts), places, max(lengths), max(counts))
+
+
+def _takes_varlen(query: Tensor) -> bool:
+    """Whether FlashAttention computes sequences of many lengths in one call here."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return varlen_attn is not None and query.is_cuda and half and query.shape[0] == 1 and query.shape[-1] % 8 == 0
+
+
+def _in_one_call(query: Tensor, key: Tensor, value: Tensor, rows: VarlenRows, scaling: float | None) -> Tensor:
+    of_tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
+    if rows.places is not None:
+        # of a key that several segments see, embedding sums the gradients in a fixed order
+        of_tokens[1:] = [
+            F.embedding(rows.places, tensor.flatten(1)).unflatten(1, tensor.shape[1:]) for tensor in of_tokens[1:]
+        ]
+    result: Tensor = varlen_attn(
+        *of_tokens,
+        cu_seq_q=rows.of_queries,
+        cu_seq_k=rows.of_keys,
+        max_q=rows.most_queries,
+        max_k=rows.most_keys,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        **SHARED_KEYS,
+    )
+    return result.transpose(0, 1)[None]
 
 
 def _attention(

@@ -5,6 +5,7 @@ Everything else in this package imports vLLM through here, so that a new vLLM re
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -391,6 +392,20 @@ def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
         return build(self, common_prefix_len, change(common_attn_metadata), fast_build)
 
     cast(Any, CPUAttentionMetadataBuilder).build = changed
+
+
+def tell_longest_query(longest: Callable[[int, int], int]) -> None:
+    """Tell FlashAttention `longest(tokens, head size)` for the longest query of a batch, on CUDA."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    build = FlashAttentionMetadataBuilder.build
+
+    def told(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = copy.copy(common_attn_metadata)
+        metadata.max_query_len = longest(metadata.max_query_len, self.headdim)
+        return build(self, common_prefix_len, metadata, fast_build)
+
+    cast(Any, FlashAttentionMetadataBuilder).build = told
 
 
 def attend_without_amx() -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from example_trainer.launcher.machines import LOOPBACK as HOST
 from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import Tree, server_name
-from example_trainer.memory_plan import Offload
 from example_trainer.modes import MODES, Adapter, Mode
 
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
@@ -35,7 +34,8 @@ class Site:
     cores: CorePlacement
     machines: Machines = THIS_ONE
     meeting_port: int = 0  # of trainer ranks on several machines, on the first one
-    offload: Offload | None = None  # what auto becomes, for a trainer that vLLM leaves a part of its GPU
+    # what the memory plan decides for a trainer that vLLM leaves a part of its GPU: --offload auto, sizes not given
+    settled: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def api(self) -> str:

@@ -96,9 +96,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
-    if config.offload == "auto" and site.offload is not None:
-        return config.model_copy(update={"offload": site.offload})
-    return config
+    return config.model_copy(update=dict(site.settled))
 
 
 def _addresses(site: Site) -> Tree:

@@ -49,7 +49,7 @@ from example_trainer.launcher.services import Plan, machine_lines, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.view import beside, page
-from example_trainer.memory_plan import GIB
+from example_trainer.memory_plan import GIB, decided
 from example_trainer.model_size import model_size
 
 PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
@@ -132,7 +132,7 @@ def _placed(asked: Asked, site: Site) -> Site:
     need = need_of(asked, site)
     placement = place(asked.run, asked.gpus, config, need, site.machines)
     beside = need is not None and placement.on_gpus and placement.is_shared and not config.bridge.same_devices
-    return replace(site, placement=placement, offload=need.training(placement)[0].offload if need and beside else None)
+    return replace(site, placement=placement, settled=decided(need.training(placement)[0]) if need and beside else {})
 
 
 def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from atroposlib.wire.folders import is_sharded
 from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.config import TrainerConfig
+from example_trainer.fused_norms import fuse_norms
 from example_trainer.model import expect_even_layers, load_model, load_tokenizer, meta_model, prepare_for_training
 from example_trainer.parallel import compute_dtype
 from example_trainer.policy import Policy
@@ -122,5 +123,7 @@ def sharded_policy(
         deadline_s=config.dist_timeout_s,
     )
     load_shards(policy, files, torch.device("cpu") if config.offload == "all" else device, adapter)
+    if device.type == "cuda" and compute_dtype(config, device) is not torch.float32:
+        fuse_norms(model)
     expect_packed(policy, device, compute_dtype(config, device), config.seq_len)
     return policy

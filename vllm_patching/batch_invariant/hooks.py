@@ -1,9 +1,9 @@
 """Makes a vLLM process compute batch-invariantly. Called by vLLM's general plugin in each of its processes, before a
 model exists.
 
-On CUDA vLLM's own mode does this; one kernel of that mode is replaced, and settings that the trainer cannot match are
-refused. On CPUs five replacements, each of one function or method of vLLM, make it compute with kernels.py (all through
-compat.py):
+On CUDA vLLM's own mode does this; one kernel of that mode is replaced, attention is told of a longer query than there
+is where it would decode by other tiles, and settings that the trainer cannot match are refused. On CPUs five
+replacements, each of one function or method of vLLM, make it compute with kernels.py (all through compat.py):
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
                                  (../memory/packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays,
@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_patching import compat, vllm_types
 from vllm_patching.batch_invariant import coverage, kernels, self_check
 from vllm_patching.batch_invariant.attention import BLOCK
+from vllm_patching.batch_invariant.cuda import longest_query
 from vllm_patching.batch_invariant.switch import NotInvariant
 from vllm_patching.memory import packed
 
@@ -33,7 +34,11 @@ def install() -> None:
     compat.wrap_config_check(check_model)
     if not compat.on_cpu():
         compat.add_before_norm()
-        log.info("[vLLM Patch] ✓ Batch-invariant: vLLM's own kernels, the residual added before each norm")
+        compat.tell_longest_query(longest_query)
+        log.info(
+            "[vLLM Patch] ✓ Batch-invariant: vLLM's own kernels, the residual added before each norm, decoding in the"
+            " attention tiles of prefill"
+        )
         return
     compat.keep_plain_linears(_linear_for)
     compat.wrap_attention_metadata(_tiled)

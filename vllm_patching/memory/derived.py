@@ -129,9 +129,11 @@ def _is_set(cell: Any) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Up to SAMPLED values of a tensor and its shape, as bytes, so that NaN equals itself."""
+    """Up to SAMPLED values of a tensor, as bytes, so that NaN equals itself; on the host, as vLLM puts some of its
+    default scales there and their replacements on the GPU.
+    """
     flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].clone().view(torch.uint8)
+    return flat[:: max(1, flat.numel() // SAMPLED)].clone().view(torch.uint8).cpu()
 
 
 def _address(tensor: Tensor) -> int:
