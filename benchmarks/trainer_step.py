@@ -100,9 +100,9 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
         batch = make_batch(items, seq_len=config.seq_len, policy_version=0)
         figures = batch_gradients(
             Policy(model),
-            micro_batches(batch.sequences, config.micro_batch_tokens, device, share=config.shares_prefixes),
+            micro_batches(batch.sequences, config.pass_tokens, device, share=config.shares_prefixes),
             loss,
-            chunk_mb=config.logits_chunk_mb,
+            chunk_mb=config.logits_mb,
         )
         grad_norm = clip_gradients(optimizer, config.max_grad_norm)
         update(optimizer)

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_patching.batch_invariant import hooks, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
+from vllm_patching.batch_invariant.cuda import longest_query
 from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 from vllm_patching.memory import packed
@@ -170,3 +171,12 @@ def test_switching_on_refuses_what_contradicts_it() -> None:
         switch_on({"VLLM_CPU_ATTN_SPLIT_KV": "1"}, cpu=True)
     with pytest.raises(NotInvariant, match="unset it"):
         switch_on({"VLLM_BATCH_INVARIANT": "1"}, cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_size", "told"), [(1, 32, 2), (1, 128, 2), (1, 64, 65), (64, 64, 65), (500, 64, 500), (7, 96, 7)]
+)
+def test_flash_attention_never_hears_of_a_query_so_short_that_it_takes_other_tiles(
+    tokens: int, head_size: int, told: int
+) -> None:
+    assert longest_query(tokens, head_size) == told

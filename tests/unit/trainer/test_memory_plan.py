@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ def test_14_billion_on_four_gpus_of_80_gb() -> None:
     plain = training("Qwen2.5-14B", 4, offload="none")
     assert remedies(plain, room())[0] == "--gradient-checkpointing"  # 2048 tokens of activations are 22 GB
     assert settled(training("Qwen2.5-14B", 4), room(host=32)).offload == "moments"
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "tokens", "logits"),
+    [
+        ({}, 80, 16384, 1024),
+        ({}, 30, 8192, 1024),
+        ({}, 20, 2048, 1024),
+        ({}, 16, None, None),  # not even these, with a tenth to spare
+        ({"micro_batch_tokens": 512}, 80, 512, 1024),
+        ({"logits_chunk_mb": 64}, 80, 16384, 64),
+    ],
+)
+def test_a_gpu_takes_the_largest_passes_that_fit(
+    given: dict[str, int], device: float, tokens: int | None, logits: int | None
+) -> None:
+    plan = settled(training("Qwen2.5-0.5B", 1, **given), room(device))
+    assert (plan.config.micro_batch_tokens, plan.config.logits_chunk_mb) == (tokens, logits)
+    assert room(device).lacks(plan) <= 0
+    assert plan.offload == "none"
+    on_cpu = replace(training("Qwen2.5-0.5B", 1, **given), on_gpu=False)
+    assert settled(on_cpu, room(device)).config.pass_tokens == given.get("micro_batch_tokens", 2048)
 
 
 def test_14_billion_on_one_gpu_of_80_gb() -> None:

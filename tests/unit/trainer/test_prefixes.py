@@ -257,6 +257,69 @@ def test_without_a_mask_the_last_query_sees_every_key() -> None:
     torch.testing.assert_close(packed_attention._attention([query], [key], [value], None, None), expected)
 
 
+def one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **other: Any,
+) -> Tensor:
+    """What FlashAttention's call for sequences of many lengths computes, [T, heads, d]."""
+    assert window_size == (-1, 0)  # causal, the last query seeing all keys
+    sizes = [list(itertools.pairwise(ends.tolist())) for ends in (cu_seq_q, cu_seq_k)]
+    assert [max(end - start for start, end in each) for each in sizes] == [max_q, max_k]
+    found = []
+    for asked, seen in zip(*sizes, strict=True):
+        parts = (tensor[slice(*at)].transpose(0, 1) for tensor, at in ((query, asked), (key, seen), (value, seen)))
+        q, k, v = (tensor.repeat_interleave(query.shape[1] // tensor.shape[0], 0) for tensor in parts)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(0, 1))
+    return torch.cat(found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=trees)
+@example(tokens=THREE_LEVELS)
+def test_all_segments_in_one_call_are_each_sequence_alone(tokens: list[Any]) -> None:
+    row = lay_out(tokens)
+    torch.manual_seed(0)
+    size = sum(row.lengths)
+    inputs = tuple(torch.randn(1, heads, size, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "varlen_attn", one_by_one)
+        patch.setattr(packed_attention, "_takes_varlen", lambda query: True)
+        given_row = {"packed_lengths": row.lengths, "packed_parents": row.parents}
+        output, _ = packed_sdpa(torch.nn.Identity(), *inputs, None, **given_row)
+    naive = naive_attention(inputs, row.places, None)
+    for (at, position), expected in naive.items():
+        assert (output[0, row.places[at][position]] - expected).abs().max() < FLOAT64
+    found, wanted = (
+        torch.stack([each.square().sum() for each in values]).sum()
+        for values in ([output[0, row.places[at][position]] for at, position in naive], naive.values())
+    )
+    for one, other in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+        assert (one - other).abs().max() < FLOAT64
+
+
+def test_one_call_copies_no_more_keys_than_the_row_has() -> None:
+    assert packed_attention._varlen_rows((1000, 2, 2), (-1, 0, 0), CPU) is None
+    rows = packed_attention._varlen_rows((4, 3, 5), (-1, 0, -1), CPU)
+    assert rows is not None
+    assert rows.places is not None
+    assert rows.places.tolist() == [*range(4), *range(4), 4, 5, 6, *range(7, 12)]
+    assert (rows.of_queries.tolist(), rows.of_keys.tolist()) == ([0, 4, 7, 12], [0, 4, 11, 16])
+    assert (rows.most_queries, rows.most_keys) == (5, 7)
+    alone = packed_attention._varlen_rows((4, 3), (-1, -1), CPU)
+    assert alone is not None
+    assert alone.places is None
+
+
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 

@@ -207,7 +207,25 @@ def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.
 def test_the_one_ranks_gpu_has_an_index(asked: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's groups refuse a device without one."""
     current: list[int] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert prepare_torch(config(device=asked)) == torch.device("cuda", index)
     assert current == [index]
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [({}, ["high"]), ({"compute_dtype": "float32"}, []), ({"batch_invariant": True}, []), ({"single_copy": True}, [])],
+)
+def test_the_head_alone_multiplies_in_tensorfloat_32(
+    settings: dict[str, Any], precision: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the layers compute in bfloat16, and nowhere else: no other product is then in float32."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    mode = {"weight_bridge_mode": "shared_vllm"} if "single_copy" in settings else {}
+    prepare_torch(config(device="auto", **mode, **settings))
+    assert asked == precision
