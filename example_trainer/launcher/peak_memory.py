@@ -1,4 +1,4 @@
-"""The most memory that was in use while a command ran, sampled once per second in a thread."""
+"""The most memory that was in use while a command ran, sampled once per second, or as told, in a thread."""
 
 import subprocess
 import threading
@@ -16,8 +16,9 @@ INTERVAL_S = 1.0
 class PeakMemory:
     """`nbytes` is the largest of what `sample` returned until the block ended; 0 if it never did."""
 
-    def __init__(self, sample: Callable[[], int]) -> None:
+    def __init__(self, sample: Callable[[], int], interval_s: float | None = None) -> None:
         self.nbytes = 0
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._sample = sample
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="PeakMemory", daemon=True)
@@ -35,7 +36,7 @@ class PeakMemory:
     def _run(self) -> None:
         while True:
             self.nbytes = max(self.nbytes, self._sample())
-            if self._stop.wait(INTERVAL_S):
+            if self._stop.wait(self._interval_s):
                 return
 
 
