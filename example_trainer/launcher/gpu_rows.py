@@ -12,6 +12,7 @@ from pathlib import Path
 
 LAUNCHER = "example_trainer.launcher"
 DRILLS = "tests.integration.device_drills"
+LARGE = "Qwen/Qwen2.5-1.5B-Instruct"  # of the hub: the large model, if none is named
 BITS = "tests/integration/test_bit_exact.py"
 SHORT = (  # of a rehearsal: what takes time on a CPU and proves nothing here
     *("--trainer.batch-size", "2", "--trainer.gradient-accumulation-steps", "1", "--env.group_size", "2"),
@@ -19,6 +20,11 @@ SHORT = (  # of a rehearsal: what takes time on a CPU and proves nothing here
 )
 # each step updates the weights, also where all answers of a small model score alike
 ALWAYS = ("--trainer.entropy-coef", "0.01")
+
+
+# A trainer of one rank that computes in bfloat16 is FSDP2 over one rank. On a GPU this is the default; a rehearsal has
+# to ask for it.
+ONE_RANK, SHARDED = "broadcast over Gloo, one GPU (FSDP2 on one rank)", ("--trainer.compute-dtype", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Check:
     run: str | None = None  # the run that it makes
     has_digest: bool = False  # whether it must show that every word arrived
     on_cpu: bool = True  # False: on a CPU it is the same as another row
+    needs_model: bool = False  # whether the model that it trains is not here
 
     @property
     def needs_checkout(self) -> bool:
@@ -55,19 +62,21 @@ class Models:
     """Directories or Hugging Face ids."""
 
     small: str
-    large: str  # for tensor parallelism
+    large: str | None  # for tensor parallelism; None where no such model is here
 
 
 def checks(stamp: str, runs: Path, models: Models, rehearse: bool = False) -> list[Check]:
     """Every check. On GPUs 3 steps are 4 policy versions."""
 
     def train(gpus: int, name: str, recipe: str, label: str, *flags: str, large: bool = False, **more: object) -> Check:
-        model = models.large if large and not rehearse else models.small
+        large = large and not rehearse
+        model = (models.large or LARGE) if large else models.small
         steps = ("--steps", "2", *SHORT) if rehearse else ("--steps", "3")
         dataset = () if recipe == "two_servers" else ("--dataset", "arithmetic")  # it has no other
         where = ("--run-name", f"{stamp}-{label}", "--runs", str(runs))
         words = ("train", recipe, model, *dataset, *steps, *where, *ALWAYS, *flags)
-        return Check(gpus, name, words, most=gpus, run=f"{stamp}-{label}", **more)  # type: ignore[arg-type]
+        lacks = large and models.large is None
+        return Check(gpus, name, words, most=gpus, run=f"{stamp}-{label}", needs_model=lacks, **more)  # type: ignore[arg-type]
 
     def drill(gpus: int, name: str, which: str, on_cpu: bool = True) -> Check:
         return Check(gpus, name, (which, models.small), DRILLS, gpus, has_digest=True, on_cpu=on_cpu)
@@ -80,7 +89,7 @@ def checks(stamp: str, runs: Path, models: Models, rehearse: bool = False) -> li
         train(1, "LoRA adapters, restart", "gsm8k_lora_restart", "lora-restart"),
         train(1, "reload", "gsm8k_reload", "reload", has_digest=True),
         train(1, "restart", "gsm8k_restart", "restart"),
-        train(1, "broadcast over Gloo, one GPU", "gsm8k_broadcast", "gloo", has_digest=True),
+        train(1, ONE_RANK, "gsm8k_broadcast", "gloo", *SHARDED, has_digest=True),
         Check(1, "bit-exact, trainer against sampler", ("-q", BITS, "-k", "bits"), "pytest", 1),
         train(1, "bit-exact training", "gsm8k_broadcast", "exact", exact, has_digest=True),
         drill(1, "trainer killed in mid-transfer, Gloo", "killed"),

@@ -33,6 +33,7 @@ def rehearse(only: str, model: Path, runs: Path, plugins: Path | None = None) ->
     """Exit status, and the cells of the table by row."""
     path = os.pathsep.join([str(REPOSITORY), *([str(plugins)] if plugins else [])])
     words = ["gpu-check", "--rehearse", "--only", only, "--model", str(model), "--runs", str(runs)]
+    words += ["--out", str(runs / "out")]
     done = subprocess.run(
         tied([sys.executable, "-m", "example_trainer.launcher", *words], "TERM"),
         env={**os.environ, "PYTHONPATH": path},
@@ -42,7 +43,7 @@ def rehearse(only: str, model: Path, runs: Path, plugins: Path | None = None) ->
         check=False,
         cwd=runs,
     )
-    (table,) = runs.glob("gpu-check-*/table.md")
+    table = runs / "out/table.md"
     rows = [line[2:-2].split(" | ") for line in table.read_text().splitlines() if line.startswith("|")]
     assert table.read_text() in done.stdout, done.stderr[-2000:]
     return done.returncode, {name: cells for name, *cells in rows[2:]}
@@ -52,7 +53,7 @@ def rehearse(only: str, model: Path, runs: Path, plugins: Path | None = None) ->
 @pytest.mark.timeout(900)
 def test_a_killed_trainer_is_rehearsed_with_time_memory_and_digest(llama_folder: Path, tmp_path: Path) -> None:
     status, rows = rehearse("killed", llama_folder, tmp_path)
-    logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("gpu-check-*/*.log"))
+    logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("out/*.log"))
     assert status == 0, logs
     ((came, took, peak, digest, last),) = rows.values()
     assert (came, digest) == ("passed", "equal")

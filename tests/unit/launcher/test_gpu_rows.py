@@ -8,13 +8,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import yaml
 
-from example_trainer.launcher import gpu_check, peak_memory
-from example_trainer.launcher.gpu_check import Place, Result, digest_of, keep, result, table
+from atroposlib.flags import ConfigError
+from example_trainer.config import TrainerConfig
+from example_trainer.launcher import gpu_check, gpu_table, peak_memory
+from example_trainer.launcher.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
 from example_trainer.launcher.gpu_record import RECORD, GpuRecord, read_gpu_record
-from example_trainer.launcher.gpu_rows import DRILLS, Check, Models, checks
+from example_trainer.launcher.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Models, checks
+from example_trainer.launcher.gpu_table import Result, Table
 from example_trainer.launcher.peak_memory import PeakMemory
 from example_trainer.launcher.run_file import find_run_file
+from example_trainer.parallel import shards_alone
 from tests.integration.device_drills import DRILLS as DRILLED
 from tests.unit.launcher.plans import no_processes, plan
 
@@ -163,23 +169,25 @@ def test_the_fullest_gpu_counts_among_those_that_are_used(monkeypatch: pytest.Mo
     assert peak_memory.of_gpus(["0"]) == 0
 
 
-def shown(results: Sequence[Result], place: Place) -> list[str]:
-    return table(results, "atropos gpu-check", place).splitlines()
+def shown(results: Sequence[Result], folder: Path, rehearses: bool) -> list[str]:
+    table = Table(folder / "table.md", "atropos gpu-check", rehearses)
+    table.write(results)
+    return table.path.read_text().splitlines()
 
 
 def test_the_table_has_a_row_for_each_check_and_names_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "gpu_names", lambda: ["NVIDIA H200, 580.65.06"])
+    monkeypatch.setattr(gpu_table, "gpu_names", lambda: ["NVIDIA H200, 580.65.06"])
     rows = [Result("a", "passed", "3 s", "1.0 GB", "equal", "Step 3/3"), Result("b", "not run: needs 2 GPUs")]
-    lines = shown(rows, Place(("0",), tmp_path, tmp_path))
+    lines = shown(rows, tmp_path / "gpu", rehearses=False)
     assert lines[0] == "NVIDIA H200, 580.65.06"
     assert lines[-2:] == [
         "| a | passed | 3 s | 1.0 GB | equal | Step 3/3 |",
         "| b | not run: needs 2 GPUs |  |  |  |  |",
     ]
     assert "peak of the fullest GPU" in lines[-4]
-    rehearsal = shown(rows, Place((), tmp_path, tmp_path))
+    rehearsal = shown(rows, tmp_path / "cpu", rehearses=True)
     assert rehearsal[0].startswith("Rehearsal on a CPU: ")
     assert "peak of all processes" in rehearsal[-4]
 
@@ -194,3 +202,163 @@ def test_a_whole_run_is_recorded_for_the_doctor(tmp_path: Path, monkeypatch: pyt
     assert (found.gpus, found.passed, found.failed, found.skipped) == (["NVIDIA H200, 580.65.06"], 1, ["b"], 1)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.date)
     assert json.loads(msgspec.json.encode(found))["table"] == str(tmp_path / "table.md")
+
+
+def test_the_row_of_fsdp2_on_one_rank_is_that(no_processes: None) -> None:
+    (row,) = [check for check in checks("stamp", Path("/runs"), MODELS, rehearse=True) if check.name == ONE_RANK]
+    assert "FSDP2 on one rank" in row.name
+    (text,) = [text for path, text in plan(*row.command[1:]).files.items() if path.endswith("trainer.yaml")]
+    config = TrainerConfig.model_validate(yaml.safe_load(text))
+    assert config.trainer_ranks in ("auto", 1)
+    assert shards_alone(config, torch.device("cpu"))
+    assert row.has_digest
+
+
+def test_without_a_large_model_its_row_alone_is_not_run(tmp_path: Path) -> None:
+    place = Place(("0", "1", "2"), tmp_path, tmp_path)
+    lacking = [check for check in checks("x", tmp_path, Models("SMALL", None)) if check.needs_model]
+    assert [result(check, place).came for check in lacking] == ["not run: needs a model: --large-model"]
+    assert result(lacking[0], Place(("0",), tmp_path, tmp_path)).came == (
+        "not run: needs 3 GPUs and a model: --large-model"
+    )
+    assert not any(check.needs_model for check in checks("x", tmp_path, MODELS))
+    assert not any(check.needs_model for check in checks("x", tmp_path, Models("SMALL", None), rehearse=True))
+
+
+def test_the_large_model_is_the_named_one_or_one_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert find_large(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setattr(gpu_check, "read_model", lambda name: None)
+    assert find_large(None) is None
+    monkeypatch.setattr(gpu_check, "read_model", lambda name: name)
+    assert find_large(None) == LARGE
+
+
+NAMES = [check.name for check in checks("x", Path("/runs"), MODELS)]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("reload", {"reload"}),
+        ("restart", {"restart"}),  # a whole name: not also "LoRA adapters, restart"
+        ("LoRA adapters, restart,doctor", {"LoRA adapters, restart", "doctor"}),
+        ("doctor , LoRA adapters", {"doctor", "LoRA adapters"}),
+        ("killed", {"trainer killed in mid-transfer, Gloo", "trainer killed in mid-transfer, NCCL"}),
+        (ONE_RANK, {ONE_RANK}),
+        (",".join(NAMES), set(NAMES)),
+        (", ".join(NAMES), set(NAMES)),
+    ],
+)
+def test_rows_are_named_whole_or_in_part(words: str, found: set[str]) -> None:
+    assert rows_named(words, NAMES) == found
+
+
+@pytest.mark.parametrize("words", ["", "doctor,", "doctor,nonsense", "Doctor"])
+def test_a_row_that_does_not_exist_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--rows {words}: no check is named"):
+        rows_named(words, NAMES)
+
+
+class Machine:
+    """Checks a, b and c whose results are given, on a GPU; the record is kept in a list."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = Place(("0",), folder, folder)
+        self.ran: list[str] = []
+        self.kept: list[list[str]] = []
+        self.results = {"a": "passed", "b": "FAILED, status 1", "c": "passed"}
+        self.gpus = ["NVIDIA H200, 580.65.06"]
+        monkeypatch.setattr(gpu_table, "gpu_names", lambda: self.gpus)
+        monkeypatch.setattr(gpu_check, "result", self._result)
+        monkeypatch.setattr(gpu_check, "keep", lambda rows, place: self.kept.append([row.name for row in rows]))
+
+    def _result(self, check: Check, place: Place) -> Result:
+        if self.results[check.name] == "cut":
+            raise KeyboardInterrupt
+        self.ran.append(check.name)
+        return Result(check.name, self.results[check.name], "3 s", "1.0 GB", "equal", "Step 3/3 | reward 0")
+
+    def call(self, names: str, skip_passed: bool = False) -> int:
+        self.ran.clear()
+        every = [Check(1, name, ("train",)) for name in "abc"]
+        table = Table(self.place.folder / "table.md", f"atropos gpu-check --rows {names}", rehearses=False)
+        chosen = [check for check in every if check.name in names]
+        return check_all(every, chosen, table, self.place, skip_passed=skip_passed)
+
+    def rows(self) -> dict[str, str]:
+        lines = (self.place.folder / "table.md").read_text().splitlines()
+        cells = [line.split(" | ") for line in lines[lines.index(gpu_table.RULE) + 1 :]]
+        return {name.removeprefix("| "): came for name, came, *_ in cells}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_a_call_that_is_cut_leaves_the_rows_that_it_ran(machine: Machine) -> None:
+    machine.results["c"] = "cut"
+    with pytest.raises(KeyboardInterrupt):
+        machine.call("abc")
+    assert machine.rows() == {"a": "passed", "b": "FAILED, status 1"}
+    assert machine.kept == []
+
+
+def test_the_table_exists_before_the_first_row_runs(machine: Machine) -> None:
+    machine.results["a"] = "cut"
+    with pytest.raises(KeyboardInterrupt):
+        machine.call("abc")
+    assert machine.rows() == {}
+
+
+def test_a_later_call_adds_to_the_table_and_skips_what_passed(machine: Machine) -> None:
+    assert machine.call("b") == 1
+    assert machine.call("a") == 0  # b failed before, and is not part of this call
+    assert machine.rows() == {"a": "passed", "b": "FAILED, status 1"}
+    machine.results["b"] = "passed"
+    assert machine.call("ab", skip_passed=True) == 0
+    assert machine.ran == ["b"]
+    assert machine.kept == []
+    assert machine.call("abc", skip_passed=True) == 0
+    assert machine.ran == ["c"]
+    assert machine.rows() == dict.fromkeys("abc", "passed")
+    assert machine.kept == [["a", "b", "c"]]  # the table is whole: the doctor may read it
+    text = (machine.place.folder / "table.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("Command: ")] == [
+        f"Command: `atropos gpu-check --rows {names}`" for names in ("b", "a", "ab", "abc")
+    ]
+
+
+def test_without_skip_passed_a_row_runs_again(machine: Machine) -> None:
+    machine.call("a")
+    machine.results["a"] = "FAILED, status 3"
+    assert machine.call("a") == 1
+    assert machine.rows() == {"a": "FAILED, status 3"}
+
+
+def test_rows_of_another_version_stay_in_the_table(machine: Machine) -> None:
+    machine.call("a")
+    path = machine.place.folder / "table.md"
+    path.write_text(path.read_text() + "| an older row | passed | 1 s |  |  |  |\n")
+    machine.call("b")
+    assert machine.rows() == {"a": "passed", "b": "FAILED, status 1", "an older row": "passed"}
+
+
+@pytest.mark.parametrize("change", ["gpu", "versions", "file"])
+def test_the_table_of_another_machine_is_refused_and_stays(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = machine.place.folder / "table.md"
+    machine.call("a")
+    if change == "gpu":
+        machine.gpus = ["NVIDIA H100 80GB HBM3, 580.65.06"]
+    elif change == "versions":
+        monkeypatch.setattr(gpu_table, "installed", lambda name: "9.9")
+    else:
+        path.write_text("# My notes\n")
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="name another directory with --out"):
+        machine.call("b", skip_passed=True)
+    assert machine.ran == []
+    assert path.read_text() == before

@@ -45,9 +45,10 @@ def test_a_failing_check_is_in_the_table_the_status_and_the_record(tmp_path: Pat
     # one GPU of 1 MiB, beside a PyTorch for CPUs or a model that is larger: the doctor must fail
     smi = fake_driver(tmp_path, "GPU 0: Tiny\n0, GPU-1, Tiny, 1")
     (model := tmp_path / "model").mkdir()
-    words = ["--only", "doctor", "--runs", str(tmp_path), "--model", str(write_model(model, tied=True))]
-    done = gpu_check(*words, XDG_CACHE_HOME=str(tmp_path), **smi)
-    (folder,) = tmp_path.glob("gpu-check-*")
+    folder = tmp_path / "out"
+    words = ["--rows", "doctor", "--runs", str(tmp_path), "--out", str(folder), "--skip-passed"]
+    words += ["--model", str(write_model(model, tied=True))]
+    done = gpu_check(*words, XDG_CACHE_HOME=str(tmp_path), HF_HUB_OFFLINE="1", **smi)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "| doctor | FAILED, status 1 |" in (folder / "table.md").read_text()
     assert "GPU memory" in (folder / "doctor.log").read_text()
@@ -61,3 +62,28 @@ def test_every_check_is_listed_with_its_gpus_and_command() -> None:
     assert len(rows) >= 20
     assert all(int(gpus) in (1, 2, 3) and ("atropos " in row or "python -m " in row) for gpus, _, row in rows)
     assert any("CUDA_VISIBLE_DEVICES=0,1 atropos train gsm8k_broadcast MODEL" in row for *_, row in rows)
+
+
+def test_rows_are_listed_by_name() -> None:
+    done = gpu_check("--list", "--rows", "doctor,killed")
+    assert [line.split(" | ")[1] for line in done.stdout.splitlines()] == [
+        "doctor",
+        "trainer killed in mid-transfer, Gloo",
+        "trainer killed in mid-transfer, NCCL",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--rows", "doctor,nonsense"), "--rows doctor,nonsense: no check is named 'nonsense'"),
+        (("--only", "nonsense"), "--only nonsense: no check's name contains it"),
+        (("--skip-passed",), "--skip-passed needs --out DIR"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_runs_nothing(flags: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    done = gpu_check(*flags, "--runs", str(tmp_path), **fake_driver(tmp_path, "GPU 0: Tiny\n0, GPU-1, Tiny, 1"))
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not [*tmp_path.glob("gpu-check-*")]
