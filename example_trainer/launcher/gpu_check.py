@@ -266,7 +266,7 @@ def _chosen(listed: Sequence[Check], options: Namespace) -> list[Check]:
 
 
 def rows_named(words: str, names: Sequence[str]) -> set[str]:
-    """The names that `A,B` stands for. A whole name, which may have a comma, stands for itself alone; another word for
+    """The names that `A,B` stands for. A whole name, which may have a comma, means that check alone; another word means
     every name that contains it. Raises ConfigError.
     """
     pieces, found = [piece.strip() for piece in words.split(",")], set()

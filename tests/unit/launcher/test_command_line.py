@@ -220,7 +220,7 @@ def test_a_trainer_beside_vllm_is_told_what_offload_the_plan_has_chosen(
     made = plan("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--host-memory", "64", *words)
     assert yaml.safe_load(made.files["trainer.yaml"])["offload"] == told
     assert made.trainer.offload == told
-    assert ("offload" in made.files["run.yaml"]) is ("--trainer.offload" in words)  # another machine decides anew
+    assert ("offload" in made.files["run.yaml"]) is ("--trainer.offload" in words)  # another machine decides again
 
 
 def test_a_run_is_resumed_by_its_name_or_its_directory(tmp_path: Path) -> None:

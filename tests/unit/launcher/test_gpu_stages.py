@@ -201,7 +201,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run stages of these works by name, in order, with these words on the command line."""
     monkeypatch.setenv("WORK", str(tmp_path / "work"))
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(stages.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def run(given: dict[str, Work], *words: str, expected_s: int = 10, package: str | None = None) -> int:
         made = [Stage(name, expected_s, 100, work, package) for name, work in given.items()]
