@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,13 +23,8 @@ from transformers.masking_utils import sdpa_mask
 
 from example_trainer.attention_blocks import attention_blocks
 
-varlen_attn: Any
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before PyTorch 2.10
-    varlen_attn = None
 # PyTorch 2.11 asks for no consent to heads that share keys
-SHARED_KEYS = {"enable_gqa": True} if varlen_attn and "enable_gqa" in signature(varlen_attn).parameters else {}
+SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -129,18 +125,20 @@ def _varlen_rows(lengths: tuple[int, ...], parents: tuple[int, ...], device: tor
 def _takes_varlen(query: Tensor) -> bool:
     """Whether FlashAttention computes sequences of many lengths in one call here."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return varlen_attn is not None and query.is_cuda and half and query.shape[0] == 1 and query.shape[-1] % 8 == 0
+    return query.is_cuda and half and query.shape[0] == 1 and query.shape[-1] % 8 == 0
 
 
 def _in_one_call(query: Tensor, key: Tensor, value: Tensor, rows: VarlenRows, scaling: float | None) -> Tensor:
-    of_tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, d]
+    asked, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
     if rows.places is not None:
         # of a key that several segments see, embedding sums the gradients in a fixed order
-        of_tokens[1:] = [
-            F.embedding(rows.places, tensor.flatten(1)).unflatten(1, tensor.shape[1:]) for tensor in of_tokens[1:]
-        ]
-    result: Tensor = varlen_attn(
-        *of_tokens,
+        keys, values = (
+            F.embedding(rows.places, tensor.flatten(1)).unflatten(1, tensor.shape[1:]) for tensor in (keys, values)
+        )
+    result: Any = varlen_attn(
+        asked,
+        keys,
+        values,
         cu_seq_q=rows.of_queries,
         cu_seq_k=rows.of_keys,
         max_q=rows.most_queries,
@@ -149,7 +147,8 @@ def _in_one_call(query: Tensor, key: Tensor, value: Tensor, rows: VarlenRows, sc
         window_size=(-1, 0),  # causal
         **SHARED_KEYS,
     )
-    return result.transpose(0, 1)[None]
+    output: Tensor = result.transpose(0, 1)[None]
+    return output
 
 
 def _attention(
