@@ -26,6 +26,7 @@ import torch
 from vllm_patching.batch_invariant.cuda import CudaKernels, longest_query
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")  # where a test has kernels of its own
 
 
 def libraries() -> dict[str, Any]:
@@ -152,7 +153,6 @@ def row_bits() -> dict[str, Any]:
     from vllm_patching.batch_invariant.cuda import vllm_kernels
 
     found: dict[str, Any] = {}
-    device = torch.device("cuda", 0)
     for heads, kv, size in ((4, 2, 32), (9, 3, 64), (16, 8, 128)):
         config = Qwen3Config(
             hidden_size=heads * size,
@@ -162,7 +162,7 @@ def row_bits() -> dict[str, Any]:
             rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
             max_position_embeddings=4096,
         )
-        kernels = vllm_kernels(config, torch.bfloat16, device)
+        kernels = vllm_kernels(config, torch.bfloat16, DEVICE)
         of_size = _bits_of_rows(kernels, heads, kv, size) | _bits_of_attention(kernels, heads, kv, size)
         found |= {f"{size}/{name}": count for name, count in of_size.items()}
     assert not (wrong := _not_exact(found)), f"{', '.join(wrong)}: {found}"
@@ -174,7 +174,7 @@ def _bits_of_rows(kernels: CudaKernels, heads: int, kv: int, size: int) -> dict[
     hidden = heads * size
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype)
+        return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
     def linear(inside: int, outside: int) -> int:
         weight = random(outside, inside)
@@ -191,7 +191,7 @@ def _bits_of_rows(kernels: CudaKernels, heads: int, kv: int, size: int) -> dict[
         "silu": _changed_words(kernels.silu_and_mul, random(300, hidden)),
         "log_softmax": _changed_words(kernels.log_softmax, random(300, 1000, dtype=torch.float32)),
         "rotate": _changed_words(
-            lambda *given: kernels.rotate(*given)[0], torch.arange(300, device="cuda"), query, key
+            lambda *given: kernels.rotate(*given)[0], torch.arange(300, device=DEVICE), query, key
         ),
     }
 
@@ -202,7 +202,7 @@ def _bits_of_attention(kernels: CudaKernels, heads: int, kv: int, size: int) -> 
     the product tells it.
     """
     query, key, value = (
-        torch.randn(300, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, kv, kv)
+        torch.randn(300, count, size, device=DEVICE, dtype=torch.bfloat16) for count in (heads, kv, kv)
     )
     scale = size**-0.5
     found: dict[str, Any] = {}

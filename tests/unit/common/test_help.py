@@ -94,7 +94,11 @@ def test_an_environment_s_help_names_its_commands(command: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "benchmark", sorted(path.stem for path in ROOT.glob("benchmarks/*.py") if path.stem != "__init__")
+    "benchmark",
+    [
+        *sorted(path.stem for path in ROOT.glob("benchmarks/*.py") if path.stem != "__init__"),
+        *(f"gpu.{name}" for name in ("environment", "kernels", "random_model", "stages", "trainer_speed")),
+    ],
 )
 def test_a_benchmark_says_what_it_measures(benchmark: str) -> None:
     """Each imports torch or a server first, so this is all that is tried of it here."""
