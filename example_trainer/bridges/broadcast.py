@@ -167,8 +167,11 @@ class BroadcastBridge(WeightBridge):
             except BridgeError as error:
                 return error
 
-        with ThreadPoolExecutor(len(self._links) if at_once else 1, thread_name_prefix="BridgeLink") as pool:
-            outcomes = list(pool.map(attempt, self._links))
+        if at_once and len(self._links) > 1:
+            with ThreadPoolExecutor(len(self._links), thread_name_prefix="BridgeLink") as pool:
+                outcomes = list(pool.map(attempt, self._links))
+        else:  # in this thread: a signal that ends the run interrupts what waits for other ranks
+            outcomes = [attempt(link) for link in self._links]
         failed = [
             (link, outcome)
             for link, outcome in zip(self._links, outcomes, strict=True)

@@ -120,17 +120,15 @@ class Trainer:
             time.sleep(0.05)
         return time.monotonic()
 
-    def ends(self, status: int, within_s: float = START_S, in_order: bool = True) -> None:
-        """It does, in time, and leaves no process, and no session of vLLM; one that does not end `in_order` may leave
-        the session to its lease.
-        """
+    def ends(self, status: int, within_s: float = START_S) -> None:
+        """It does, in time, and leaves no process, and no session of vLLM."""
         try:
             assert self.process.wait(within_s) == status, self.log[-3000:]
         except subprocess.TimeoutExpired:
             pytest.fail(f"it still runs after {within_s} s:\n{self.log[-3000:]}")
         _, left = psutil.wait_procs(list(self.parts().values()), timeout=15)
         assert not left
-        assert not in_order or self._drills.server.session is None, self.log[-3000:]
+        assert self._drills.server.session is None, self.log[-3000:]
 
 
 GRPO = [sys.executable, "-u", "example_trainer/grpo.py"]
@@ -255,7 +253,7 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the
     drill = f"1 sending {act}"
     with drilled(drills, drill, "--dist-timeout-s", "8", "--bridge-timeout-s", "4") as trainer:
         since = trainer.wait_for("DRILL")
-        trainer.ends(1, in_order=act != "KILL")  # rank 0 may be in its own send until its parent ends it
+        trainer.ends(1)
     took = time.monotonic() - since
     assert took < 15 if act == "KILL" else 7 < took < 8 + 10
     (error,) = trainer.errors
