@@ -15,9 +15,14 @@ class UnsupportedVllm(AtroposError):
     """This vLLM is outside the supported range."""
 
 
+def is_supported(release: Version) -> bool:
+    """Whether it is in the supported range; 0.34rc1, which sorts before 0.34, is not."""
+    return OLDEST <= release and release.release < BEYOND.release
+
+
 def check_version() -> None:
     """Raise UnsupportedVllm with the remedy unless vLLM is 0.26 to 0.33."""
-    if not OLDEST <= VERSION < BEYOND:
+    if not is_supported(VERSION):
         raise UnsupportedVllm(
             f"vLLM {VERSION} is outside the supported {OLDEST} <= version < {BEYOND}; scripts/setup.sh installs one"
             " that fits"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from tests import tables
 from tests.contract import releases
 from tests.contract.uses import ROOT
 from tests.contract.wheels import NoWheel
@@ -70,18 +71,9 @@ def proofs(version: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
 
 def with_table(page: str, record: Record) -> str:
     """The page with the table of `record` between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(record)}{END}{after}"
-
-
-def table(record: Record) -> str:
-    """Markdown."""
     parts = {"symbols": "symbols, flags, routes", "configuration": "engine configuration", "bits": "exact bits"}
-    lines = ["", f"| vLLM | {' | '.join(parts.values())} |", "|---" * (len(parts) + 1) + "|"]
-    for version, proven in record.items():
-        lines.append(f"| {version} | {' | '.join(', '.join(proven.get(part, [])) for part in parts)} |")
-    return "\n".join([*lines, "", ""])
+    rows = [[version, *(", ".join(proven.get(part, [])) for part in parts)] for version, proven in record.items()]
+    return tables.with_table(page, BEGIN, END, ["vLLM", *parts.values()], rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -66,14 +67,33 @@ def unpacked(name: str, version: str, wanted: Callable[[str], bool]) -> Unpacked
     return Unpacked(directory, downloaded, time.monotonic() - start)
 
 
+def offered(name: str) -> list[Version]:
+    """The releases of `name` that the index has for this machine and Python, the oldest first. Raises NoWheel."""
+    with _index(name) as (_, wheels):
+        return sorted({version for version in wheels.values() if not version.is_prerelease})
+
+
 def _download(name: str, version: str, into: Path, wanted: Callable[[str], bool]) -> int:
+    with _index(name, version) as (client, wheels):
+        found = next((link for link, each in wheels.items() if each == Version(version)), None)
+        if found is None:
+            newest = ", ".join(map(str, sorted(set(wheels.values()))[-5:])) or "none"
+            raise NoWheel(
+                f"{INDEX} has no {name} {version} for this machine and Python; the newest that it has are {newest}"
+            )
+        remote = RangeFile(client, found)
+        _unpack(cast(IO[bytes], io.BufferedReader(remote, BLOCK)), into, wanted)
+        return remote.downloaded
+
+
+@contextmanager
+def _index(name: str, version: str = "") -> Iterator[tuple[httpx.Client, dict[str, Version]]]:
+    """A client, and the URLs of the wheels of `name` that this Python can use, out of an index page (PEP 503)."""
     page = f"{INDEX.rstrip('/')}/{name}/"
     try:
         with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client:
             answer = client.get(page, headers={"accept": "text/html"}).raise_for_status()
-            remote = RangeFile(client, _url(answer.text, str(answer.url), name, version))
-            _unpack(cast(IO[bytes], io.BufferedReader(remote, BLOCK)), into, wanted)
-            return remote.downloaded
+            yield client, _wheels(answer.text, str(answer.url))
     except (httpx.HTTPError, zipfile.BadZipFile) as error:
         raise NoWheel(
             f"{name} {version} cannot be read from {httpx.URL(page).host} ({type(error).__name__}: {error}): set"
@@ -81,17 +101,11 @@ def _download(name: str, version: str, into: Path, wanted: Callable[[str], bool]
         ) from error
 
 
-def _url(page: str, base: str, name: str, version: str) -> str:
-    """Of the wheel that this Python can use, out of an index page (PEP 503)."""
+def _wheels(page: str, base: str) -> dict[str, Version]:
     links = [urldefrag(urljoin(base, html.unescape(link))).url for link in re.findall(r'href="([^"]+)"', page)]
     wheels = {link: parse_wheel_filename(unquote(link.rpartition("/")[2])) for link in links if link.endswith(".whl")}
     here = set(sys_tags())
-    for link, (_, found, _, tags) in wheels.items():
-        if found == Version(version) and tags & here:
-            return link
-    known = sorted({found for _, found, _, tags in wheels.values() if tags & here})
-    newest = ", ".join(map(str, known[-5:])) or "none"
-    raise NoWheel(f"{base} has no {name} {version} for this machine and Python; the newest that it has are {newest}")
+    return {link: found for link, (_, found, _, tags) in wheels.items() if tags & here}
 
 
 def _unpack(file: IO[bytes], into: Path, wanted: Callable[[str], bool]) -> int:

@@ -39,8 +39,8 @@ def _check(out: int, width: int) -> None:
     if wrong:
         raise NotInvariant(
             f"on this machine products with a weight [{out}, {width}] depend on the batch: {', '.join(wrong)} give"
-            f" other bits than {ROWS[-1]} rows (oneDNN, {torch.get_num_threads()} threads); use fewer threads, or drop"
-            " --batch-invariant"
+            f" other bits than {ROWS[-1]} rows (oneDNN of PyTorch {torch.__version__}, {torch.get_num_threads()}"
+            " threads); use fewer threads, use PyTorch 2.13, or drop --batch-invariant"
         )
 
 

