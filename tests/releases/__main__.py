@@ -70,11 +70,10 @@ def write(record: dict[str, Any]) -> None:
 
 
 def with_table(page: str, record: dict[str, Any]) -> str:
-    """The page with the table of `record` between its marks: the first words of each result."""
+    """The page with the table of `record` between its marks."""
     head = ["vLLM", "PyTorch", *STEPS]
     rows = [
-        [version, found["PyTorch"], *(found[step].partition(":")[0] for step in STEPS)]
-        for version, found in record["started"].items()
+        [version, found["PyTorch"], *(found[step] for step in STEPS)] for version, found in record["started"].items()
     ]
     return tables.with_table(page, BEGIN, END, head, rows)
 
