@@ -31,18 +31,20 @@ def main(versions: list[str]) -> int:
     if others := [version for version in versions if version not in offered_now]:
         raise NoWheel(f"the index offers {', '.join(offered_now)} of the supported range, not {', '.join(others)}")
     for version in versions or offered_now:
-        began = time.monotonic()
+        began, record = time.monotonic(), recorded()["started"]
         try:
             found = start(version)
         except (NotInstalled, NotStarted) as error:
             print(f"vLLM {version}: {error}", file=sys.stderr)
             status = 1
+            record.pop(version, None)
+            write({"offered": offered_now, "started": record})
             continue
         for step, result in found.steps.items():
             print(f"vLLM {version}, PyTorch {found.torch}: {step}: {result}", flush=True)
         print(f"vLLM {version}: {time.monotonic() - began:.0f} s", flush=True)
         status = 1 if found.failed else status
-        write({"offered": offered_now, "started": recorded()["started"] | {version: entry(found)}})
+        write({"offered": offered_now, "started": record | {version: entry(found)}})
     return status
 
 

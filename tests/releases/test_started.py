@@ -104,22 +104,43 @@ def test_a_release_that_is_not_offered_is_refused_beside_those_that_are(monkeypa
         command.main(["0.25.1"])
 
 
-@pytest.mark.parametrize(("result", "status"), [("passed", 0), ("refused: it says why", 0), ("failed: a log", 1)])
-def test_results_are_recorded_and_a_failure_is_the_exit_status(
-    result: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def own_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A page with an empty table, and a record in which a release passed that is offered; the page is returned."""
     page = tmp_path / "page.md"
     page.write_text(f"before\n{command.BEGIN}\n{command.END}\nafter\n")
     monkeypatch.setattr(command, "PAGE", page)
     monkeypatch.setattr(command, "RECORD", tmp_path / "record.json")
-    command.RECORD.write_text('{"offered": [], "started": {}}')
+    passed = command.entry(started.Started("2.12.0", dict.fromkeys(started.STEPS, "passed")))
+    command.write({"offered": ["0.27.0"], "started": {"0.27.0": passed}})
     monkeypatch.setattr(command, "offered", lambda name: [Version("0.27.0")])
-    steps = {step: "passed" for step in started.STEPS} | {started.EXACT: result}
+    return page
+
+
+@pytest.mark.parametrize(("result", "status"), [("passed", 0), ("refused: it says why", 0), ("failed: a log", 1)])
+def test_results_are_recorded_and_a_failure_is_the_exit_status(
+    result: str, status: int, own_record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = dict.fromkeys(started.STEPS, "passed") | {started.EXACT: result}
     monkeypatch.setattr(command, "start", lambda version: started.Started("2.13.0", steps))
     assert command.main([]) == status
-    assert command.recorded()["started"]["0.27.0"][started.EXACT] == result.replace("failed: a log", "failed")
     shown = result.replace("failed: a log", "failed")
-    assert f"\n| 0.27.0 | 2.13.0 | passed | passed | passed | passed | {shown} |\n" in page.read_text()
+    assert command.recorded()["started"]["0.27.0"][started.EXACT] == shown
+    assert f"\n| 0.27.0 | 2.13.0 | passed | passed | passed | passed | {shown} |\n" in own_record.read_text()
+
+
+def test_a_release_that_can_no_longer_be_started_leaves_the_record(
+    own_record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(version: str) -> started.Started:
+        raise environment.NotInstalled("pip cannot install it")
+
+    assert "| 0.27.0 |" in own_record.read_text()
+    monkeypatch.setattr(command, "start", refuse)
+    assert command.main([]) == 1
+    assert capsys.readouterr().err == "vLLM 0.27.0: pip cannot install it\n"
+    assert command.recorded() == {"offered": ["0.27.0"], "started": {}}
+    assert "| 0.27.0 |" not in own_record.read_text()
 
 
 @pytest.mark.services
