@@ -31,20 +31,19 @@ def main(versions: list[str]) -> int:
     if others := [version for version in versions if version not in offered_now]:
         raise NoWheel(f"the index offers {', '.join(offered_now)} of the supported range, not {', '.join(others)}")
     for version in versions or offered_now:
-        began, record = time.monotonic(), recorded()["started"]
+        began = time.monotonic()
         try:
             found = start(version)
         except (NotInstalled, NotStarted) as error:
             print(f"vLLM {version}: {error}", file=sys.stderr)
             status = 1
-            record.pop(version, None)
-            write({"offered": offered_now, "started": record})
+            keep(offered_now, version, None)
             continue
         for step, result in found.steps.items():
             print(f"vLLM {version}, PyTorch {found.torch}: {step}: {result}", flush=True)
         print(f"vLLM {version}: {time.monotonic() - began:.0f} s", flush=True)
         status = 1 if found.failed else status
-        write({"offered": offered_now, "started": record | {version: entry(found)}})
+        keep(offered_now, version, entry(found))
     return status
 
 
@@ -56,6 +55,12 @@ def supported() -> list[str]:
 def recorded() -> dict[str, Any]:
     """`offered`, a list of releases, and `started`, the results of each by step."""
     return dict(json.loads(RECORD.read_text(encoding="utf-8")))
+
+
+def keep(offered_now: list[str], version: str, found: dict[str, str] | None) -> None:
+    """Put the results of a release into the record as it is now, in place of earlier ones."""
+    others = {each: results for each, results in recorded()["started"].items() if each != version}
+    write({"offered": offered_now, "started": others | ({version: found} if found else {})})
 
 
 def entry(found: Started) -> dict[str, str]:
