@@ -4,8 +4,8 @@
 # Starts releases of vLLM's CPU build, without a VERSION every one that the package index offers in the supported range.
 # Installs each beside the packages of scripts/setup.sh, into ~/.cache/atropos/releases/VERSION (0.4 GB; 5 GB where it
 # needs another PyTorch), then runs tests of tests/integration on it: it serves and samples, and takes a broadcast, a
-# single copy, a LoRA adapter and exact steps. Two to four minutes on two cores per release, 9 GB of memory. Records the
-# results in tests/releases/started.json and in docs/gpu.md. Exit status 1 if a release fails; its log then says why.
+# single copy, a LoRA adapter and exact steps. Two to four minutes on two cores per release. Records the results in
+# tests/releases/started.json and in docs/gpu.md. Prints a failure with the end of its log; exit status 1 if there is one.
 #
 #   PIP_*           pip's own settings (index, proxy, certificates, cache) are honoured
 #   ATROPOS_PYTHON  the Python to use (default: that of scripts/setup.sh)
