@@ -6,7 +6,7 @@
 
 Parameters, names and checkpoints do not change. Products that vLLM fuses are fused here too, because its kernel's tiles
 depend on their width. The kernels have the interface of vllm_patching.batch_invariant.cuda.CudaKernels; backward passes
-are those of the plain formulas. Not yet run on a GPU: tests use plain torch functions as kernels.
+are those of the plain formulas. Run on an H100 (docs/benchmarks/gpu.md); tests use plain torch functions as kernels.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,8 @@ dtype that it computes in.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from example_trainer.adapters import name_in_files
@@ -72,11 +75,20 @@ def shard(
         fully_shard(
             layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mixed, offload_policy=where
         )
+        if dtype is not torch.float32:
+            layer.register_forward_pre_hook(partial(_in_dtype, dtype), with_kwargs=True)
     fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=where)
     register_fsdp_forward_method(policy, "logits_both_ways")
     for module in fsdp_modules(policy):  # each, as FSDP2 keeps these settings module by module
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+
+
+def _in_dtype(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A layer's inputs in the dtype that it computes in. FSDP2 casts them itself, but up to PyTorch 2.11 not where
+    gradient checkpointing computes the layer again.
+    """
+    return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, (args, kwargs))
 
 
 def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:

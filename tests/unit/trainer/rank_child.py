@@ -55,6 +55,11 @@ from tests.unit.trainer.process_memory import anonymous_memory
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
 GROUPS = 4
+# what FSDP2 calls of torch.distributed: its names since PyTorch 2.13, or those before
+FSDP_CALLS = {
+    "gathers": "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor",
+    "sums": "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor",
+}
 MESHES: list[DeviceMesh] = []
 JOB_S = 60.0  # more than any job takes
 
@@ -100,7 +105,7 @@ def main(job: dict[str, Any]) -> None:
     if job.get("unchecked"):  # the forward passes of the check gather what the loading must not
         setattr(load, "expect_packed", lambda *loaded: None)  # noqa: B010
     mutate(job.get("mutation"))
-    calls = {name: counted(name) for name in ("all_gather_single", "reduce_scatter_single")}
+    calls = {what: counted(name) for what, name in FSDP_CALLS.items()}
     torch.manual_seed(config.seed)
     device = torch.device("cpu")
     ranks = join(config, device)

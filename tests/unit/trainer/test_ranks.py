@@ -195,7 +195,7 @@ def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
 def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     def calls(name: str) -> tuple[int, int]:
         found = done[name].rank(0)["calls"]
-        return found["all_gather_single"][0], found["reduce_scatter_single"][0]
+        return found["gathers"][0], found["sums"][0]
 
     gathers, sums = calls("llama 2")
     count, probes = sum(map(len, passes(BUDGET))), 2 * 3
