@@ -1,12 +1,14 @@
 """Norms in one kernel compute what transformers computes."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from example_trainer.fused_norms import fuse_norms
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -290,12 +290,14 @@ def test_all_segments_in_one_call_are_each_sequence_alone(tokens: list[Any]) -> 
     row = lay_out(tokens)
     torch.manual_seed(0)
     size = sum(row.lengths)
-    inputs = tuple(torch.randn(1, heads, size, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    inputs = query, key, value
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_attention, "varlen_attn", one_by_one)
         patch.setattr(packed_attention, "_takes_varlen", lambda query: True)
-        given_row = {"packed_lengths": row.lengths, "packed_parents": row.parents}
-        output, _ = packed_sdpa(torch.nn.Identity(), *inputs, None, **given_row)
+        output, _ = packed_sdpa(
+            torch.nn.Identity(), *inputs, None, packed_lengths=row.lengths, packed_parents=row.parents
+        )
     naive = naive_attention(inputs, row.places, None)
     for (at, position), expected in naive.items():
         assert (output[0, row.places[at][position]] - expected).abs().max() < FLOAT64
