@@ -63,6 +63,7 @@ class Ours:
         from atroposlib.wire.batching import ScoredData
         from example_trainer import packed_attention
         from example_trainer.config import TrainerConfig
+        from example_trainer.fused_norms import plain_norms
         from example_trainer.grpo import prepare_torch
         from example_trainer.learner import Learner
         from example_trainer.parallel import join
@@ -83,7 +84,7 @@ class Ours:
         self.settled = self.learner._config
         self.takes_varlen = packed_attention._takes_varlen
         self.precision = torch.get_float32_matmul_precision()
-        self.has_fused_norms = any("forward" in vars(norm) for norm in known_norms(self.learner.trained.model))
+        self.has_fused_norms = any("forward" in vars(norm) for norm in plain_norms(self.learner.trained.model))
         self.groups = [
             msgspec.convert({name: each for name, each in item.items() if name != "prompt_tokens"}, ScoredData)
             for item in items
@@ -153,16 +154,11 @@ class Ours:
             print(averages.table(sort_by=by, row_limit=PROFILE_ROWS, max_name_column_width=70), flush=True)
 
 
-def known_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that fuse_norms changes."""
-    from example_trainer.fused_norms import NORMS
-
-    return [module for module in model.modules() if type(module).__name__ in NORMS]
-
-
 def unfuse_norms(model: torch.nn.Module) -> None:
     """Give each norm its class's own forward again."""
-    for norm in known_norms(model):
+    from example_trainer.fused_norms import plain_norms
+
+    for norm in plain_norms(model):
         vars(norm).pop("forward", None)
 
 

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from example_trainer.fused_norms import fuse_norms
 
@@ -47,3 +55,9 @@ def test_a_weight_in_float32_gives_float32_as_the_head_wants_it() -> None:
     assert model.model.norm(states).dtype is torch.float32
     model.bfloat16()
     assert model.model.norm(states).dtype is torch.bfloat16
+
+
+def test_a_norm_with_an_offset_keeps_its_own_forward() -> None:
+    """Gemma's adds 1 to its weight, so it is no norm of this kind, whatever its name."""
+    config = GemmaConfig(**SIZES, head_dim=8)
+    assert fuse_norms(AutoModelForCausalLM.from_config(config)) == 0
