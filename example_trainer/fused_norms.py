@@ -5,7 +5,7 @@ The normed value is multiplied with the weight before it is rounded, instead of 
 
 from functools import cache, partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 def plain_norms(model: nn.Module) -> list[Any]:
     """The norms that compute weight * x / rms(x)."""
-    return [module for module in model.modules() if _is_plain(type(module))]
+    return [module for module in model.modules() if _is_plain(cast(Any, type(module)))]
 
 
 @cache
