@@ -39,7 +39,7 @@ def run(*command: str, python: str | None = sys.executable, cwd: Path = ROOT) ->
 
 
 # none starts a run
-SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "vllm_contract.sh")
+SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "vllm_contract.sh", "vllm_started.sh")
 
 
 def test_every_mode_has_its_script() -> None:
@@ -57,7 +57,13 @@ def test_every_script_explains_itself(script: str) -> None:
     done = run(f"scripts/{script}", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(
-        ("usage: atropos ", f"Usage: scripts/{script}", "usage: bridge_doctor", "usage: vllm_contract.sh")
+        (
+            "usage: atropos ",
+            f"Usage: scripts/{script}",
+            "usage: bridge_doctor",
+            "usage: vllm_contract.sh",
+            "usage: vllm_started.sh",
+        )
     )
 
 

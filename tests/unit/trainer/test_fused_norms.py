@@ -58,6 +58,6 @@ def test_a_weight_in_float32_gives_float32_as_the_head_wants_it() -> None:
 
 
 def test_a_norm_with_an_offset_keeps_its_own_forward() -> None:
-    """Gemma's adds 1 to its weight, so it is no norm of this kind, whatever its name."""
+    """Gemma's adds 1 to its weight, so its name alone says nothing."""
     config = GemmaConfig(**SIZES, head_dim=8)
     assert fuse_norms(AutoModelForCausalLM.from_config(config)) == 0
