@@ -5,7 +5,8 @@
 # Installs each beside the packages of scripts/setup.sh, into ~/.cache/atropos/releases/VERSION (0.4 GB; 5 GB where it
 # needs another PyTorch), then runs tests of tests/integration on it: it serves and samples, and takes a broadcast, a
 # single copy, a LoRA adapter and exact steps. Two to four minutes on two cores per release. Records the results in
-# tests/releases/started.json and in docs/gpu.md. Prints a failure with the end of its log; exit status 1 if there is one.
+# tests/releases/started.json and in docs/gpu.md. Prints a failure with the end of its log, and then exits with status
+# 1.
 #
 #   PIP_*           pip's own settings (index, proxy, certificates, cache) are honoured
 #   ATROPOS_PYTHON  the Python to use (default: that of scripts/setup.sh)

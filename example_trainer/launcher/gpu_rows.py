@@ -76,7 +76,8 @@ def checks(stamp: str, runs: Path, models: Models, rehearse: bool = False) -> li
         where = ("--run-name", f"{stamp}-{label}", "--runs", str(runs))
         words = ("train", recipe, model, *dataset, *steps, *where, *ALWAYS, *flags)
         lacks = large and models.large is None
-        return Check(gpus, name, words, most=gpus, run=f"{stamp}-{label}", needs_model=lacks, **more)  # type: ignore[arg-type]
+        own = {"most": gpus, "run": f"{stamp}-{label}", "needs_model": lacks, **more}
+        return Check(gpus, name, words, **own)  # type: ignore[arg-type]
 
     def drill(gpus: int, name: str, which: str, on_cpu: bool = True) -> Check:
         return Check(gpus, name, (which, models.small), DRILLS, gpus, has_digest=True, on_cpu=on_cpu)

@@ -21,7 +21,7 @@ from tests.integration.device_drills import DRILLS
 from tests.unit.launcher.plans import ROOT, no_processes, plan
 
 __all__ = ["no_processes"]
-SITE = Site(Path("/work"))
+SITE = Site(Path("/gpu"))
 
 
 def stage(name: str) -> Stage:
@@ -52,14 +52,14 @@ def test_every_stage_is_listed_with_its_seconds(capsys: pytest.CaptureFixture[st
 def test_every_training_is_a_command_that_is_understood(no_processes: None, rehearse: bool) -> None:
     trainings = works(Training)
     for work in trainings:
-        (command,) = work.commands(Site(Path("/work"), rehearse))
+        (command,) = work.commands(Site(Path("/gpu"), rehearse))
         assert command[1:4] == ["-m", "example_trainer.launcher", "train"]
         made = plan(*command[4:])
         assert made.run.steps == work.steps
         assert made.run.name == work.label
-        assert command[command.index("--runs") + 1] == "/work/runs"
+        assert command[command.index("--runs") + 1] == "/gpu/runs"
         size = "tiny" if rehearse else work.size
-        assert work.recipe == "quickstart" or made.run.model == f"/work/models/{size}"
+        assert work.recipe == "quickstart" or made.run.model == f"/gpu/models/{size}"
         served = " ".join(next(each for each in made.services if each.name == "vllm").command)
         assert ("--batch-invariant" in served) is work.exact
     assert {work.recipe for work in trainings} == {
@@ -70,7 +70,7 @@ def test_every_training_is_a_command_that_is_understood(no_processes: None, rehe
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_every_program_understands_its_words(rehearse: bool) -> None:
     for work in works(Program):
-        (command,) = work.commands(Site(Path("/work"), rehearse))
+        (command,) = work.commands(Site(Path("/gpu"), rehearse))
         words = command[3:]
         assert ("--rehearse" in words) is rehearse
         if work.module == "kernels":
@@ -98,7 +98,7 @@ def test_every_other_command_names_what_exists() -> None:
         else:
             assert command[2] == "tests.integration.device_drills"
             assert command[3] in DRILLS
-            assert command[4] == "/work/models/0.6B"
+            assert command[4] == "/gpu/models/0.6B"
 
 
 def test_a_server_is_started_by_the_products_launcher() -> None:
