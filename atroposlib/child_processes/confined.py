@@ -1,6 +1,7 @@
 """The first module that a child of `ChildPool` runs: it drops its privileges, tries to break out, and runs the module.
 
     orders (JSON, from `sandbox.py`) ──▶ limits, Landlock, seccomp ──▶ {"means": [..], "escapes": [..]} ──▶ module
+                                    └─ fork: the parent stays outside and guards (`warden.py`)
 
 Privileges are dropped before anything else is imported, while there is only one thread that could keep them.
 """
@@ -20,7 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+from atroposlib.child_processes.warden import Bounds, end_with_parent, guarded
+
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SECCOMP_MODE_FILTER = 2
 INSTRUCTION_BYTES = 8
 
@@ -34,7 +37,7 @@ class FilterProgram(ctypes.Structure):
 def confine(orders: dict[str, Any]) -> list[str]:
     """Give up all rights that `orders` do not leave, for good. Returns the means that are in force."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for name, limit in orders["limits"].items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -141,6 +144,7 @@ def main() -> None:
     orders = json.loads(sys.stdin.readline())
     importlib.util.find_spec(sys.argv[1].partition(".")[0])  # lists its directory, which is soon out of reach
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, whose closing of stdin ends this process
+    guarded(Path(orders["folder"]), Bounds(**orders["bounds"]))
     means = confine(orders)
     report = {"means": means, "escapes": escapes(Path(orders["folder"]), Path(orders["outside"]), orders["limits"])}
     print(json.dumps(report), flush=True)

@@ -4,17 +4,14 @@
 
 By then `confined.py` has dropped the process's privileges. Python cannot enforce a time limit on sympy from inside, so
 the kernel does: its alarm, left at the default action, ends the whole process even while it runs C code, and the parent
-starts another. The alarm also ends it when the parent is gone.
+starts another. Code that cancels the alarm is ended by the warden (`warden.py`), soon after.
 """
 
 import json
 import logging
-import math
 import os
-import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +26,7 @@ def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         replies.flush()
         for line in sys.stdin:
             request = json.loads(line)
-            limit_s = request["time_limit_s"]
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
-            # CPU time from now on, rounded up to the kernel's whole seconds
-            _, most = resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + limit_s) + 1, most))
+            signal.setitimer(signal.ITIMER_REAL, request["time_limit_s"])
             reply = answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
             replies.write(json.dumps({"id": request["id"], **reply}) + "\n")

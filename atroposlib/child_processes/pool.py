@@ -4,9 +4,9 @@
                                      └─ no reply in time: kill, restart on the next call ──▶ ChildFailed
 
 Grading code can run for hours or take all memory on a short answer such as 9^{9^{9^9}}, and no thread can be stopped;
-a process can. It might also be made to run what the model wrote, so each child lives in a sandbox (`sandbox.py`). What
-runs in it is `loop.py` with a function of the module's own. A reply counts only if it repeats the request's random id,
-so that code in one answer cannot leave a reply for the next.
+a process can. It might also be made to run what the model wrote, so each child lives in a sandbox (`sandbox.py`) and is
+stopped between requests (`warden.py`). What runs in it is `loop.py` with a function of the module's own. A reply counts
+only if it repeats the request's random id, so that code in one answer cannot leave a reply for the next.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class _Child:
     async def ask(self, content: Mapping[str, Any]) -> Reply:
         request = {"id": secrets.token_hex(8), "time_limit_s": self.time_limit_s, **content}
         process = await self.started()
-        # the child's own alarm comes first
+        # the child's own alarm comes first, then its warden's
         async with self._killed_when_it_fails(), asyncio.timeout(self.time_limit_s + 1.0):
             self._errors.truncate(0)
             reply = await _exchange(process, request)
@@ -145,7 +145,7 @@ class _Child:
             return self._process
         await self.kill()
         async with self._killed_when_it_fails(), asyncio.timeout(self.start_limit_s):
-            self._sandbox = sandbox = Sandbox(self.module, self.readable)
+            self._sandbox = sandbox = Sandbox(self.module, self.readable, self.time_limit_s, REPLY_LIMIT_BYTES)
             self._process = process = await asyncio.create_subprocess_exec(
                 *sandbox.command(),
                 stdin=asyncio.subprocess.PIPE,
@@ -179,11 +179,12 @@ class _Child:
         try:
             yield
         except (TimeoutError, OSError, EOFError, ValueError, RecursionError) as error:
-            if isinstance(error, EOFError) and self._process is not None:
+            why = str(error) or "no reply in time"
+            if isinstance(error, EOFError) and self._process is not None and self._sandbox is not None:
                 with contextlib.suppress(TimeoutError):  # it is ending, and may still write why
-                    await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+                    why = self._sandbox.why_ended(await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)) or why
             await self.kill()
-            raise ChildFailed(f"{error or 'no reply in time'}{self._last_words()}") from error
+            raise ChildFailed(f"{why}{self._last_words()}") from error
         except (asyncio.CancelledError, ChildFailed):
             await self.kill()  # its late reply must not be taken for the next request's
             raise

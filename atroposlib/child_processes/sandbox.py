@@ -14,14 +14,18 @@ import errno
 import functools
 import importlib.util
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from atroposlib.child_processes.warden import Bounds
 
 CONFINED = "atroposlib.child_processes.confined"
 # Inherited: how the interpreter finds its files. Nothing else of this process's environment reaches a child.
@@ -30,6 +34,7 @@ SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cach
 MEMORY_LIMIT_BYTES = 4 * 2**30
 NEW_NAMESPACES = ("--unshare-all", "--die-with-parent", "--cap-drop", "ALL")
 FOLDER_LIMIT_BYTES = 16 * 2**20
+FILES_LIMIT = 1000  # files and directories in its directory
 LIMITS = {"AS": MEMORY_LIMIT_BYTES, "FSIZE": FOLDER_LIMIT_BYTES, "NOFILE": 256, "CORE": 0, "NPROC": 0}
 
 # What computing in Python needs once the interpreter runs. All other system calls fail with EPERM: nothing here starts
@@ -51,14 +56,16 @@ ALLOWED_CALLS = """
 TERMINAL_QUERIES = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)
 # Duplicates, flags and locks; never F_SETOWN, which lets the kernel signal another process.
 FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
-RLIMIT_CPU = 0
 
 
 class Sandbox:
     """The place of one child process: a directory of its own, and what it may read. `close` removes the directory."""
 
-    def __init__(self, module: str, readable: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self, module: str, readable: Sequence[str | Path], time_limit_s: float, reply_limit_bytes: int
+    ) -> None:
         self._module = module
+        self._bounds = Bounds(time_limit_s, FILES_LIMIT, FOLDER_LIMIT_BYTES, reply_limit_bytes)
         self._own = package_paths(module)
         self._readable = [*interpreter_paths(), *self._own, *(os.path.abspath(path) for path in readable)]
         self._area = tempfile.TemporaryDirectory(prefix="atropos-child-", ignore_cleanup_errors=True)
@@ -85,10 +92,15 @@ class Sandbox:
     def orders(self) -> dict[str, Any]:
         """What `confined.py` is to do to itself."""
         places = {"readable": self._readable, "folder": str(self.folder), "outside": str(self._outside)}
-        return {**places, "limits": LIMITS, "seccomp": seccomp_filter().hex()}
+        return {**places, "limits": LIMITS, "bounds": asdict(self._bounds), "seccomp": seccomp_filter().hex()}
+
+    def why_ended(self, code: int | None) -> str | None:
+        """The bound that the program broke, by the exit code of its first process; None if that does not tell."""
+        return self._bounds.explained(code)
 
     def close(self) -> None:
         """Remove the directory."""
+        flatten(self.folder)
         self._area.cleanup()
 
     def _namespaces(self) -> list[str]:
@@ -99,6 +111,20 @@ class Sandbox:
         shown = [word for path in self._readable for word in ("--ro-bind-try", path, path)]
         folder = ("--size", str(FOLDER_LIMIT_BYTES), "--tmpfs", str(self.folder))
         return [program, *NEW_NAMESPACES, *shown, *folder, "--remount-ro", "/", "--chdir", str(self.folder), "--"]
+
+
+def flatten(folder: Path) -> None:
+    """Move the directories in `folder` up into it, however deep they are: no path of a program's choice is too long
+    then, nor any tree too deep, for what removes them.
+    """
+    with contextlib.suppress(OSError):  # what is left then is for whoever cleans the system's temporary directory
+        pending = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        while pending:
+            os.chmod(parent := pending.pop(), 0o700)
+            for entry in [*os.scandir(parent)]:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(f"{folder}/{secrets.token_hex(4)}")
+                    os.rename(entry.path, pending[-1])
 
 
 def interpreter_paths() -> list[str]:
@@ -163,8 +189,7 @@ def seccomp_filter() -> bytes:
     for command in FILE_COMMANDS:
         calls.add_rule(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, pyseccomp.EQ, command))
     itself = pyseccomp.Arg(0, pyseccomp.EQ, 0)
-    calls.add_rule(pyseccomp.ALLOW, "prlimit64", itself, pyseccomp.Arg(1, pyseccomp.EQ, RLIMIT_CPU))
-    calls.add_rule(pyseccomp.ALLOW, "prlimit64", itself, pyseccomp.Arg(2, pyseccomp.EQ, 0))
+    calls.add_rule(pyseccomp.ALLOW, "prlimit64", itself, pyseccomp.Arg(2, pyseccomp.EQ, 0))  # reads a limit
     calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # glibc then calls clone, which is refused
     with tempfile.TemporaryFile() as file:
         calls.export_bpf(file)
