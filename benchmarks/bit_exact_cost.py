@@ -60,11 +60,11 @@ def serve_arm(config: CostConfig) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import torch
 
-    from example_trainer.config import TrainerConfig
     from example_trainer.exact_model import make_exact
     from example_trainer.kernels import kernels_of_run, use_kernels
     from example_trainer.model import load_model
     from example_trainer.parallel import Ranks
+    from example_trainer.settings.config import TrainerConfig
     from vllm_patching import compat, worker
 
     assert config.model is not None

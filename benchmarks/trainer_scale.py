@@ -50,9 +50,9 @@ def run_rank(work: Path) -> None:
 
     from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
-    from example_trainer.config import TrainerConfig
     from example_trainer.learner import Learner
     from example_trainer.parallel import collective, join
+    from example_trainer.settings.config import TrainerConfig
 
     class Timed(Learner):
         """Notes this rank's CPU time after each update."""

@@ -78,13 +78,13 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
 
     from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
-    from example_trainer.config import LossSettings, TrainerConfig
     from example_trainer.kernels import kernels_of_run, use_kernels
     from example_trainer.model import load_model
     from example_trainer.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.packing import micro_batches
     from example_trainer.parallel import Ranks
     from example_trainer.policy import Policy
+    from example_trainer.settings.config import LossSettings, TrainerConfig
     from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)

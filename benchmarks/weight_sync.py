@@ -43,11 +43,11 @@ from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.bridges import make_bridge
-from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
 from example_trainer.learner import Learner
-from example_trainer.modes import LAUNCHED, MODES
 from example_trainer.parallel import collective, join
+from example_trainer.settings.bridges import LAUNCHED, MODES
+from example_trainer.settings.config import TrainerConfig
 from vllm_patching import transport
 from vllm_patching.version import VERSION
 

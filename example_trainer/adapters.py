@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.model import load_model, meta_model, prepare_for_training
-from example_trainer.modes import Adapter
+from example_trainer.settings.bridges import Adapter
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import Form
 
 NAME = "default"  # PEFT's name of the one adapter in the model; not part of what is saved

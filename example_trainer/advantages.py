@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from example_trainer.objectives import Advantage
+from example_trainer.settings.objectives import Advantage
 
 STD_EPS = 1e-4
 

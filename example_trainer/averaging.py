@@ -12,7 +12,7 @@ rollout is one sampled answer, of one sequence or several; groups of equal score
 import numpy as np
 from numpy.typing import NDArray
 
-from example_trainer.objectives import LossMean
+from example_trainer.settings.objectives import LossMean
 
 
 def token_weights(

@@ -28,8 +28,8 @@ from atroposlib.routing import unpack
 from atroposlib.wire.batching import CUT, NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.averaging import token_weights
-from example_trainer.config import LossSettings
-from example_trainer.objectives import Advantage
+from example_trainer.settings.config import LossSettings
+from example_trainer.settings.objectives import Advantage
 from example_trainer.staleness import sampled_staleness, staleness_weights
 
 PLAIN = LossSettings()

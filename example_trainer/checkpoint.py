@@ -35,9 +35,9 @@ from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import LATEST, is_sharded
-from example_trainer.config import TrainerConfig
 from example_trainer.model import ModelError, meta_model
 from example_trainer.optimizer_state import State, from_shards, from_whole, set_generators
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.manifest import MANIFEST, expect_whole
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder

@@ -49,7 +49,6 @@ from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_brid
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
-from example_trainer.config import TrainerConfig
 from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
@@ -73,6 +72,7 @@ from example_trainer.rank_processes import LOST, Place, ignore_signals, own_envi
 from example_trainer.rotary import expect_length, length_limit
 from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.timeline import Timeline
 from example_trainer.trained_rows import trained_rows

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from atroposlib.errors import reason
 from atroposlib.files import expect_regular, write_whole
 from atroposlib.logs import get_logger
-from example_trainer.config import Kernels, TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.parallel import Ranks
 from example_trainer.rank_parts import local
+from example_trainer.settings.config import Kernels, TrainerConfig
 
 DTYPES = {"onednn": torch.float32, "bfloat16": torch.bfloat16}  # of the factors
 SMALLEST = 10_000_000  # weights of linear layers; a smaller model's time is not spent in products

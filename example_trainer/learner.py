@@ -23,7 +23,6 @@ from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Sequence
 from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.checkpoint import Progress, restore, sharing
-from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.kernels import kernels_of_run, use_kernels
 from example_trainer.memory import settled_config
@@ -36,6 +35,7 @@ from example_trainer.policy import token_logprobs
 from example_trainer.rank_parts import has_tp
 from example_trainer.rank_processes import Place
 from example_trainer.routing import routing_of
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.tensor_parallel import sum_partial_gradients

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.memory_plan import (
     MemoryItem,
     Room,
@@ -27,8 +25,10 @@ from example_trainer.memory_plan import (
     trainer_table,
 )
 from example_trainer.model_size import model_size, size_of
-from example_trainer.modes import SingleCopy
 from example_trainer.rank_processes import Place, ranks_to_start
+from example_trainer.settings.bridges import SingleCopy
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.gpus import gpu_bytes, visible_gpus
 from vllm_patching.free_memory import available_memory
 
 if TYPE_CHECKING:

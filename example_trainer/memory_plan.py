@@ -26,10 +26,10 @@ from functools import cached_property
 from typing import Literal
 
 from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
-from example_trainer.config import TrainerConfig
 from example_trainer.model_size import ModelSize
-from example_trainer.modes import MODES, Adapter, Broadcast, Grouped, SingleCopy
 from example_trainer.prefixes import most_tokens
+from example_trainer.settings.bridges import MODES, Adapter, Broadcast, Grouped, SingleCopy
+from example_trainer.settings.config import TrainerConfig
 
 GB = 10**9
 GIB = 1 << 30

@@ -19,9 +19,9 @@ from atroposlib.logs import get_logger
 from atroposlib.record_file import free_space
 from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.samples import Sample
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.step_file import StepFile
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ import msgspec
 from huggingface_hub import ModelCardData
 
 from atroposlib.flags import package_version
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 
 PACKAGES = ("torch", "transformers", "vllm")
 SETTINGS = (

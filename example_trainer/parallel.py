@@ -35,11 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from atroposlib.clients.waiting import NotYet, Wait, wait_for, waiting
 from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory_plan import computes_in, offloads
 from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp
 from example_trainer.rank_processes import CHOSEN, INTERFACE, LOST, Place, check_ranks
+from example_trainer.settings.config import TrainerConfig
 from vllm_patching.transport import address_towards, describe, host_store
 
 log = get_logger(__name__)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.gpus import visible_gpus
-from example_trainer.modes import Adapter
+from example_trainer.settings.bridges import Adapter
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.gpus import visible_gpus
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 VARIABLE = "ATROPOS_TRAINER_RANK"  # rank, size, port of the store, its socket, pid of the parent

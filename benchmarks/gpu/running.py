@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import requests
 
 from benchmarks.gpu.random_model import ROOT, ensure_random_model
-from example_trainer.gpus import visible_gpus
 from example_trainer.launcher.peak_memory import PeakMemory, of_gpus
+from example_trainer.settings.gpus import visible_gpus
 
 PORT = 23040
 LOOK_S = 0.25  # between two looks at the GPU's memory

@@ -62,11 +62,11 @@ class Ours:
 
         from atroposlib.wire.batching import ScoredData
         from example_trainer import packed_attention
-        from example_trainer.config import TrainerConfig
         from example_trainer.fused_norms import plain_norms
         from example_trainer.grpo import prepare_torch
         from example_trainer.learner import Learner
         from example_trainer.parallel import join
+        from example_trainer.settings.config import TrainerConfig
 
         longest = max(len(tokens) for group in items for tokens in group["tokens"])
         settings = {"model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "lr": LR}

@@ -9,8 +9,8 @@ import torch
 
 from example_trainer.bridges import broadcast, lora, reload, restart, sglang, single_copy
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import MODES
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
 
 __all__ = ["BRIDGES", "BridgeError", "Prepare", "Prepared", "SyncReport", "WeightBridge", "make_bridge"]
 

@@ -29,8 +29,8 @@ from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, ServerLink, listen
 from example_trainer.bridges.session import matching_manifest
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import Broadcast
+from example_trainer.settings.bridges import Broadcast
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel
 

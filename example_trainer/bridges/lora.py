@@ -20,8 +20,8 @@ from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
 from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, VllmClient, vllm_clients
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import Lora
+from example_trainer.settings.bridges import Lora
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)

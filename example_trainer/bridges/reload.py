@@ -18,8 +18,8 @@ from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import Reload
+from example_trainer.settings.bridges import Reload
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel, remove_leftovers
 

@@ -21,8 +21,8 @@ from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import Direct, with_layouts
 from example_trainer.bridges.session import Session, offered_by_us, told
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import Grouped
+from example_trainer.settings.bridges import Grouped
+from example_trainer.settings.config import TrainerConfig
 from vllm_patching import delta, transport
 
 log = get_logger(__name__)

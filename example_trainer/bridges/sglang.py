@@ -28,8 +28,8 @@ from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, listen
 from example_trainer.bridges.session import told
 from example_trainer.bridges.vllm_client import FOREVER, QUICK_S, NoAnswer, Refused, ServerClient
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import Sglang
+from example_trainer.settings.bridges import Sglang
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport

@@ -26,11 +26,11 @@ from example_trainer.bf16 import MasteredParameter
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us, told
 from example_trainer.bridges.vllm_client import vllm_clients
-from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_single_copy
 from example_trainer.model import check_packed_forward, meta_model
-from example_trainer.modes import SingleCopy
 from example_trainer.rank_parts import local
+from example_trainer.settings.bridges import SingleCopy
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import LiveModel, SharedRanks
 from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
 from example_trainer.weights.source import WeightSource, shapes_of

@@ -17,7 +17,7 @@ from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
 from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerActivity, ServerStatus
 from example_trainer.bridges.base import BridgeError
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 
 log = get_logger(__name__)
 

@@ -24,9 +24,6 @@ from atroposlib.config import Config
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, keys_of
 from atroposlib.kept_rows import DEFAULT, KeepText
-from example_trainer.config import TrainerConfig
-from example_trainer.gpus import gpu_bytes, visible_gpus
-from example_trainer.inference_servers import Port
 from example_trainer.launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
@@ -44,7 +41,10 @@ from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
 from example_trainer.launcher.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
 from example_trainer.memory_plan import GB
-from example_trainer.modes import MODES
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.gpus import gpu_bytes, visible_gpus
+from example_trainer.settings.servers import Port
 
 PROG = "atropos train"
 ABOUT = {

@@ -16,7 +16,7 @@ from example_trainer.launcher.cli import COMMANDS
 from example_trainer.launcher.env import NEW
 from example_trainer.launcher.run_file import recipe_files
 from example_trainer.launcher.runs import RUNS
-from example_trainer.modes import LAUNCHED
+from example_trainer.settings.bridges import LAUNCHED
 
 SHELLS = ("bash", "zsh", "tcsh")
 RUN_FILE = {"bash": "_atropos_run_file", "zsh": "_atropos_run_file", "tcsh": "f:*.yaml"}
@@ -84,7 +84,7 @@ def _add_what_is_parsed_elsewhere(name: str, known: ArgumentParser) -> None:
         known.add_argument("model_or_folder", metavar="MODEL", nargs="?")
     if name == "train":
         from atroposlib.api.settings import RunApiConfig
-        from example_trainer.config import TrainerConfig
+        from example_trainer.settings.config import TrainerConfig
 
         for section, tree in (("trainer", TrainerConfig), ("api", RunApiConfig)):
             for key in keys_of(tree):

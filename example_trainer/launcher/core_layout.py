@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Field
 
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError
-from example_trainer.cpu_cores import Cores, distinct, expect_cores, parse_cores, shared_out, shown_cores
 from example_trainer.launcher.servers import is_for_each
+from example_trainer.settings.cpu_cores import Cores, distinct, expect_cores, parse_cores, shared_out, shown_cores
 
 Asked = Literal["auto"] | int | list[int]
 P = ParamSpec("P")

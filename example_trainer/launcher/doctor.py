@@ -33,7 +33,6 @@ from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, keys_of, make_parser
 from atroposlib.http_guard import is_loopback
 from atroposlib.wire.bridge import Manifest
-from example_trainer.inference_servers import Port, VllmServers
 from example_trainer.launcher import device_checks
 from example_trainer.launcher import doctor_checks as checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
@@ -57,7 +56,8 @@ from example_trainer.launcher.machine import (
 from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.servers import is_server
 from example_trainer.memory_plan import GIB
-from example_trainer.modes import LAUNCHED, Broadcast
+from example_trainer.settings.bridges import LAUNCHED, Broadcast
+from example_trainer.settings.servers import Port, VllmServers
 from example_trainer.socket_folder import usable_parent
 from vllm_patching.free_memory import available_memory
 

@@ -18,7 +18,7 @@ from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
 from example_trainer.launcher.gpu_record import GpuRecord
 from example_trainer.launcher.machine import Listener
 from example_trainer.launcher.model_files import Model
-from example_trainer.modes import LAUNCHED, Mode
+from example_trainer.settings.bridges import LAUNCHED, Mode
 from example_trainer.socket_folder import LONGEST_PARENT
 
 PYTHON = (3, 11)

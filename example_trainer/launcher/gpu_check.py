@@ -26,7 +26,6 @@ from pathlib import Path
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError
-from example_trainer.gpus import visible_gpus
 from example_trainer.launcher.arguments import Parser, add_runs
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.gpu_record import RECORD, GpuRecord, UserCache, write_gpu_record
@@ -37,6 +36,7 @@ from example_trainer.launcher.machine import gpu_names, installed
 from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.peak_memory import PeakMemory, of_gpus, of_processes
 from example_trainer.launcher.train import find_model
+from example_trainer.settings.gpus import visible_gpus
 
 PROG = "atropos gpu-check"
 LIMIT_S, GRACE_S = 1200, 20

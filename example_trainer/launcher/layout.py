@@ -16,7 +16,6 @@ from itertools import combinations, groupby
 from typing import Any
 
 from atroposlib.flags import ConfigError
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_for_each, server_name
@@ -37,8 +36,9 @@ from example_trainer.memory_plan import (
     trainer_table,
 )
 from example_trainer.model_size import ModelSize
-from example_trainer.modes import MODES
 from example_trainer.rank_processes import ranks_on_cpu
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
 from vllm_patching.free_memory import available_memory
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py

@@ -34,7 +34,7 @@ from example_trainer.launcher.servers import (
     merged_trees,
 )
 from example_trainer.launcher.service import LAUNCHER, NAME, is_trainer
-from example_trainer.modes import LAUNCHED, MODES
+from example_trainer.settings.bridges import LAUNCHED, MODES
 
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply

@@ -13,7 +13,7 @@ from example_trainer.launcher.machines import LOOPBACK as HOST
 from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import Tree, server_name
-from example_trainer.modes import MODES, Adapter, Mode
+from example_trainer.settings.bridges import MODES, Adapter, Mode
 
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
 NO_COMPLAINT = "ignore::UserWarning:multiprocessing.resource_tracker"

@@ -17,8 +17,6 @@ import yaml
 
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError
-from example_trainer.config import TrainerConfig
-from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.document import without_secrets
 from example_trainer.launcher.folders import environment_file, environment_names, environments
 from example_trainer.launcher.layout import device_bridge
@@ -26,7 +24,9 @@ from example_trainer.launcher.machines import LOOPBACK as HOST
 from example_trainer.launcher.run_file import RunFile, check_kind
 from example_trainer.launcher.run_site import Site, argv, variables, vllm_flags
 from example_trainer.launcher.servers import Tree
-from example_trainer.modes import MODES
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.cpu_cores import shown_cores
 
 C = TypeVar("C", bound=Config)
 

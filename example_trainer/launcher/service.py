@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from example_trainer.cpu_cores import Cores
+from example_trainer.settings.cpu_cores import Cores
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # of its log and its record, so no path
 TRAINER = "trainer"

@@ -11,7 +11,6 @@ from typing import Any
 from atroposlib.config import config_yaml
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import LATEST, MANIFEST
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.core_layout import expect_ranks_share
 from example_trainer.launcher.document import document, dumped, without_secrets
@@ -32,8 +31,9 @@ from example_trainer.launcher.sections import (
 )
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import TRAINER, Service, trainer_name
-from example_trainer.modes import MODES
 from example_trainer.rank_processes import LOST, check_ranks
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3

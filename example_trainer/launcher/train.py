@@ -21,7 +21,6 @@ from atroposlib.extras import need
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
-from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.core_layout import place_cores
@@ -51,6 +50,7 @@ from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.view import beside, page
 from example_trainer.memory_plan import GIB, decided
 from example_trainer.model_size import model_size
+from example_trainer.settings.cpu_cores import shown_cores
 
 PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
 AUTO = "auto"  # the largest of these that fits the GPUs

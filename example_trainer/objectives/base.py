@@ -7,9 +7,9 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from example_trainer.config import LossSettings
 from example_trainer.errors import TrainerError
-from example_trainer.objectives import OBJECTIVES, Kl
+from example_trainer.settings.config import LossSettings
+from example_trainer.settings.objectives import OBJECTIVES, Kl
 
 LARGEST = "_max"  # how the name of a metric ends whose largest value is reported, not its mean
 
@@ -33,7 +33,7 @@ def load_objective(name: str) -> TokenLoss:
     `token_loss`. Raises TrainerError.
     """
     if name in OBJECTIVES:
-        return cast(TokenLoss, importlib.import_module(f"example_trainer.objectives.{name}").token_loss)
+        return cast(TokenLoss, importlib.import_module(f"example_trainer.settings.objectives.{name}").token_loss)
     try:
         found = pkgutil.resolve_name(name)
         if isinstance(found, ModuleType):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from example_trainer.objectives import Ratio
+from example_trainer.settings.objectives import Ratio
 
 
 class Sequences:

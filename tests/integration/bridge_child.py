@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import WeightBridge, make_bridge
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained
 

@@ -9,9 +9,9 @@ import torch
 
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging
-from example_trainer.config import TrainerConfig
 from example_trainer.parallel import join
 from example_trainer.rank_processes import Place, begin_rank
+from example_trainer.settings.config import TrainerConfig
 
 
 def main() -> None:

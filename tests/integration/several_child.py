@@ -12,7 +12,7 @@ import time
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import broadcast
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.bridge_child import change, connect
 
 

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from example_trainer.bridges.single_copy import SingleCopyBridge
-from example_trainer.config import TrainerConfig
 from example_trainer.optimizer import make_optimizer
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.bridge_child import change, joined, prove, sync_many
 
 

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.adapters import adapter_tensors
 from example_trainer.bridges import BridgeError, WeightBridge, make_bridge
-from example_trainer.config import TrainerConfig
 from example_trainer.grpo import connected
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
 from tests.integration.namespaces import tied
 

@@ -18,7 +18,7 @@ from atroposlib.api.token_file import TokenFile, read_token
 from atroposlib.config import resolve_config
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.api.support import DEADLINE_S, api_settings, command
 
 TOKEN = "correct-horse-battery"

@@ -10,7 +10,7 @@ from atroposlib.wire.bridge import ServerStatus
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused
-from example_trainer.modes import MODES
+from example_trainer.settings.bridges import MODES
 
 
 class Server:

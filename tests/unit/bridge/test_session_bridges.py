@@ -20,8 +20,8 @@ from atroposlib.wire.bridge import (
     lay_out,
 )
 from example_trainer.bridges import BridgeError, WeightBridge, lora, make_bridge, single_copy
-from example_trainer.config import TrainerConfig
 from example_trainer.grpo import connected, keep_weights
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import model_folder

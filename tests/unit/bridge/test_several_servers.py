@@ -12,8 +12,8 @@ import torch
 
 from example_trainer.bridges import BridgeError, broadcast
 from example_trainer.bridges.broadcast import BroadcastBridge
-from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import model_folder

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from atroposlib.wire.bridge import Attached, Manifest, Resumed, ServerStatus, SharedRank, SingleCopyOffer, lay_out
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.base import WeightBridge
-from example_trainer.config import TrainerConfig
 from example_trainer.model import meta_model
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.arenas import ranks_of

@@ -22,8 +22,8 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.view import serve as view
 from example_trainer import vllm_api_server
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor import ask
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, serve
 
 DEAD = "http://127.0.0.1:1"

@@ -30,7 +30,7 @@ PLANTED = {
     "The trainer loads nothing that only": ("example_trainer.step", "vllm_patching.worker"),
     "The launcher stands above all": ("example_trainer.plot", "example_trainer.launcher.runs"),
     "The launcher loads neither": ("example_trainer.launcher.layout", "torch"),
-    "--help and --dry-run load no torch": ("example_trainer.inference_servers", "transformers"),
+    "--help and --dry-run load no torch": ("example_trainer.settings.servers", "transformers"),
 }
 
 

@@ -11,7 +11,7 @@ from atroposlib.config import resolve_config
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.flags import ConfigError
 from atroposlib.old_paths import MOVED
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 
 PAGE = (Path(__file__).parents[3] / "docs/migrate_from_atropos.md").read_text().split("## The trainer")[1]
 # Of 0.4.0, with a value where they take one.

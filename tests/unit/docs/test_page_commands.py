@@ -19,10 +19,10 @@ from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.envs.cli import load_tree
 from atroposlib.flags import ConfigError
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.doctor import DoctorConfig
 from example_trainer.launcher.evaluate import EvaluateFlags, asking
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.environments.support import env_class
 from tests.unit.launcher.plans import HOSTS_FILES, no_processes, plan
 

@@ -5,7 +5,7 @@ import re
 from atroposlib.api.settings import RunApiConfig
 from benchmarks import scale
 from example_trainer.bridges.direct import NCCL_SENDERS
-from example_trainer.modes import Lora
+from example_trainer.settings.bridges import Lora
 
 
 def test_the_tables_are_those_that_the_program_computes() -> None:

@@ -33,8 +33,8 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from environments.tool_template_server import ProductEnv
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher import new_environment
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts
 from tests.unit.envs.fakes import renumbered_tokenizer, running_api

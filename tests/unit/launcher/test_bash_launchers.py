@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from atroposlib.config import resolve_config
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher.run_site import argv, variables, vllm_flags
-from example_trainer.modes import MODES, Restarting
+from example_trainer.settings.bridges import MODES, Restarting
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.launcher.plans import MODEL, ROOT, no_processes, on_gpus, plan, resolved
 
 __all__ = ["no_processes"]

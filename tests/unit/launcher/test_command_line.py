@@ -9,7 +9,7 @@ from atroposlib.flags import ConfigError
 from example_trainer.launcher import cli, layout, quickstart, train
 from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.runs import NoSuchRun
-from example_trainer.modes import Broadcast
+from example_trainer.settings.bridges import Broadcast
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]

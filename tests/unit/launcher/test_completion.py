@@ -9,7 +9,7 @@ import pytest
 
 from example_trainer.launcher.cli import COMMANDS
 from example_trainer.launcher.run_file import recipe_files
-from example_trainer.modes import LAUNCHED
+from example_trainer.settings.bridges import LAUNCHED
 from tests.unit.launcher.processes import PYTHON_PATH
 
 pytest.importorskip("shtab")

@@ -34,7 +34,7 @@ from example_trainer.launcher.machine import (
 from example_trainer.launcher.model_files import Model, read_model
 from example_trainer.memory_plan import GB, GIB
 from example_trainer.model_size import published
-from example_trainer.modes import MODES
+from example_trainer.settings.bridges import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = Listener(7, "python -m http.server")

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from atroposlib.flags import ConfigError
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher import gpu_check, gpu_table, peak_memory
 from example_trainer.launcher.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
 from example_trainer.launcher.gpu_record import RECORD, GpuRecord, read_gpu_record
@@ -21,6 +20,7 @@ from example_trainer.launcher.gpu_table import Result, Table
 from example_trainer.launcher.peak_memory import PeakMemory
 from example_trainer.launcher.run_file import find_run_file
 from example_trainer.parallel import shards_alone
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS as DRILLED
 from tests.unit.launcher.plans import no_processes, plan
 

@@ -15,8 +15,8 @@ from benchmarks.gpu.random_model import SHAPES, TOKENIZER_FILES, tokenizer_files
 from benchmarks.gpu.running import Command, Failed, Found, Generation, Program, Site, Together, Training, Work
 from benchmarks.gpu.stages import BEFORE, CHANGES, STAGES, Stage, main, one_by_one
 from example_trainer import quickstart_model
-from example_trainer.config import TrainerConfig
 from example_trainer.launcher import doctor
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS
 from tests.unit.launcher.plans import ROOT, no_processes, plan
 

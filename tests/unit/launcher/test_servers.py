@@ -15,7 +15,7 @@ from example_trainer.launcher.run_file import Choice, merge, read_run, validated
 from example_trainer.launcher.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import Plan
-from example_trainer.modes import LAUNCHED, MODES
+from example_trainer.settings.bridges import LAUNCHED, MODES
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]

@@ -38,12 +38,12 @@ from example_trainer import step as step_module
 from example_trainer.batching import PLAIN, Sequence, make_batch
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
-from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.early import Part, together
 from example_trainer.learner import Learner
 from example_trainer.parallel import collective, join
 from example_trainer.rank_parts import local
 from example_trainer.rank_processes import VARIABLE
+from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import StepMetrics
 from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights import load

@@ -24,8 +24,8 @@ from atroposlib.groups import Needs, Untrainable, check
 from example_trainer import grpo
 from example_trainer.bad_data import Rejection, RejectionBudget
 from example_trainer.batching import make_batch
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, model_folder, serve
 
 Group = dict[str, Any]

@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, stochastic_round
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import clip_gradients, make_optimizer
+from example_trainer.settings.bridges import SingleCopy
+from example_trainer.settings.config import TrainerConfig
 
 LR, STEPS = 1e-6, 100
 

@@ -1,11 +1,11 @@
-"""The table of modes in docs/bridges.md is that of example_trainer/modes.py, and its YAML resolves."""
+"""The table of modes in docs/bridges.md is that of example_trainer/settings/bridges.py, and its YAML resolves."""
 
 import re
 from pathlib import Path
 
 from atroposlib.config import resolve_config
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import MODES, Adapter, Mode
+from example_trainer.settings.bridges import MODES, Adapter, Mode
+from example_trainer.settings.config import TrainerConfig
 
 PAGE = (Path(__file__).parents[3] / "docs/bridges.md").read_text()
 SECTION = PAGE.split("## Configuration\n")[1].split("\n## ")[0]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from example_trainer import before_torch
-from example_trainer.config import TrainerConfig
-from example_trainer.cpu_cores import distinct, expect_cores, parse_cores, shared_out, shown_cores
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import prepare_torch
 from example_trainer.rank_processes import VARIABLE, Place
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.cpu_cores import distinct, expect_cores, parse_cores, shared_out, shown_cores
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("8, 0-1", (0, 1, 8))])

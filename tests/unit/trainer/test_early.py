@@ -15,10 +15,10 @@ import torch
 from example_trainer import grpo
 from example_trainer.batching import Batch, make_batch
 from example_trainer.batching import Sequence as Sampled
-from example_trainer.config import TrainerConfig
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
 from example_trainer.parallel import ALONE
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.step import StepMetrics
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.test_trainer_run import weights

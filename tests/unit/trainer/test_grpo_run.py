@@ -11,8 +11,8 @@ import pytest
 
 from atroposlib.config import resolve_config
 from example_trainer import grpo_run
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.settings.config import TrainerConfig
 from tests.integration.conftest import free_port
 from tests.unit.trainer.fakes import model_folder
 

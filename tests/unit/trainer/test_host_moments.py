@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from example_trainer.config import TrainerConfig
 from example_trainer.optimizer import make_optimizer, update
+from example_trainer.settings.config import TrainerConfig
 
 
 def optimizer_of(weights: list[nn.Parameter], offload: str) -> Optimizer:

@@ -7,9 +7,9 @@ import pytest
 from atroposlib.config import config_yaml, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.bridges import BridgeError, make_bridge
-from example_trainer.config import TrainerConfig
-from example_trainer.inference_servers import Address
-from example_trainer.modes import MODES, Mode
+from example_trainer.settings.bridges import MODES, Mode
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.servers import Address
 
 BROADCAST = ["--model", "m", "--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
 

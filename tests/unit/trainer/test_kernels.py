@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from example_trainer import kernels
 from example_trainer.checkpoint import Progress
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.learner import Learner
 from example_trainer.parallel import ALONE
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from tests.unit.trainer.fakes import model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.envs.payloads import group_items
 from example_trainer.batching import make_batch
-from example_trainer.config import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import Policy, logprobs_and_entropy, token_logprobs
+from example_trainer.settings.config import LossSettings
 from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 

@@ -9,14 +9,14 @@ import torch
 from atroposlib.wire.bridge import Manifest, WireTensor
 from example_trainer import grpo, memory
 from example_trainer.bridges import Prepared, single_copy
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory import one_line_when_out_of_memory, settled_config
 from example_trainer.memory_plan import Room, Training, total
 from example_trainer.memory_plan import single_copy as of_single_copy
 from example_trainer.model_size import model_size
-from example_trainer.modes import SingleCopy
 from example_trainer.parallel import ALONE
+from example_trainer.settings.bridges import SingleCopy
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import model_folder
 from vllm_patching import free_memory
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from example_trainer.config import TrainerConfig
 from example_trainer.model_card import Measured, model_card, write_model_card
+from example_trainer.settings.config import TrainerConfig
 
 BROADCAST = {"kind": "broadcast"}
 ROWS = [Measured(1, 0.125, None), Measured(2, 0.5, 0.25), Measured(3, 0.75, 0.875)]

@@ -11,8 +11,8 @@ import yaml
 from atroposlib.config import config_yaml, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.bridges import BRIDGES
-from example_trainer.config import TrainerConfig
-from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, Sglang, SingleCopy
+from example_trainer.settings.bridges import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, Sglang, SingleCopy
+from example_trainer.settings.config import TrainerConfig
 
 BROADCAST = ["--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
 
@@ -146,5 +146,5 @@ def test_an_unknown_key_of_a_mode_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.services
 def test_the_modes_import_neither_torch_nor_vllm() -> None:
-    code = "import sys, example_trainer.config; sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    code = "import sys, example_trainer.settings.config; sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer.batching import Batch, make_batch
-from example_trainer.config import LossSettings
-from example_trainer.objectives import PRESETS, Algorithm
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import Policy
+from example_trainer.settings.config import LossSettings
+from example_trainer.settings.objectives import PRESETS, Algorithm
 from example_trainer.step import batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from example_trainer import grpo
-from example_trainer.config import TrainerConfig
 from example_trainer.kernels import _processor
+from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 
 # loss and gradient norm of each step, and the digest of the weights after them, by commit 18bf317 (oneDNN: 0501767)

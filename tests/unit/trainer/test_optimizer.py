@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from example_trainer import optimizer
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch
 from example_trainer.optimizer import (
     clip_gradients,
@@ -21,6 +20,7 @@ from example_trainer.optimizer import (
     set_learning_rate,
     update,
 )
+from example_trainer.settings.config import TrainerConfig
 
 
 def config(**changes: Any) -> TrainerConfig:

@@ -7,9 +7,7 @@ import pytest
 
 from atroposlib.config import resolve_config
 from example_trainer import rank_processes
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.modes import Broadcast
 from example_trainer.rank_processes import (
     CHOSEN,
     RANK_VARIABLES,
@@ -19,6 +17,8 @@ from example_trainer.rank_processes import (
     ranks_to_start,
     without_ranks,
 )
+from example_trainer.settings.bridges import Broadcast
+from example_trainer.settings.config import TrainerConfig
 
 OF_TORCHRUN = {
     **dict.fromkeys(RANK_VARIABLES, "1"),

@@ -16,7 +16,6 @@ from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.routing import pack, unpack
 from atroposlib.wire.batching import RoutingShape
 from example_trainer.batching import Sequence, make_batch
-from example_trainer.config import LossSettings
 from example_trainer.early import Part, together
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Comparison
@@ -25,6 +24,7 @@ from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import _array, _pack_array
 from example_trainer.policy import Policy, token_logprobs
 from example_trainer.routing import UNKNOWN, Routing, routers_of, routing_of, shape_of
+from example_trainer.settings.config import LossSettings
 from example_trainer.step import batch_gradients
 from example_trainer.updates import merged
 from tests.unit.trainer.fakes import SHAPE, VOCAB, as_records, item, tiny_model

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
-from example_trainer.config import TrainerConfig
 from example_trainer.metrics import TensorBoardSink, WandbSink
 from example_trainer.samples import NEXT_SEQUENCE, Sample, samples_of
+from example_trainer.settings.config import TrainerConfig
 
 
 class Words:

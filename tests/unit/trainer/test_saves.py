@@ -15,11 +15,11 @@ from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable
 from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.train import find_model
 from example_trainer.learner import HOST_RESERVE, Learner
 from example_trainer.parallel import ALONE
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
 from example_trainer.weights.shards import ShardFiles

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from atroposlib.groups import group_id
 from example_trainer.batching import make_batch
-from example_trainer.config import LossSettings
 from example_trainer.exactness import NotExact
+from example_trainer.settings.config import LossSettings
 from example_trainer.step_file import StepFile
 from example_trainer.trained_rows import trained_rows
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder

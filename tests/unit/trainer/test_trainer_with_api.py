@@ -15,7 +15,7 @@ import uvicorn
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
-from example_trainer.config import TrainerConfig
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights import shards
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from example_trainer.bad_data import BadBatches
 from example_trainer.batching import Batch, Sequence, make_batch
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch
 from example_trainer.exactness import Comparison
 from example_trainer.learner import Learner
 from example_trainer.metrics import Row
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.step import StepMetrics
 from example_trainer.updates import Plan, Updates, deal_updates, merged
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder

@@ -16,10 +16,9 @@ from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, 
 from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.kept_rows import DEFAULT, KeepText
 from atroposlib.names import Name
-from example_trainer.cpu_cores import parse_cores, shown_cores
-from example_trainer.inference_servers import VllmServers
-from example_trainer.modes import AnyBridge, Mode, choose
-from example_trainer.objectives import (
+from example_trainer.settings.bridges import AnyBridge, Mode, choose
+from example_trainer.settings.cpu_cores import parse_cores, shown_cores
+from example_trainer.settings.objectives import (
     OBJECTIVES,
     PRESETS,
     Advantage,
@@ -30,7 +29,8 @@ from example_trainer.objectives import (
     LossMean,
     Ratio,
 )
-from example_trainer.rank_settings import RankSettings
+from example_trainer.settings.ranks import RankSettings
+from example_trainer.settings.servers import VllmServers
 
 M = TypeVar("M", bound=Mode)
 
