@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.trainer_step import cpu_name
-from example_trainer.kernels import onednn_product
+from example_trainer.model.cpu_kernels import onednn_product
 
 CALLS = 12
 SMOLLM2 = ((1536, 576), (576, 1536), (576, 576))  # (outputs, inputs) of its larger linear layers

@@ -32,7 +32,7 @@ from atroposlib.wire.bridge import LiveShard, LiveWeights, Manifest, ReloadOffer
 from example_trainer.adapters import NAME, adapter_tensors, write_adapter
 from example_trainer.bridges.digest import differing
 from example_trainer.exact_model import make_exact
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.source import shapes_of
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading
 from example_trainer.errors import TrainerError
-from example_trainer.model import load_model, meta_model, prepare_for_training
+from example_trainer.model.loading import load_model, meta_model, prepare_for_training
 from example_trainer.settings.bridges import Adapter
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import Form

@@ -11,7 +11,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.errors import TrainerError
-from example_trainer.memory import plan_of_run
+from example_trainer.model.memory_check import plan_of_run
 from example_trainer.rank_parent import run_ranks
 from example_trainer.rank_processes import Place, begin_rank, own_environment, ranks_to_start
 from example_trainer.settings.config import TrainerConfig

@@ -35,7 +35,7 @@ from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import LATEST, is_sharded
-from example_trainer.model import ModelError, meta_model
+from example_trainer.model.loading import ModelError, meta_model
 from example_trainer.optimizer_state import State, from_shards, from_whole, set_generators
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.manifest import MANIFEST, expect_whole

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from example_trainer.kernels import exact_product
-from example_trainer.packed_attention import tree_attention
+from example_trainer.model.cpu_kernels import exact_product
+from example_trainer.model.packed_attention import tree_attention
 
 
 class Linear(torch.autograd.Function):

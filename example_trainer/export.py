@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from atroposlib.errors import one_line_errors
 from atroposlib.wire.folders import MANIFEST, SHARDS, is_sharded
 from example_trainer.checkpoint import STATE, verify
-from example_trainer.model import meta_model
+from example_trainer.model.loading import meta_model
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.source import shapes_of

@@ -53,9 +53,10 @@ from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
-from example_trainer.memory import one_line_when_out_of_memory
 from example_trainer.memory_plan import computes_in
 from example_trainer.metrics import open_metrics, open_trained, step_line, step_row
+from example_trainer.model.memory_check import one_line_when_out_of_memory
+from example_trainer.model.rotary import expect_length, length_limit
 from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
 from example_trainer.optimizer import learning_rate
@@ -69,7 +70,6 @@ from example_trainer.parallel import (
     told_once_a_machine,
 )
 from example_trainer.rank_processes import LOST, Place, ignore_signals, own_environment, too_few_gpus
-from example_trainer.rotary import expect_length, length_limit
 from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
 from example_trainer.settings.config import TrainerConfig

@@ -24,21 +24,21 @@ from example_trainer.batching import Sequence
 from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.checkpoint import Progress, restore, sharing
 from example_trainer.exactness import Comparison
-from example_trainer.kernels import kernels_of_run, use_kernels
-from example_trainer.memory import settled_config
-from example_trainer.model import ModelError, load_tokenizer
+from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
+from example_trainer.model.loading import ModelError, load_tokenizer
+from example_trainer.model.memory_check import settled_config
+from example_trainer.model.policy import token_logprobs
+from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
-from example_trainer.policy import token_logprobs
 from example_trainer.rank_parts import has_tp
 from example_trainer.rank_processes import Place
 from example_trainer.routing import routing_of
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
-from example_trainer.tensor_parallel import sum_partial_gradients
 from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
 from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
 from example_trainer.weights.load import load_sharded, load_trained, start_policy

@@ -24,7 +24,7 @@ from atroposlib.wire.bridge import POLICY_FILE, Bucket, Manifest, read_policy_ve
 from example_trainer.bridges.digest import differing
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.errors import TrainerError
-from example_trainer.weights.files import WeightFiles
+from example_trainer.model.files import WeightFiles
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.source import WeightSource, pack
 

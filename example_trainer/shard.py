@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from example_trainer.adapters import name_in_files
-from example_trainer.model import ModelError, check_packed_forward, rebuild_buffers
-from example_trainer.policy import Policy
+from example_trainer.model.files import WeightFiles
+from example_trainer.model.loading import ModelError, check_packed_forward, rebuild_buffers
+from example_trainer.model.policy import Policy
+from example_trainer.model.tensor_parallel import split
 from example_trainer.rank_parts import REPLICATE, SHARD, has_tp, local, part
-from example_trainer.tensor_parallel import split
-from example_trainer.weights.files import WeightFiles
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

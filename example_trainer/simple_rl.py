@@ -227,7 +227,7 @@ def train(config: SimpleConfig) -> Path:
     from torch.utils.tensorboard import SummaryWriter
 
     from example_trainer.exact_model import make_exact
-    from example_trainer.model import load_model, load_tokenizer
+    from example_trainer.model.loading import load_model, load_tokenizer
     from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
     name = config.model or str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))

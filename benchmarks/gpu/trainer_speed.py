@@ -61,10 +61,10 @@ class Ours:
         import msgspec
 
         from atroposlib.wire.batching import ScoredData
-        from example_trainer import packed_attention
-        from example_trainer.fused_norms import plain_norms
         from example_trainer.grpo import prepare_torch
         from example_trainer.learner import Learner
+        from example_trainer.model.fused_norms import plain_norms
+        from example_trainer.model.loading import packed_attention
         from example_trainer.parallel import join
         from example_trainer.settings.config import TrainerConfig
 
@@ -92,8 +92,8 @@ class Ours:
 
     def apply(self, variant: Found) -> None:
         """Set what the variant names, and the rest as the product has set it."""
-        from example_trainer import packed_attention
-        from example_trainer.fused_norms import fuse_norms
+        from example_trainer.model.fused_norms import fuse_norms
+        from example_trainer.model.loading import packed_attention
 
         precision = {True: "high", False: "highest", None: self.precision}[variant.get("tf32")]
         torch.set_float32_matmul_precision(precision)
@@ -121,7 +121,7 @@ class Ours:
 
     def measured(self, variant: Found) -> Found:
         """Some steps with a variant of the settings."""
-        from example_trainer.memory import planned
+        from example_trainer.model.memory_check import planned
         from example_trainer.parallel import compute_dtype
 
         self.apply(variant)
@@ -156,7 +156,7 @@ class Ours:
 
 def unfuse_norms(model: torch.nn.Module) -> None:
     """Give each norm its class's own forward again."""
-    from example_trainer.fused_norms import plain_norms
+    from example_trainer.model.fused_norms import plain_norms
 
     for norm in plain_norms(model):
         vars(norm).pop("forward", None)

@@ -10,10 +10,16 @@ from transformers import PreTrainedModel
 
 from atroposlib.wire.folders import is_sharded
 from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
-from example_trainer.fused_norms import fuse_norms
-from example_trainer.model import expect_even_layers, load_model, load_tokenizer, meta_model, prepare_for_training
+from example_trainer.model.fused_norms import fuse_norms
+from example_trainer.model.loading import (
+    expect_even_layers,
+    load_model,
+    load_tokenizer,
+    meta_model,
+    prepare_for_training,
+)
+from example_trainer.model.policy import Policy
 from example_trainer.parallel import compute_dtype
-from example_trainer.policy import Policy
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
 from example_trainer.weights.gathered import Gather, RankSends, ShardedModel, adapter_of_ranks, whole_model

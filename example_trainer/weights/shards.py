@@ -31,8 +31,8 @@ from atroposlib.errors import reason
 from atroposlib.files import sync
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import SHARDS, is_sharded
-from example_trainer.model import ModelError
-from example_trainer.weights.files import WeightFiles, safetensors_header
+from example_trainer.model.files import WeightFiles, safetensors_header
+from example_trainer.model.loading import ModelError
 
 log = get_logger(__name__)
 

@@ -228,7 +228,7 @@ def of_trainer(model: Any, dtype: torch.dtype, **instead: Any) -> tuple[Tensor, 
     from dataclasses import replace
 
     from example_trainer import exact_cuda
-    from example_trainer.packed_attention import PACKED_SDPA
+    from example_trainer.model.packed_attention import PACKED_SDPA
     from vllm_patching.batch_invariant.cuda import vllm_kernels
 
     kernels = vllm_kernels(model.config, dtype, torch.device("cpu"))

@@ -23,7 +23,7 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from example_trainer.bridges import BridgeError, sglang
 from example_trainer.bridges.sglang import SglangBridge, SglangClient
 from example_trainer.bridges.vllm_client import Refused
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.weights.written import TrainedModel
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.unit.bridge.fake_sglang_server import ADMIN, OPEN

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from example_trainer.bridges import BridgeError, broadcast
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.bridge.test_several_servers import config_to

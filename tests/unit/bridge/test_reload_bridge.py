@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from atroposlib.wire.bridge import Manifest, Shard, lay_out
 from example_trainer.bridges import BridgeError, reload
 from example_trainer.bridges.base import WeightBridge
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.engine_with_workers import EngineWithWorkers, make_sessions

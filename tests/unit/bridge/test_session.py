@@ -13,7 +13,7 @@ from atroposlib.wire.processes import this_process
 from example_trainer.bridges import BridgeError, Prepared
 from example_trainer.bridges.session import Session, matching_manifest, offered_by_us
 from example_trainer.grpo import connected
-from example_trainer.model import ModelError
+from example_trainer.model.loading import ModelError
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.fakes import RecordingBridge, model_folder

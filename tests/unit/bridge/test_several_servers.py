@@ -12,7 +12,7 @@ import torch
 
 from example_trainer.bridges import BridgeError, broadcast
 from example_trainer.bridges.broadcast import BroadcastBridge
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving

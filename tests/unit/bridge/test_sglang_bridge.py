@@ -10,7 +10,7 @@ from example_trainer.bridges import BridgeError, sglang
 from example_trainer.bridges.base import WeightBridge
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import check_served
-from example_trainer.model import load_model
+from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.fake_sglang_server import ADMIN, OPEN, FakeSglangServer, serving_sglang

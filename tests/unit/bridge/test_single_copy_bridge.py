@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from atroposlib.wire.bridge import Attached, Manifest, Resumed, ServerStatus, SharedRank, SingleCopyOffer, lay_out
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.base import WeightBridge
-from example_trainer.model import meta_model
+from example_trainer.model.loading import meta_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import TrainedModel

@@ -129,7 +129,7 @@ def test_norms_are_fused_and_get_their_own_forward_back() -> None:
     import torch
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from example_trainer.fused_norms import fuse_norms
+    from example_trainer.model.fused_norms import fuse_norms
 
     model = torch.nn.Sequential(LlamaRMSNorm(16), torch.nn.Linear(16, 2))
     own = model[0].forward

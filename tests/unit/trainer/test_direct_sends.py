@@ -23,11 +23,11 @@ from atroposlib.wire.bridge import BroadcastOffer, Bucket, Senders
 from atroposlib.wire.senders import group_name, messages, sender_ack_key
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import NCCL_SENDERS, CannotSend, RowSender, chosen, senders_of, with_layouts
-from example_trainer.policy import Policy
+from example_trainer.model.files import WeightFiles
+from example_trainer.model.policy import Policy
 from example_trainer.rank_parts import local
 from example_trainer.settings.bridges import Broadcast
 from example_trainer.shard import load_shards, shard
-from example_trainer.weights.files import WeightFiles
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.source import pack
 from example_trainer.weights.written import TrainedModel

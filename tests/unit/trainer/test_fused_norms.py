@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from example_trainer.fused_norms import fuse_norms
+from example_trainer.model.fused_norms import fuse_norms
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

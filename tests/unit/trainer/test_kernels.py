@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from example_trainer import kernels
 from example_trainer.checkpoint import Progress
 from example_trainer.errors import TrainerError
-from example_trainer.kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.learner import Learner
+from example_trainer.model.cpu_kernels import fastest, kernels_of_run, use_kernels
+from example_trainer.model.loading import cpu_kernels
 from example_trainer.parallel import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
@@ -76,7 +76,7 @@ def test_the_same_input_gives_the_same_bits_and_nearly_those_of_torch(name: Any)
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_factors_are_rounded_to_bfloat16_and_nothing_else(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_bfloat16:
-        monkeypatch.setattr(kernels, "_has_bfloat16", lambda: False)
+        monkeypatch.setattr(cpu_kernels, "_has_bfloat16", lambda: False)
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 32, bias=False), torch.randn(7, 64)
     use_kernels(layer, "bfloat16")
@@ -191,12 +191,12 @@ def test_a_damaged_cache_is_replaced(tmp_path: Path, content: bytes, caplog: pyt
 def test_bfloat16_is_a_candidate_only_where_the_sampler_computes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "SMALLEST", 0)
+    monkeypatch.setattr(cpu_kernels, "SMALLEST", 0)
     seconds = {"torch": 3.0, "onednn": 2.0, "bfloat16": 1.0}
-    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {name: seconds[name] for name in names})
+    monkeypatch.setattr(cpu_kernels, "timed", lambda shapes, names: {name: seconds[name] for name in names})
     chosen = partial(kernels_of_run, config(tmp_path), tiny_model(), CPU, ALONE, None)
     assert [chosen(dtype) for dtype in ("float32", "bfloat16", "float16")] == ["onednn", "bfloat16", "onednn"]
-    monkeypatch.setattr(kernels, "timed", never)
+    monkeypatch.setattr(cpu_kernels, "timed", never)
     assert [chosen(dtype) for dtype in ("float32", "bfloat16")] == ["onednn", "bfloat16"]  # each has its own entry
 
 
@@ -231,9 +231,9 @@ def test_a_pipe_in_the_place_of_the_cache_is_not_waited_for(tmp_path: Path, capl
 
 
 def test_products_are_timed_by_layer_and_without_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ROUNDS", (1, 1))
+    monkeypatch.setattr(cpu_kernels, "ROUNDS", (1, 1))
     drawn = torch.get_rng_state()
-    found = kernels.timed(Counter({(64, 64): 1, (2 * kernels.LARGEST, 8): 3}))
+    found = cpu_kernels.timed(Counter({(64, 64): 1, (2 * cpu_kernels.LARGEST, 8): 3}))
     assert set(found) == {"torch", "onednn"}
     assert min(found.values()) > 0
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -257,8 +257,8 @@ def test_without_a_home_directory_the_cache_is_beside_the_logs(
 @pytest.fixture
 def fast_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is worth measuring, and oneDNN wins."""
-    monkeypatch.setattr(kernels, "SMALLEST", 0)
-    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {"torch": 2.0, "onednn": 1.0})
+    monkeypatch.setattr(cpu_kernels, "SMALLEST", 0)
+    monkeypatch.setattr(cpu_kernels, "timed", lambda shapes, names: {"torch": 2.0, "onednn": 1.0})
 
 
 def test_auto_measures_on_a_cpu_alone(tmp_path: Path, fast_onednn: None) -> None:
@@ -270,7 +270,7 @@ def test_auto_measures_on_a_cpu_alone(tmp_path: Path, fast_onednn: None) -> None
 
 
 def test_a_small_model_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "timed", never)
+    monkeypatch.setattr(cpu_kernels, "timed", never)
     assert kernels_of_run(config(tmp_path), tiny_model(), CPU, ALONE, None) == "torch"
 
 
@@ -327,8 +327,8 @@ def test_what_bfloat16_gains_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, level: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(kernels, "SMALLEST", 0)
-    monkeypatch.setattr(kernels, "timed", lambda shapes, names: {"torch": 2.0, "bfloat16": seconds})
+    monkeypatch.setattr(cpu_kernels, "SMALLEST", 0)
+    monkeypatch.setattr(cpu_kernels, "timed", lambda shapes, names: {"torch": 2.0, "bfloat16": seconds})
     asked = config(tmp_path, kernels="bfloat16")
     assert kernels_of_run(asked, tiny_model(), CPU, ALONE, None) == "bfloat16"
     assert caplog.records[-1].levelno == level

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.envs.payloads import group_items
 from example_trainer.batching import make_batch
-from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.model.packed_attention import PACKED_SDPA
+from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.packing import micro_batches
-from example_trainer.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.settings.config import LossSettings
 from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
@@ -168,7 +168,7 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
         return figures, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     whole, whole_gradients = result(budget=10_000)
-    monkeypatch.setattr("example_trainer.policy._chunks", of_three_rows)
+    monkeypatch.setattr("example_trainer.model.policy._chunks", of_three_rows)
     parts, part_gradients = result(budget=1)
 
     for key, value in whole.items():

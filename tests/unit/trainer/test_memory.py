@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from atroposlib.wire.bridge import Manifest, WireTensor
-from example_trainer import grpo, memory
+from example_trainer import grpo
 from example_trainer.bridges import Prepared, single_copy
 from example_trainer.errors import TrainerError
-from example_trainer.memory import one_line_when_out_of_memory, settled_config
 from example_trainer.memory_plan import Room, Training, total
 from example_trainer.memory_plan import single_copy as of_single_copy
+from example_trainer.model.loading import memory_check
+from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config
 from example_trainer.model_size import model_size
 from example_trainer.parallel import ALONE
 from example_trainer.settings.bridges import SingleCopy
@@ -66,7 +67,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded_or_reach
     (tmp_path / "model" / "model.safetensors").unlink()  # config.json is enough for the arithmetic
     settings = config(model_name=model, save_path=tmp_path / "out", **MODES[mode])
     free = 1_000_000
-    monkeypatch.setattr(memory, "available_memory", lambda: free)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: free)
 
     def reached(source: str, device: torch.device) -> Prepared:
         raise AssertionError("the bridge was prepared")
@@ -76,7 +77,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded_or_reach
         match=r"needs \d+ MB on cpu, and 1 MB are free \(\d+ MB too little; weights, gradients and moments",
     ):
         grpo.run(settings, reached)
-    monkeypatch.setattr(memory, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 10**9)
     assert settled_config(settings, CPU, ALONE, 1).offload == "none"
 
 
@@ -84,12 +85,12 @@ def test_a_gpu_run_takes_the_cheapest_offload_that_fits(tmp_path: Path, monkeypa
     """By the least that any rank has free."""
     settings = config(model_name=model_folder(tmp_path / "model"), micro_batch_tokens=64, use_shared_memory=True,
         weight_bridge_mode="shared_vllm", bridge_bucket_mb=1, device="cuda")  # fmt: skip
-    plan = memory.planned(settings, torch.device("cuda"), ALONE)
+    plan = memory_check.planned(settings, torch.device("cuda"), ALONE)
     needs = {offload: plan.having(offload=offload) for offload in ("none", "moments", "all")}
     for offload, each in needs.items():
-        monkeypatch.setattr(memory, "free_room", lambda device, local_ranks, each=each: Room(each.need, 10**9))
+        monkeypatch.setattr(memory_check, "free_room", lambda device, local_ranks, each=each: Room(each.need, 10**9))
         assert settled_config(settings, torch.device("cuda"), ALONE, 1).offload == offload
-    monkeypatch.setattr(memory, "free_room", lambda device, local_ranks: Room(needs["all"].need, 0))
+    monkeypatch.setattr(memory_check, "free_room", lambda device, local_ranks: Room(needs["all"].need, 0))
     with pytest.raises(TrainerError, match="too little"):
         settled_config(settings, torch.device("cuda"), ALONE, 1)
 
@@ -101,7 +102,7 @@ def test_a_run_counts_what_its_dry_run_counts(family: str, tp_size: int, tmp_pat
     settings = config(model_name=model, weight_bridge_mode="reload", tp_size=tp_size)
     size = model_size(model)
     assert size is not None
-    dry, run = Training(settings, size, on_gpu=False), memory.planned(settings, CPU, ALONE)
+    dry, run = Training(settings, size, on_gpu=False), memory_check.planned(settings, CPU, ALONE)
     assert (run.states, run.phases) == (dry.states, dry.phases)
 
 
@@ -112,12 +113,12 @@ def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
     """All ranks are on one CPU: together they hold the weights once."""
     manifest = Manifest("m", tp_size, 4 * MILLION, (WireTensor("a", (MILLION,), "float32", "a", 0),))
     buffers = [torch.empty(0)] * tp_size
-    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 10_000_000)
     with pytest.raises(
         TrainerError, match=rf"beside the shared weights, 10 MB are free \({too_little} MB too little\)"
     ):
         single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
-    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000 + too_little * 1_000_000)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 10_000_000 + too_little * 1_000_000)
     single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
 
 
@@ -127,7 +128,7 @@ def test_a_single_copy_by_ranks_counts_all_ranks_of_a_cpu_and_one_of_a_gpu(
 ) -> None:
     manifest = Manifest("m", 2, 4 * MILLION, (WireTensor("a", (MILLION,), "float32", "a", 0),))
     free = 10_000_000 if device == "cpu" else 9_000_000
-    monkeypatch.setattr(memory, "free_room", lambda device, local_ranks: Room(free, free))
+    monkeypatch.setattr(memory_check, "free_room", lambda device, local_ranks: Room(free, free))
     settings = config(bridge=SingleCopy(), tp_size=2)
     with pytest.raises(TrainerError, match=rf"are free \({too_little} MB too little\)") as refused:
         single_copy._check_ranks_memory(settings, 2, manifest, torch.device(device))
@@ -165,11 +166,11 @@ def test_other_errors_stay_as_they_are() -> None:
 
 
 def test_the_dry_run_of_a_single_copy_by_ranks_counts_a_rank_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 64 * 10**9)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 64 * 10**9)
     model = {"model_name": "Qwen/Qwen2.5-1.5B-Instruct", "bridge": SingleCopy(), "device": "cpu"}
     gradients = {}
     for tp in (1, 2):
-        lines = memory.plan_of_run(config(**model, tp_size=tp))
+        lines = memory_check.plan_of_run(config(**model, tp_size=tp))
         assert any("float32 masters" in line for line in lines) is (tp == 1)  # by ranks, vLLM serves float32
         (line,) = [line for line in lines if line.strip().startswith("gradients")]
         gradients[tp] = float(line.split()[-2])
@@ -177,10 +178,10 @@ def test_the_dry_run_of_a_single_copy_by_ranks_counts_a_rank_s_part(monkeypatch:
 
 
 def test_a_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "visible_gpus", lambda environ: ["0"])
-    monkeypatch.setattr(memory, "gpu_bytes", lambda names: 80 * 10**9)
-    monkeypatch.setattr(memory, "available_memory", lambda: 64 * 10**9)
-    lines = memory.plan_of_run(config(model_name="Qwen/Qwen2.5-14B-Instruct", weight_bridge_mode="reload"))
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda environ: ["0"])
+    monkeypatch.setattr(memory_check, "gpu_bytes", lambda names: 80 * 10**9)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: 64 * 10**9)
+    lines = memory_check.plan_of_run(config(model_name="Qwen/Qwen2.5-14B-Instruct", weight_bridge_mode="reload"))
     assert any("of 80.000 GB free" in line for line in lines)
     assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in lines[-1]
-    assert memory.plan_of_run(config())[0].startswith("Memory: unknown")
+    assert memory_check.plan_of_run(config())[0].startswith("Memory: unknown")

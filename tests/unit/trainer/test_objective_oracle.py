@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer.batching import Batch, make_batch
-from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.model.packed_attention import PACKED_SDPA
+from example_trainer.model.policy import Policy
 from example_trainer.packing import micro_batches
-from example_trainer.policy import Policy
 from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import PRESETS, Algorithm
 from example_trainer.step import batch_gradients
@@ -269,7 +269,7 @@ def of_three_rows(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
 def test_packing_and_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LossSettings(**CASES[name])
     whole, whole_gradient = ours(settings, budget=10_000)
-    monkeypatch.setattr("example_trainer.policy._chunks", of_three_rows)
+    monkeypatch.setattr("example_trainer.model.policy._chunks", of_three_rows)
     parts, gradient = ours(settings, budget=30)
     assert parts == pytest.approx(whole, rel=INVARIANT, abs=INVARIANT)
     assert (gradient - whole_gradient).norm() <= INVARIANT * whole_gradient.norm()

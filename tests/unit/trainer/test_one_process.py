@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from example_trainer import grpo
-from example_trainer.kernels import _processor
+from example_trainer.model.cpu_kernels import _processor
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 

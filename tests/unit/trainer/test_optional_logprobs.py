@@ -20,8 +20,8 @@ from example_trainer import grpo
 from example_trainer.batching import Batch, Sequence, make_batch
 from example_trainer.bridges import BridgeError
 from example_trainer.exactness import Comparison
+from example_trainer.model.policy import Policy
 from example_trainer.packing import micro_batches, with_old_logprobs
-from example_trainer.policy import Policy
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import OF_SAMPLER, StepMetrics, batch_gradients
 from tests.unit.envs.fakes import CountingEnv, server_config

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.batching import Sequence, make_batch
-from example_trainer.model import ModelError, check_packed_forward, load_model, meta_model
-from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.model.loading import ModelError, check_packed_forward, load_model, meta_model
+from example_trainer.model.packed_attention import PACKED_SDPA
+from example_trainer.model.policy import Policy, token_logprobs, trained_hidden
 from example_trainer.packing import fed_length, micro_batches, pack, with_old_logprobs
-from example_trainer.policy import Policy, token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     )
     whole = token_logprobs(Policy(model), row, 128)
     pairs = [slice(start, min(start + 2, len(whole))) for start in range(0, len(whole), 2)]
-    monkeypatch.setattr("example_trainer.policy._chunks", lambda rows, head, chunk_mb: pairs)
+    monkeypatch.setattr("example_trainer.model.policy._chunks", lambda rows, head, chunk_mb: pairs)
     torch.testing.assert_close(token_logprobs(Policy(model), row, 128), whole)
 
 

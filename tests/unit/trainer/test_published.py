@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from atroposlib.wire.published import in_files, in_memory
 from example_trainer.launcher.model_files import read_model
-from example_trainer.model import ModelError, prepare_for_training
-from example_trainer.weights.files import WeightFiles
+from example_trainer.model.files import WeightFiles
+from example_trainer.model.loading import ModelError, prepare_for_training
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of
 from tests.unit.trainer.fakes import model_folder, tiny_model

@@ -22,7 +22,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import prepare_torch
-from example_trainer.model import ModelError
+from example_trainer.model.loading import ModelError
 from example_trainer.parallel import Ranks, compute_dtype, join
 from example_trainer.rank_processes import ranks_to_start
 from example_trainer.settings.config import TrainerConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 
-from example_trainer.model import meta_model
+from example_trainer.model.loading import meta_model
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.model import ModelError
+from example_trainer.model.loading import ModelError
 from example_trainer.weights.by_rank import expect_device
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs

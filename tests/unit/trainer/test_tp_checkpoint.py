@@ -97,7 +97,7 @@ def test_torch_s_own_distributed_checkpoint_reads_the_parts(folder: Path, result
 
 
 def test_a_missing_file_is_named(folder: Path, results: dict[str, Any], tmp_path: Path) -> None:
-    from example_trainer.model import ModelError
+    from example_trainer.model.loading import ModelError
 
     saved = tmp_path / "step_3"
     (saved / "shards").mkdir(parents=True)

@@ -75,7 +75,7 @@ def settled_config(config: TrainerConfig, device: "torch.device", ranks: Ranks, 
 
 def planned(config: TrainerConfig, device: "torch.device", ranks: Ranks) -> Training:
     """The plan of a rank, from the model's config.json."""
-    from example_trainer.model import meta_model
+    from example_trainer.model.loading import meta_model
 
     model = meta_model(config.model_name)
     about = model.config.get_text_config()

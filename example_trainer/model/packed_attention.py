@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from example_trainer.attention_blocks import attention_blocks
+from example_trainer.model.attention_blocks import attention_blocks
 
 # PyTorch 2.11 asks for no consent to heads that share keys
 SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
