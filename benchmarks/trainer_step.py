@@ -77,12 +77,12 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     import torch
 
     from atroposlib.wire.batching import ScoredData
-    from example_trainer.batching import make_batch
+    from example_trainer.data.batching import make_batch
+    from example_trainer.data.packing import micro_batches
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy
     from example_trainer.optimizer import clip_gradients, make_optimizer, update
-    from example_trainer.packing import micro_batches
     from example_trainer.parallel import Ranks
     from example_trainer.settings.config import LossSettings, TrainerConfig
     from example_trainer.step import batch_gradients
@@ -121,10 +121,10 @@ def prepare_logprobs(work: Path, threads: int) -> None:
     import torch
 
     from atroposlib.wire.batching import ScoredData
-    from example_trainer.batching import make_batch
+    from example_trainer.data.batching import make_batch
+    from example_trainer.data.packing import micro_batches
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy, token_logprobs
-    from example_trainer.packing import micro_batches
 
     torch.set_num_threads(threads)
     items = json.loads((work / "items.json").read_text())

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger, put, say
-from example_trainer.batching import Batch, Sequence
 from example_trainer.bridges.vllm_client import vllm_clients
+from example_trainer.data.batching import Batch, Sequence
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exact_model import make_exact
 from example_trainer.parallel import Ranks

@@ -44,11 +44,12 @@ from atroposlib.utf8 import restart_in_utf8
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
-from example_trainer.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
+from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
+from example_trainer.data.routing_replay import shape_of
 from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
@@ -70,7 +71,6 @@ from example_trainer.parallel import (
     told_once_a_machine,
 )
 from example_trainer.rank_processes import LOST, Place, ignore_signals, own_environment, too_few_gpus
-from example_trainer.routing import shape_of
 from example_trainer.samples import samples_of
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves

@@ -20,9 +20,11 @@ from torch import Tensor
 from atroposlib.errors import AtroposError
 from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank
 from atroposlib.wire.folders import SHARDS
-from example_trainer.batching import Sequence
 from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.checkpoint import Progress, restore, sharing
+from example_trainer.data.batching import Sequence
+from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
+from example_trainer.data.routing_replay import routing_of
 from example_trainer.exactness import Comparison
 from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
@@ -31,11 +33,9 @@ from example_trainer.model.policy import token_logprobs
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
-from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
 from example_trainer.rank_parts import has_tp
 from example_trainer.rank_processes import Place
-from example_trainer.routing import routing_of
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients

@@ -17,8 +17,8 @@ from atroposlib.extras import install
 from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger
 from atroposlib.record_file import free_space
-from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
+from example_trainer.data.batching import Batch
 from example_trainer.errors import TrainerError
 from example_trainer.samples import Sample
 from example_trainer.settings.config import TrainerConfig

@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
+from example_trainer.data.packing import micro_batches
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, sequence_from, summary
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
-from example_trainer.packing import micro_batches
 
 
 class ReplayConfig(Config):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from atroposlib.groups import group_id
 from atroposlib.wire.batching import NOT_TRAINED
-from example_trainer.batching import GroupRecord
+from example_trainer.data.batching import GroupRecord
 
 Logprobs = Sequence[NDArray[np.float32] | None]
 

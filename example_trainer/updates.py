@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from example_trainer.bad_data import BadBatches
-from example_trainer.batching import Batch, Sequence
+from example_trainer.data.batching import Batch, Sequence
 from example_trainer.early import EarlyGradients, Part, together
 from example_trainer.errors import BadBatch
 from example_trainer.exactness import Comparison

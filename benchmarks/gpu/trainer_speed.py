@@ -107,7 +107,7 @@ class Ours:
 
     def step(self, count: int | None = None) -> tuple[float, float | None, float]:
         """One update on the first `count` sequences: seconds, loss, norm of the gradient."""
-        from example_trainer.batching import make_batch
+        from example_trainer.data.batching import make_batch
 
         synchronize()
         start = time.perf_counter()

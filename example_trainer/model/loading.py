@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from atroposlib.errors import reading, reason
 from atroposlib.wire.published import FAMILIES
+from example_trainer.data.packing import MicroBatch
 from example_trainer.errors import ModelError as ModelError
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
 from example_trainer.model.rotary import expect_length, original_length
-from example_trainer.packing import MicroBatch
 
 # of two ways to compute the same logits, relative to the largest
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from example_trainer.packing import MicroBatch
-from example_trainer.routing import Routing
+from example_trainer.data.packing import MicroBatch
+from example_trainer.data.routing_replay import Routing
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 See = Callable[[Tensor], None]

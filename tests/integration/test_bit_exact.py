@@ -24,13 +24,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from example_trainer.batching import Sequence
+from example_trainer.data.batching import Sequence
+from example_trainer.data.packing import micro_batches
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optimizer import make_optimizer, update
-from example_trainer.packing import micro_batches
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import batch_gradients
 from tests.integration.bridge_child import connect

@@ -13,7 +13,7 @@ import pytest
 from atroposlib.groups import CHECKED_FIELDS, NOT_TRAINED_ON, Needs, Untrainable, check
 from atroposlib.wire import batching
 from atroposlib.wire.batching import PostedData, ScoredData
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
 from tests.unit.trainer.fakes import as_records, item
 
 ROOT = Path(__file__).parents[3]

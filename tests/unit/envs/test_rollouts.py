@@ -12,7 +12,7 @@ from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.groups import Needs, size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
 from example_trainer.settings.config import LossSettings
 
 TOKENIZER = make_tiny_tokenizer()

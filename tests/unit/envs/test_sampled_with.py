@@ -16,7 +16,7 @@ from atroposlib.envs.server_handling.sampling import settings_of
 from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import ScoredData
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
 from tests.unit.environments.support import running_env
 from tests.unit.envs.fakes import CountingEnv
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batching import Sequence
-from example_trainer.packing import deal, micro_batches, pack
+from example_trainer.data.batching import Sequence
+from example_trainer.data.packing import deal, micro_batches, pack
 
 CPU = torch.device("cpu")
 lengths_of_a_batch = st.lists(st.integers(1, 50), min_size=1, max_size=60)

@@ -13,8 +13,8 @@ import requests
 import torch
 
 from example_trainer import grpo
-from example_trainer.batching import Batch, make_batch
-from example_trainer.batching import Sequence as Sampled
+from example_trainer.data.batching import Batch, make_batch
+from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
 from example_trainer.parallel import ALONE

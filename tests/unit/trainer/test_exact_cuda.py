@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer import exact_cuda, exact_model, exactness
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
+from example_trainer.data.packing import MicroBatch, micro_batches
 from example_trainer.exact_functions import Kernel, PackedAttention
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs, trained_hidden
-from example_trainer.packing import MicroBatch, micro_batches
 from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
 from vllm_patching import version
 from vllm_patching.batch_invariant import kernels

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from example_trainer import exactness, grpo, replay
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
+from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, Exactness, NotExact, summary
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
-from example_trainer.packing import micro_batches
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import (
     FakeApi,

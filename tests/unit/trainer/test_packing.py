@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.batching import Sequence, make_batch
+from example_trainer.data.batching import Sequence, make_batch
+from example_trainer.data.packing import fed_length, micro_batches, pack, with_old_logprobs
 from example_trainer.model.loading import ModelError, check_packed_forward, load_model, meta_model
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs, trained_hidden
-from example_trainer.packing import fed_length, micro_batches, pack, with_old_logprobs
 from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 
+from example_trainer.data.packing import MicroBatch, micro_batches
 from example_trainer.model.loading import meta_model
-from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of
 from tests.unit.trainer.fakes import item, model_folder

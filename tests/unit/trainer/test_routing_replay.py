@@ -15,15 +15,15 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.routing import pack, unpack
 from atroposlib.wire.batching import RoutingShape
-from example_trainer.batching import Sequence, make_batch
+from example_trainer.data.batching import Sequence, make_batch
+from example_trainer.data.packing import MicroBatch, micro_batches
+from example_trainer.data.routing_replay import UNKNOWN, Routing, routers_of, routing_of, shape_of
 from example_trainer.early import Part, together
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Comparison
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
-from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import _array, _pack_array
-from example_trainer.routing import UNKNOWN, Routing, routers_of, routing_of, shape_of
 from example_trainer.settings.config import LossSettings
 from example_trainer.step import batch_gradients
 from example_trainer.updates import merged

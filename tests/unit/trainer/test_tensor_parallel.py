@@ -10,9 +10,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from example_trainer.data.packing import micro_batches
 from example_trainer.model.loading import ModelError, meta_model
 from example_trainer.model.tensor_parallel import expect_divisible, partial_parameters
-from example_trainer.packing import micro_batches
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.tp_plans import MOST, PLANS, size_refusal, sizes, split_shapes
 from tests.unit.trainer.fakes import item, model_folder, tiny_model

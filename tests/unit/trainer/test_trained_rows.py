@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from atroposlib.groups import group_id
-from example_trainer.batching import make_batch
+from example_trainer.data.batching import make_batch
 from example_trainer.exactness import NotExact
 from example_trainer.settings.config import LossSettings
 from example_trainer.step_file import StepFile

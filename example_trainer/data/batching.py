@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from atroposlib.groups import Needs, Untrainable, check, failed_rollouts, rollouts_of
 from atroposlib.routing import unpack
 from atroposlib.wire.batching import CUT, NOT_TRAINED, ScoredData
-from example_trainer.advantages import group_advantages, has_signal
-from example_trainer.averaging import token_weights
+from example_trainer.data.advantages import group_advantages, has_signal
+from example_trainer.data.loss_weights import token_weights
+from example_trainer.data.staleness import sampled_staleness, staleness_weights
 from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import Advantage
-from example_trainer.staleness import sampled_staleness, staleness_weights
 
 PLAIN = LossSettings()
 TRAINABLE = Needs(trainable_only=True)

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from example_trainer.batching import Sequence
-from example_trainer.prefixes import Row, cut, distinct_tokens, lay_out, tree_order
-from example_trainer.routing import UNKNOWN
+from example_trainer.data.batching import Sequence
+from example_trainer.data.prefixes import Row, cut, distinct_tokens, lay_out, tree_order
+from example_trainer.data.routing_replay import UNKNOWN
 
 
 @dataclass(frozen=True)
