@@ -18,8 +18,8 @@ import msgspec
 import orjson
 
 from benchmarks import api_throughput
-from example_trainer.memory_plan import GB, Serving, Training
-from example_trainer.model_size import ModelSize, published, size_of, weight_shapes
+from example_trainer.memory.model_size import ModelSize, published, size_of, weight_shapes
+from example_trainer.memory.plan import GB, Serving, Training
 from example_trainer.settings.config import TrainerConfig
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -54,7 +54,7 @@ from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
-from example_trainer.memory_plan import computes_in
+from example_trainer.memory.plan import computes_in
 from example_trainer.metrics import open_metrics, open_trained, step_line, step_row
 from example_trainer.model.memory_check import one_line_when_out_of_memory
 from example_trainer.model.rotary import expect_length, length_limit

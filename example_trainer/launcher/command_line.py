@@ -40,7 +40,7 @@ from example_trainer.launcher.run_file import (
 from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
 from example_trainer.launcher.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
-from example_trainer.memory_plan import GB
+from example_trainer.memory.plan import GB
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import gpu_bytes, visible_gpus

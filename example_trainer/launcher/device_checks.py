@@ -7,11 +7,11 @@ from example_trainer.launcher.doctor_checks import Finding
 from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
 from example_trainer.launcher.machine import Gpu
 from example_trainer.launcher.model_files import Model
-from example_trainer.memory_plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
-from example_trainer.model_size import ModelSize, size_of
+from example_trainer.memory.model_size import ModelSize, size_of
+from example_trainer.memory.plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
+from example_trainer.memory.tp_plans import family_refusal, size_refusal, sizes
 from example_trainer.settings.bridges import Mode
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.tp_plans import family_refusal, size_refusal, sizes
 
 # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 QUEUE_BYTES = 400 * MIB

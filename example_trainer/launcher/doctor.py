@@ -55,7 +55,7 @@ from example_trainer.launcher.machine import (
 )
 from example_trainer.launcher.model_files import read_model
 from example_trainer.launcher.servers import is_server
-from example_trainer.memory_plan import GIB
+from example_trainer.memory.plan import GIB
 from example_trainer.settings.bridges import LAUNCHED, Broadcast
 from example_trainer.settings.servers import Port, VllmServers
 from example_trainer.socket_folder import usable_parent

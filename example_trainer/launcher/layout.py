@@ -19,7 +19,8 @@ from atroposlib.flags import ConfigError
 from example_trainer.launcher.machines import THIS_ONE, Machines
 from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_for_each, server_name
-from example_trainer.memory_plan import (
+from example_trainer.memory.model_size import ModelSize
+from example_trainer.memory.plan import (
     PROCESSES,
     SHARED_UTILIZATION,
     UTILIZATION,
@@ -35,7 +36,6 @@ from example_trainer.memory_plan import (
     table,
     trainer_table,
 )
-from example_trainer.model_size import ModelSize
 from example_trainer.rank_processes import ranks_on_cpu
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError
 from atroposlib.wire.published import in_memory
-from example_trainer.model_size import config_file, read_config
+from example_trainer.memory.model_size import config_file, read_config
 
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
 

@@ -48,8 +48,8 @@ from example_trainer.launcher.services import Plan, machine_lines, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
 from example_trainer.launcher.view import beside, page
-from example_trainer.memory_plan import GIB, decided
-from example_trainer.model_size import model_size
+from example_trainer.memory.model_size import model_size
+from example_trainer.memory.plan import GIB, decided
 from example_trainer.settings.cpu_cores import shown_cores
 
 PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
-from example_trainer.memory_plan import (
+from example_trainer.memory.model_size import model_size, size_of
+from example_trainer.memory.plan import (
     MemoryItem,
     Room,
     Training,
@@ -24,7 +25,6 @@ from example_trainer.memory_plan import (
     total,
     trainer_table,
 )
-from example_trainer.model_size import model_size, size_of
 from example_trainer.rank_processes import Place, ranks_to_start
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from example_trainer.memory.tp_plans import PLANS, family_refusal, size_refusal, sizes
 from example_trainer.model.loading import ModelError
 from example_trainer.rank_parts import COPIES, HEADS, TP, copies, local
-from example_trainer.tp_plans import PLANS, family_refusal, size_refusal, sizes
 
 
 class _Enter(torch.autograd.Function):

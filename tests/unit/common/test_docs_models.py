@@ -16,8 +16,8 @@ from atroposlib.flags import ConfigError
 from example_trainer.launcher import layout, train
 from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
 from example_trainer.launcher.ports import Ports
-from example_trainer.memory_plan import GB, Serving, Training
-from example_trainer.model_size import PUBLISHED, model_size, published
+from example_trainer.memory.model_size import PUBLISHED, model_size, published
+from example_trainer.memory.plan import GB, Serving, Training
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.launcher.plans import HOSTS_FILES, ask_for, no_processes, plan
 

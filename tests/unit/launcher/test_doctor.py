@@ -32,8 +32,8 @@ from example_trainer.launcher.machine import (
     python_header,
 )
 from example_trainer.launcher.model_files import Model, read_model
-from example_trainer.memory_plan import GB, GIB
-from example_trainer.model_size import published
+from example_trainer.memory.model_size import published
+from example_trainer.memory.plan import GB, GIB
 from example_trainer.settings.bridges import MODES
 
 ROOT = Path(__file__).resolve().parents[3]

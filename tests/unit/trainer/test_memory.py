@@ -10,11 +10,11 @@ from atroposlib.wire.bridge import Manifest, WireTensor
 from example_trainer import grpo
 from example_trainer.bridges import Prepared, single_copy
 from example_trainer.errors import TrainerError
-from example_trainer.memory_plan import Room, Training, total
-from example_trainer.memory_plan import single_copy as of_single_copy
+from example_trainer.memory.model_size import model_size
+from example_trainer.memory.plan import Room, Training, total
+from example_trainer.memory.plan import single_copy as of_single_copy
 from example_trainer.model.loading import memory_check
 from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config
-from example_trainer.model_size import model_size
 from example_trainer.parallel import ALONE
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig

@@ -17,11 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from example_trainer.data.packing import MicroBatch
-from example_trainer.memory_plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
+from example_trainer.memory.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
+from example_trainer.memory.plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
 from example_trainer.model.loading import prepare_for_training, rebuild_buffers
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, accumulate_gradients
-from example_trainer.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
 from example_trainer.optimizer import make_optimizer
 from example_trainer.rank_parts import local
 from example_trainer.settings.config import TrainerConfig

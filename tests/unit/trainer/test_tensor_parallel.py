@@ -11,10 +11,10 @@ import torch
 from pydantic import ValidationError
 
 from example_trainer.data.packing import micro_batches
+from example_trainer.memory.tp_plans import MOST, PLANS, size_refusal, sizes, split_shapes
 from example_trainer.model.loading import ModelError, meta_model
 from example_trainer.model.tensor_parallel import expect_divisible, partial_parameters
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.tp_plans import MOST, PLANS, size_refusal, sizes, split_shapes
 from tests.unit.trainer.fakes import item, model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from example_trainer.tp_plans import family_refusal, size_refusal, sizes, split_shapes
+from example_trainer.memory.tp_plans import family_refusal, size_refusal, sizes, split_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 KNOWN = (

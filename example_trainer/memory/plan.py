@@ -27,7 +27,7 @@ from typing import Literal
 
 from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
 from example_trainer.data.prefixes import most_tokens
-from example_trainer.model_size import ModelSize
+from example_trainer.memory.model_size import ModelSize
 from example_trainer.settings.bridges import MODES, Adapter, Broadcast, Grouped, SingleCopy
 from example_trainer.settings.config import TrainerConfig
 
