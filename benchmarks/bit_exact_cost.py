@@ -63,7 +63,7 @@ def serve_arm(config: CostConfig) -> None:
     from example_trainer.exact_model import make_exact
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
-    from example_trainer.parallel import Ranks
+    from example_trainer.ranks.ranks import Ranks
     from example_trainer.settings.config import TrainerConfig
     from vllm_patching import compat, worker
 

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from example_trainer.checkpoint import Progress
 from example_trainer.learner import Learner
-from example_trainer.parallel import collective, join
-from example_trainer.rank_processes import Place
+from example_trainer.ranks.place import Place
+from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 

@@ -83,7 +83,7 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy
     from example_trainer.optimizer import clip_gradients, make_optimizer, update
-    from example_trainer.parallel import Ranks
+    from example_trainer.ranks.ranks import Ranks
     from example_trainer.settings.config import LossSettings, TrainerConfig
     from example_trainer.step import batch_gradients
 

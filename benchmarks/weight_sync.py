@@ -45,7 +45,7 @@ from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.bridges import make_bridge
 from example_trainer.grpo import keep_weights
 from example_trainer.learner import Learner
-from example_trainer.parallel import collective, join
+from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
 from vllm_patching import transport

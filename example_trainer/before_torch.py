@@ -12,8 +12,8 @@ from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.errors import TrainerError
 from example_trainer.model.memory_check import plan_of_run
-from example_trainer.rank_parent import run_ranks
-from example_trainer.rank_processes import Place, begin_rank, own_environment, ranks_to_start
+from example_trainer.ranks.place import Place, begin_rank, own_environment, ranks_to_start
+from example_trainer.ranks.spawn import run_ranks
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import expect_cores, parse_cores, shared_out
 

@@ -24,7 +24,7 @@ from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.data.batching import Batch, Sequence
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exact_model import make_exact
-from example_trainer.parallel import Ranks
+from example_trainer.ranks.ranks import Ranks
 from example_trainer.settings.config import TrainerConfig
 
 log = get_logger(__name__)

@@ -61,7 +61,8 @@ from example_trainer.model.rotary import expect_length, length_limit
 from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
 from example_trainer.optimizer import learning_rate
-from example_trainer.parallel import (
+from example_trainer.ranks.place import LOST, Place, ignore_signals, own_environment, too_few_gpus
+from example_trainer.ranks.ranks import (
     ALONE,
     Ranks,
     RanksLost,
@@ -70,7 +71,6 @@ from example_trainer.parallel import (
     join,
     told_once_a_machine,
 )
-from example_trainer.rank_processes import LOST, Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves

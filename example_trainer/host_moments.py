@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.adamw import MOMENTS, step_tensor
-from example_trainer.rank_parts import local
+from example_trainer.ranks.partition import local
 
 
 class AdamW(torch.optim.AdamW):

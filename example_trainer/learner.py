@@ -33,9 +33,9 @@ from example_trainer.model.policy import token_logprobs
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
-from example_trainer.parallel import Ranks, collective
-from example_trainer.rank_parts import has_tp
-from example_trainer.rank_processes import Place
+from example_trainer.ranks.partition import has_tp
+from example_trainer.ranks.place import Place
+from example_trainer.ranks.ranks import Ranks, collective
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from example_trainer import host_moments
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.errors import BadBatch, TrainerError
-from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp, is_first_holder, local
+from example_trainer.ranks.partition import REPLICATE, SHARD, TP, has_tp, is_first_holder, local
 from example_trainer.settings.config import TrainerConfig
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from example_trainer.bf16 import exact_value
-from example_trainer.rank_parts import is_first_holder, local, part
+from example_trainer.ranks.partition import is_first_holder, local, part
 from example_trainer.weights.shards import WEIGHTS, Rows, ShardFiles
 
 MOMENTS = "optim.state."

@@ -33,7 +33,7 @@ from example_trainer.model.files import WeightFiles
 from example_trainer.model.loading import ModelError, check_packed_forward, rebuild_buffers
 from example_trainer.model.policy import Policy
 from example_trainer.model.tensor_parallel import split
-from example_trainer.rank_parts import REPLICATE, SHARD, has_tp, local, part
+from example_trainer.ranks.partition import REPLICATE, SHARD, has_tp, local, part
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

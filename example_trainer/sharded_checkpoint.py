@@ -29,7 +29,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
 from example_trainer.model_card import write_model_card
 from example_trainer.optimizer_state import rest
-from example_trainer.parallel import RanksLost
+from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.gathered import write_about_model
 from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing

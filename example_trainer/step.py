@@ -17,7 +17,7 @@ from example_trainer.exactness import Comparison
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
 from example_trainer.objectives.base import LARGEST, kl_estimate, load_objective
 from example_trainer.objectives.terms import TokenTerms
-from example_trainer.parallel import ALONE, Ranks
+from example_trainer.ranks.ranks import ALONE, Ranks
 from example_trainer.settings.config import LossSettings
 
 StepMetrics = dict[str, float | None]

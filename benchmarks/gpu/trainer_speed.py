@@ -65,7 +65,7 @@ class Ours:
         from example_trainer.learner import Learner
         from example_trainer.model.fused_norms import plain_norms
         from example_trainer.model.loading import packed_attention
-        from example_trainer.parallel import join
+        from example_trainer.ranks.ranks import join
         from example_trainer.settings.config import TrainerConfig
 
         longest = max(len(tokens) for group in items for tokens in group["tokens"])
@@ -122,7 +122,7 @@ class Ours:
     def measured(self, variant: Found) -> Found:
         """Some steps with a variant of the settings."""
         from example_trainer.model.memory_check import planned
-        from example_trainer.parallel import compute_dtype
+        from example_trainer.ranks.ranks import compute_dtype
 
         self.apply(variant)
         dtype = str(compute_dtype(self.settled, self.device))

@@ -31,8 +31,8 @@ from atroposlib.wire.senders import (
     sender_ack_key,
 )
 from example_trainer.bridges.base import BridgeError
-from example_trainer.rank_parts import REPLICATE, SHARD, TP, copies, local
-from example_trainer.rank_processes import Place
+from example_trainer.ranks.partition import REPLICATE, SHARD, TP, copies, local
+from example_trainer.ranks.place import Place
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport

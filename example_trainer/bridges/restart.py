@@ -32,7 +32,7 @@ from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, Weig
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.export import export
-from example_trainer.rank_processes import without_ranks
+from example_trainer.ranks.place import without_ranks
 from example_trainer.server_process import ServerProcess
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig

@@ -28,7 +28,7 @@ from example_trainer.bridges.session import Session, SessionBridge, matching_man
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.model.loading import check_packed_forward, meta_model
 from example_trainer.model.memory_check import check_single_copy
-from example_trainer.rank_parts import local
+from example_trainer.ranks.partition import local
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import LiveModel, SharedRanks

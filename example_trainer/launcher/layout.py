@@ -36,7 +36,7 @@ from example_trainer.memory.plan import (
     table,
     trainer_table,
 )
-from example_trainer.rank_processes import ranks_on_cpu
+from example_trainer.ranks.place import ranks_on_cpu
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from vllm_patching.free_memory import available_memory

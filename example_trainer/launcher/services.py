@@ -31,7 +31,7 @@ from example_trainer.launcher.sections import (
 )
 from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.service import TRAINER, Service, trainer_name
-from example_trainer.rank_processes import LOST, check_ranks
+from example_trainer.ranks.place import LOST, check_ranks
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 
@@ -173,7 +173,7 @@ def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], share
             "rdzv-conf": f"timeout={trainer.dist_timeout_s:.0f}",
         }
         flags = [word for key, value in agent.items() for word in (f"--{key}", str(value))]
-        command = (*python, "-m", "example_trainer.trainer_agent", *flags, *program)
+        command = (*python, "-m", "example_trainer.ranks.agent", *flags, *program)
         name = trainer_name(number)
         service = Service(name, command, environment, may_end=True, cores=cores, missing_another=LOST)
         made.append(on_machine(service, host, site, files=("trainer.yaml",), sees=seen_by_ranks(site, trainer)))

@@ -29,8 +29,8 @@ from atroposlib.errors import reason
 from atroposlib.files import expect_regular, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
-from example_trainer.parallel import Ranks
-from example_trainer.rank_parts import local
+from example_trainer.ranks.partition import local
+from example_trainer.ranks.ranks import Ranks
 from example_trainer.settings.config import Kernels, TrainerConfig
 
 DTYPES = {"onednn": torch.float32, "bfloat16": torch.bfloat16}  # of the factors

@@ -25,7 +25,7 @@ from example_trainer.memory.plan import (
     total,
     trainer_table,
 )
-from example_trainer.rank_processes import Place, ranks_to_start
+from example_trainer.ranks.place import Place, ranks_to_start
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import gpu_bytes, visible_gpus

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from example_trainer.memory.tp_plans import PLANS, family_refusal, size_refusal, sizes
 from example_trainer.model.loading import ModelError
-from example_trainer.rank_parts import COPIES, HEADS, TP, copies, local
+from example_trainer.ranks.partition import COPIES, HEADS, TP, copies, local
 
 
 class _Enter(torch.autograd.Function):

@@ -21,7 +21,7 @@ from atroposlib.wire.bridge import Shard, SharedRank
 from example_trainer.model.files import WeightFiles
 from example_trainer.model.loading import ModelError, meta_model, prepare_for_training, rebuild_buffers
 from example_trainer.model.policy import Policy
-from example_trainer.rank_parts import local, part
+from example_trainer.ranks.partition import local, part
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import shard
 from example_trainer.weights.gathered import ShardedModel

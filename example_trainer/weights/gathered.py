@@ -29,7 +29,7 @@ from atroposlib.wire.published import in_files
 from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.model.files import safetensors_header
 from example_trainer.model.policy import Policy
-from example_trainer.rank_parts import holders, local
+from example_trainer.ranks.partition import holders, local
 from example_trainer.weights.source import WeightSource, places, shapes_of
 from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
 

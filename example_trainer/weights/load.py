@@ -19,7 +19,7 @@ from example_trainer.model.loading import (
     prepare_for_training,
 )
 from example_trainer.model.policy import Policy
-from example_trainer.parallel import compute_dtype
+from example_trainer.ranks.ranks import compute_dtype
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
 from example_trainer.weights.gathered import Gather, RankSends, ShardedModel, adapter_of_ranks, whole_model

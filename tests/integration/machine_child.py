@@ -9,8 +9,8 @@ import torch
 
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging
-from example_trainer.parallel import join
-from example_trainer.rank_processes import Place, begin_rank
+from example_trainer.ranks.place import Place, begin_rank
+from example_trainer.ranks.ranks import join
 from example_trainer.settings.config import TrainerConfig
 
 

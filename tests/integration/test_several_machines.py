@@ -21,7 +21,7 @@ import pytest
 
 from atroposlib.logs import RUN
 from example_trainer.launcher.service import trainer_name
-from example_trainer.rank_processes import LOST
+from example_trainer.ranks.place import LOST
 from tests.integration.conftest import REPOSITORY
 from tests.integration.namespaces import Host, entering, tied
 
@@ -162,7 +162,7 @@ def machines_with_own_files(hosts: tuple[Host, Host], tmp_path: Path) -> Iterato
 def agents(machines: Machines, drill: str) -> list[dict[str, object]]:
     """An agent of torchrun on each machine, as `atropos train --hosts` has them, with ranks that only add."""
     near, far = machines.hosts
-    command = [sys.executable, "-u", "-m", "example_trainer.trainer_agent", "--nnodes", "2", "--nproc-per-node", "1"]
+    command = [sys.executable, "-u", "-m", "example_trainer.ranks.agent", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--master-addr", near.address, "--master-port", "29500", "--rdzv-conf", "timeout=60"]
     found: list[dict[str, object]] = []
     for number, host in enumerate(machines.hosts):

@@ -24,7 +24,7 @@ import torch
 from atroposlib.wire.bridge import read_policy_version, write_policy_version
 from example_trainer.bridges import BridgeError, restart
 from example_trainer.bridges.restart import RestartBridge
-from example_trainer.rank_processes import VARIABLE
+from example_trainer.ranks.place import VARIABLE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.load import load_trained
 from tests.integration.conftest import free_port, session_members

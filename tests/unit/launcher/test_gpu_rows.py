@@ -19,7 +19,7 @@ from example_trainer.launcher.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Mo
 from example_trainer.launcher.gpu_table import Result, Table
 from example_trainer.launcher.peak_memory import PeakMemory
 from example_trainer.launcher.run_file import find_run_file
-from example_trainer.parallel import shards_alone
+from example_trainer.ranks.ranks import shards_alone
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS as DRILLED
 from tests.unit.launcher.plans import no_processes, plan

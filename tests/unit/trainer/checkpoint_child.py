@@ -25,7 +25,7 @@ from example_trainer import sharded_checkpoint
 from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
-from example_trainer.parallel import join
+from example_trainer.ranks.ranks import join
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards

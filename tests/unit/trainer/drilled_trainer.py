@@ -20,10 +20,11 @@ from example_trainer.before_torch import check_before_torch
 if __name__ == "__main__":
     check_before_torch()
 
-from example_trainer import grpo, learner, parallel
+from example_trainer import grpo, learner
 from example_trainer.bridges.direct import RowSender
 from example_trainer.errors import TrainerError
-from example_trainer.rank_processes import Place
+from example_trainer.ranks import ranks
+from example_trainer.ranks.place import Place
 from tests.unit.trainer.process_memory import anonymous_memory
 
 SLOW_S = 7.0  # that a rank sends for longer than the others
@@ -94,7 +95,7 @@ def replace(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]
     inner = change(method.__wrapped__)
     for attribute in ("__name__", "__annotations__"):
         setattr(inner, attribute, getattr(method, attribute))
-    setattr(learner.Learner, name, parallel.collective(inner))
+    setattr(learner.Learner, name, ranks.collective(inner))
 
 
 def watch_transfers(until_the_end: ExitStack) -> None:
@@ -132,11 +133,11 @@ def main() -> int:
 def drill(where: str, act: str) -> None:
     """Arrange the accident of this rank."""
     if where == "join":
-        setattr(parallel, "_meet", drilled(act, parallel._meet, 1))  # noqa: B010  mypy forbids the assignment
+        setattr(ranks, "_meet", drilled(act, ranks._meet, 1))  # noqa: B010  mypy forbids the assignment
     elif where == "sending":
         drill_sending(act)
     elif where == "code":
-        setattr(parallel, "_digest", lambda: "another")  # noqa: B010
+        setattr(ranks, "_digest", lambda: "another")  # noqa: B010
     else:
         replace(where, lambda method: drilled(act, method, 2))
 

@@ -41,9 +41,9 @@ from example_trainer.early import Part, together
 from example_trainer.learner import Learner
 from example_trainer.model.loading import policy
 from example_trainer.model.tensor_parallel import sum_partial_gradients
-from example_trainer.parallel import collective, join
-from example_trainer.rank_parts import local
-from example_trainer.rank_processes import VARIABLE
+from example_trainer.ranks.partition import local
+from example_trainer.ranks.place import VARIABLE
+from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import StepMetrics
 from example_trainer.weights import load

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from atroposlib.logs import print_error
-from example_trainer.rank_parent import run_ranks
-from example_trainer.rank_processes import LOST, Place, begin_rank, ignore_signals
+from example_trainer.ranks.place import LOST, Place, begin_rank, ignore_signals
+from example_trainer.ranks.spawn import run_ranks
 
 
 def ready() -> None:

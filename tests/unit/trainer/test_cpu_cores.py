@@ -9,7 +9,7 @@ import torch
 from example_trainer import before_torch
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import prepare_torch
-from example_trainer.rank_processes import VARIABLE, Place
+from example_trainer.ranks.place import VARIABLE, Place
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import distinct, expect_cores, parse_cores, shared_out, shown_cores
 

@@ -25,7 +25,7 @@ from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.direct import NCCL_SENDERS, CannotSend, RowSender, chosen, senders_of, with_layouts
 from example_trainer.model.files import WeightFiles
 from example_trainer.model.policy import Policy
-from example_trainer.rank_parts import local
+from example_trainer.ranks.partition import local
 from example_trainer.settings.bridges import Broadcast
 from example_trainer.shard import load_shards, shard
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel

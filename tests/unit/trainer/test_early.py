@@ -17,7 +17,7 @@ from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
-from example_trainer.parallel import ALONE
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.step import StepMetrics
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder

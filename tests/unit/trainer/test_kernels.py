@@ -20,7 +20,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
 from example_trainer.model.cpu_kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.model.loading import cpu_kernels
-from example_trainer.parallel import ALONE
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from tests.unit.trainer.fakes import model_folder, tiny_model

@@ -15,7 +15,7 @@ from example_trainer.memory.plan import Room, Training, total
 from example_trainer.memory.plan import single_copy as of_single_copy
 from example_trainer.model.loading import memory_check
 from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config
-from example_trainer.parallel import ALONE
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import model_folder

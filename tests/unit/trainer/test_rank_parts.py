@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from example_trainer.model.policy import Policy
-from example_trainer.rank_parts import holders, is_first_holder, local, part
+from example_trainer.ranks.partition import holders, is_first_holder, local, part
 from example_trainer.shard import shard
 from tests.unit.trainer.fakes import tiny_model
 

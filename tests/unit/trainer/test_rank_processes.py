@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from atroposlib.config import resolve_config
-from example_trainer import rank_processes
 from example_trainer.errors import TrainerError
-from example_trainer.rank_processes import (
+from example_trainer.ranks import place as rank_processes
+from example_trainer.ranks.place import (
     CHOSEN,
     RANK_VARIABLES,
     VARIABLE,

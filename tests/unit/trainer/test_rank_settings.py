@@ -23,8 +23,8 @@ from atroposlib.flags import ConfigError
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import prepare_torch
 from example_trainer.model.loading import ModelError
-from example_trainer.parallel import Ranks, compute_dtype, join
-from example_trainer.rank_processes import ranks_to_start
+from example_trainer.ranks.place import ranks_to_start
+from example_trainer.ranks.ranks import Ranks, compute_dtype, join
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.load import sharded_model
 from tests.unit.trainer.fakes import SHAPE, VOCAB, model_folder, tiny_model

@@ -23,7 +23,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.exactness import Comparison
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
-from example_trainer.parallel import _array, _pack_array
+from example_trainer.ranks.ranks import _array, _pack_array
 from example_trainer.settings.config import LossSettings
 from example_trainer.step import batch_gradients
 from example_trainer.updates import merged

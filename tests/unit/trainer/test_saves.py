@@ -18,7 +18,7 @@ from example_trainer.checkpoint import Progress, expect_same_model, find_checkpo
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.train import find_model
 from example_trainer.learner import HOST_RESERVE, Learner
-from example_trainer.parallel import ALONE
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards

@@ -5,8 +5,8 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from example_trainer.rank_processes import LOST
-from example_trainer.trainer_agent import explain
+from example_trainer.ranks.agent import explain
+from example_trainer.ranks.place import LOST
 
 
 def failures(*statuses: int) -> dict[int, ProcessFailure]:

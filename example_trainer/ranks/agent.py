@@ -1,6 +1,6 @@
 """torchrun for one machine of several: starts this machine's trainer ranks, and reports in one line how they ended.
 
-    python -m example_trainer.trainer_agent --nnodes 2 --node-rank 1 --nproc-per-node 8 \\
+    python -m example_trainer.ranks.agent --nnodes 2 --node-rank 1 --nproc-per-node 8 \\
         --master-addr 10.0.0.1 --master-port 29500 --rdzv-conf timeout=600 example_trainer/grpo.py --config trainer.yaml
 
 It takes torchrun's flags and differs in two points. It logs that it waits for the other machines, and ends with one
@@ -23,7 +23,7 @@ from torch.distributed.run import config_from_args, parse_args
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger, print_error
 from example_trainer.errors import TrainerError
-from example_trainer.rank_processes import LOST
+from example_trainer.ranks.place import LOST
 
 log = get_logger(__name__)
 

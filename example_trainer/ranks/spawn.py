@@ -19,7 +19,7 @@ from pathlib import Path
 
 from atroposlib.logs import configure_logging, get_logger, print_error, put
 from atroposlib.stderr_lines import plain_stderr
-from example_trainer.rank_processes import ASKING, LOST, VARIABLE
+from example_trainer.ranks.place import ASKING, LOST, VARIABLE
 
 NOTICE_S = 3.0  # for the ranks to end by themselves, once one has
 GRACE_S = 5.0  # for rank 0 to leave in order, once another rank is lost

@@ -37,8 +37,8 @@ from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
 from example_trainer.memory.plan import computes_in, offloads
-from example_trainer.rank_parts import REPLICATE, SHARD, TP, has_tp
-from example_trainer.rank_processes import CHOSEN, INTERFACE, LOST, Place, check_ranks
+from example_trainer.ranks.partition import REPLICATE, SHARD, TP, has_tp
+from example_trainer.ranks.place import CHOSEN, INTERFACE, LOST, Place, check_ranks
 from example_trainer.settings.config import TrainerConfig
 from vllm_patching.transport import address_towards, describe, host_store
 
