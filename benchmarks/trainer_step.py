@@ -82,7 +82,7 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy
-    from example_trainer.optimizer import clip_gradients, make_optimizer, update
+    from example_trainer.optim.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.ranks.ranks import Ranks
     from example_trainer.settings.config import LossSettings, TrainerConfig
     from example_trainer.step import batch_gradients

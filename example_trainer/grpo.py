@@ -60,7 +60,7 @@ from example_trainer.model.memory_check import one_line_when_out_of_memory
 from example_trainer.model.rotary import expect_length, length_limit
 from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
-from example_trainer.optimizer import learning_rate
+from example_trainer.optim.optimizer import learning_rate
 from example_trainer.ranks.place import LOST, Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.ranks.ranks import (
     ALONE,

@@ -31,7 +31,7 @@ from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
 from example_trainer.model.policy import token_logprobs
 from example_trainer.model.tensor_parallel import sum_partial_gradients
-from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
+from example_trainer.optim.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.ranks.partition import has_tp
 from example_trainer.ranks.place import Place

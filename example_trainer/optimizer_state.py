@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from example_trainer.bf16 import exact_value
+from example_trainer.optim.bf16_masters import exact_value
 from example_trainer.ranks.partition import is_first_holder, local, part
 from example_trainer.weights.shards import WEIGHTS, Rows, ShardFiles
 

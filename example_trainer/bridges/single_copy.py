@@ -22,12 +22,12 @@ from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Attached, Manifest, SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bf16 import MasteredParameter
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us, told
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.model.loading import check_packed_forward, meta_model
 from example_trainer.model.memory_check import check_single_copy
+from example_trainer.optim.bf16_masters import MasteredParameter
 from example_trainer.ranks.partition import local
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from example_trainer.bf16 import exact_value
+from example_trainer.optim.bf16_masters import exact_value
 
 
 class ShardedLinear(nn.Module):

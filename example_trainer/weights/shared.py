@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Bucket, Shard, SharedRank
-from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model.loading import ModelError, prepare_for_training, rebuild_buffers
+from example_trainer.optim.bf16_masters import set_value
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.source import WeightSource, pack

@@ -24,9 +24,9 @@ from atroposlib.files import sync
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest, write_policy_version
 from atroposlib.wire.folders import FileRecord
-from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
 from example_trainer.model.policy import Policy
+from example_trainer.optim.bf16_masters import exact_value
 from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters

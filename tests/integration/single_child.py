@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from example_trainer.bridges.single_copy import SingleCopyBridge
-from example_trainer.optimizer import make_optimizer
+from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.bridge_child import change, joined, prove, sync_many
 

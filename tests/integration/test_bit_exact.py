@@ -30,7 +30,7 @@ from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
-from example_trainer.optimizer import make_optimizer, update
+from example_trainer.optim.optimizer import make_optimizer, update
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import batch_gradients
 from tests.integration.bridge_child import connect

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from example_trainer.bf16 import MasteredParameter, StochasticAdamW, stochastic_round
 from example_trainer.errors import TrainerError
-from example_trainer.optimizer import clip_gradients, make_optimizer
+from example_trainer.optim.bf16_masters import MasteredParameter, StochasticAdamW, stochastic_round
+from example_trainer.optim.optimizer import clip_gradients, make_optimizer
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 

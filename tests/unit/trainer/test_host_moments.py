@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from example_trainer.optimizer import make_optimizer, update
+from example_trainer.optim.optimizer import make_optimizer, update
 from example_trainer.settings.config import TrainerConfig
 
 

@@ -22,7 +22,7 @@ from example_trainer.memory.plan import GB, Room, Training, refusal, remedies, s
 from example_trainer.model.loading import prepare_for_training, rebuild_buffers
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, accumulate_gradients
-from example_trainer.optimizer import make_optimizer
+from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.ranks.partition import local
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.shard import fsdp_modules, shard

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from example_trainer import optimizer
 from example_trainer.errors import BadBatch
-from example_trainer.optimizer import (
+from example_trainer.optim import optimizer
+from example_trainer.optim.optimizer import (
     clip_gradients,
     expect_finite,
     learning_rate,

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from example_trainer import host_moments
-from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.errors import BadBatch, TrainerError
+from example_trainer.optim import offloaded_adamw
+from example_trainer.optim.bf16_masters import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.ranks.partition import REPLICATE, SHARD, TP, has_tp, is_first_holder, local
 from example_trainer.settings.config import TrainerConfig
 
@@ -62,7 +62,7 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
         "fused": True,
     }
     if config.offload == "moments" or config.tp_size > 1:
-        return host_moments.AdamW(trained, on_host=config.offload == "moments", **settings)
+        return offloaded_adamw.AdamW(trained, on_host=config.offload == "moments", **settings)
     return torch.optim.AdamW(trained, **settings)
 
 

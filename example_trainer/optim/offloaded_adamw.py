@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from example_trainer.adamw import MOMENTS, step_tensor
+from example_trainer.optim.adamw import MOMENTS, step_tensor
 from example_trainer.ranks.partition import local
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from example_trainer.adamw import MOMENTS, step_tensor
+from example_trainer.optim.adamw import MOMENTS, step_tensor
 
 
 class MasteredParameter(nn.Parameter):

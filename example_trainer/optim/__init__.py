@@ -1,0 +1,4 @@
+"""AdamW in its forms: on the device, with moments in host memory, with bfloat16 weights and float32 masters.
+
+Imports settings and ranks.
+"""
