@@ -47,7 +47,6 @@ from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
-from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.routing_replay import shape_of
 from example_trainer.early import EarlyGradients
@@ -78,6 +77,7 @@ from example_trainer.timeline import Timeline
 from example_trainer.trained_rows import trained_rows
 from example_trainer.updates import Plan, Updates
 from example_trainer.weights.by_rank import SharedRanks
+from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.weights.written import remove_leftovers
 
 log = get_logger(__name__)

@@ -21,7 +21,6 @@ from atroposlib.errors import AtroposError
 from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank
 from atroposlib.wire.folders import SHARDS
 from example_trainer.bridges.direct import CannotSend, RowSender
-from example_trainer.checkpoint import Progress, restore, sharing
 from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.data.routing_replay import routing_of
@@ -32,16 +31,17 @@ from example_trainer.model.memory_check import settled_config
 from example_trainer.model.policy import token_logprobs
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optim.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
-from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.ranks.partition import has_tp
 from example_trainer.ranks.place import Place
 from example_trainer.ranks.ranks import Ranks, collective
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.shard import expect_packed, fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
+from example_trainer.weights.checkpoint import Progress, restore, sharing
+from example_trainer.weights.fsdp import expect_packed, fsdp_modules, reshard
 from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
+from example_trainer.weights.optimizer_state import State, parts, whole
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import CheckpointError, TrainedModel, writing

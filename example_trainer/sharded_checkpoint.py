@@ -24,14 +24,14 @@ import torch
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import write_policy_version
 from atroposlib.wire.folders import SHARDS, FileRecord
-from example_trainer.checkpoint import STATE, Checkpoints, Progress, about
 from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
 from example_trainer.model_card import write_model_card
-from example_trainer.optimizer_state import rest
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about
 from example_trainer.weights.gathered import write_about_model
+from example_trainer.weights.optimizer_state import rest
 from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing
 
 LARGE_PARAMETERS = 3_000_000_000  # from here on training does not wait until a checkpoint is written

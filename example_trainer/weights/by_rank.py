@@ -23,7 +23,7 @@ from example_trainer.model.loading import ModelError, meta_model, prepare_for_tr
 from example_trainer.model.policy import Policy
 from example_trainer.ranks.partition import local, part
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.shard import shard
+from example_trainer.weights.fsdp import shard
 from example_trainer.weights.gathered import ShardedModel
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import shared_views

@@ -26,10 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.wire.bridge import BroadcastOffer, Bucket, Manifest
 from atroposlib.wire.published import in_files
-from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.model.files import safetensors_header
 from example_trainer.model.policy import Policy
 from example_trainer.ranks.partition import holders, local
+from example_trainer.weights.lora import ADAPTER, saved_name, write_adapter
 from example_trainer.weights.source import WeightSource, places, shapes_of
 from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
 

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from atroposlib.wire.folders import is_sharded
-from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.model.fused_norms import fuse_norms
 from example_trainer.model.loading import (
     expect_even_layers,
@@ -21,8 +20,9 @@ from example_trainer.model.loading import (
 from example_trainer.model.policy import Policy
 from example_trainer.ranks.ranks import compute_dtype
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
+from example_trainer.weights.fsdp import expect_packed, fsdp_modules, load_shards, shard
 from example_trainer.weights.gathered import Gather, RankSends, ShardedModel, adapter_of_ranks, whole_model
+from example_trainer.weights.lora import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel

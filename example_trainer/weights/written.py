@@ -3,7 +3,7 @@
     model (or adapter), tokenizer ──▶ .NAME.partial-PID/ ──manifest.json──flush──rename──▶ NAME/
 
 `manifest.json` holds the size and SHA-256 of every file. A failure before the rename changes nothing. A `Form` decides
-what a directory contains of the model: the whole model here, the adapter alone in example_trainer/adapters.py.
+what a directory contains of the model: the whole model here, the adapter alone in example_trainer/weights/lora.py.
 """
 
 import functools

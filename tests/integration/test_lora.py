@@ -22,10 +22,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.adapters import adapter_tensors
 from example_trainer.bridges import BridgeError, WeightBridge, make_bridge
 from example_trainer.grpo import connected
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.lora import adapter_tensors
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
 from tests.integration.namespaces import tied
 

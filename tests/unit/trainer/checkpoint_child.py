@@ -19,16 +19,16 @@ from typing import Any, NoReturn
 
 import torch
 
-import example_trainer.checkpoint as whole
+import example_trainer.weights.checkpoint as whole
 from atroposlib.files import write_whole
 from example_trainer import sharded_checkpoint
-from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
 from example_trainer.ranks.ranks import join
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
+from example_trainer.weights.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.weights.written import put_in_place
 from tests.unit.trainer.rank_child import sequences
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer import grpo
-from example_trainer.adapters import ADAPTER, AdapterError, adapter_tensors, load_adapted_model
 from example_trainer.settings.bridges import Lora
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.lora import ADAPTER, AdapterError, adapter_tensors, load_adapted_model
 from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from example_trainer.checkpoint import STATE, Progress, about, find_checkpoint, restore, verify
+from example_trainer.weights.checkpoint import STATE, Progress, about, find_checkpoint, restore, verify
 from example_trainer.weights.written import CheckpointError, write_folder
 
 

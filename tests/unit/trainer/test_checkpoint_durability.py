@@ -8,7 +8,7 @@ import pytest
 from torch.optim import AdamW
 
 from atroposlib.wire.bridge import read_policy_version
-from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
 from example_trainer.weights.manifest import MANIFEST
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk

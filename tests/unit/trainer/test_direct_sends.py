@@ -27,7 +27,7 @@ from example_trainer.model.files import WeightFiles
 from example_trainer.model.policy import Policy
 from example_trainer.ranks.partition import local
 from example_trainer.settings.bridges import Broadcast
-from example_trainer.shard import load_shards, shard
+from example_trainer.weights.fsdp import load_shards, shard
 from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.source import pack
 from example_trainer.weights.written import TrainedModel

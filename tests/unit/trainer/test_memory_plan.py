@@ -25,7 +25,7 @@ from example_trainer.model.policy import Policy, accumulate_gradients
 from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.ranks.partition import local
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.shard import fsdp_modules, shard
+from example_trainer.weights.fsdp import fsdp_modules, shard
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from example_trainer.model.policy import Policy
 from example_trainer.ranks.partition import holders, is_first_holder, local, part
-from example_trainer.shard import shard
+from example_trainer.weights.fsdp import shard
 from tests.unit.trainer.fakes import tiny_model
 
 MESHES = {  # names and sizes

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from example_trainer import grpo
-from example_trainer.adapters import meta_adapted_model
 from example_trainer.model.loading import ModelError, check_packed_forward, load_model, meta_model, prepare_for_training
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
 from example_trainer.model.rotary import length_limit
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.load import load_trained, sharded_model
+from example_trainer.weights.lora import meta_adapted_model
 from tests.unit.trainer.fakes import SHAPE, model_folder, tiny_model
 
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable
-from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.train import find_model
 from example_trainer.learner import HOST_RESERVE, Learner
@@ -22,6 +21,7 @@ from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
+from example_trainer.weights.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk

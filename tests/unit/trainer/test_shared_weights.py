@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.checkpoint import Checkpoints, Progress, restore
 from example_trainer.model.loading import ModelError, check_packed_forward, meta_model, prepare_for_training
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import MasteredParameter
 from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import Checkpoints, Progress, restore
 from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
 from example_trainer.weights.written import CheckpointError, TrainedModel

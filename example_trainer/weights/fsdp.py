@@ -28,12 +28,12 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from example_trainer.adapters import name_in_files
 from example_trainer.model.files import WeightFiles
 from example_trainer.model.loading import ModelError, check_packed_forward, rebuild_buffers
 from example_trainer.model.policy import Policy
 from example_trainer.model.tensor_parallel import split
 from example_trainer.ranks.partition import REPLICATE, SHARD, has_tp, local, part
+from example_trainer.weights.lora import name_in_files
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -1,6 +1,6 @@
 """A Hugging Face directory from a sharded checkpoint, tensor by tensor: the model is never whole in memory.
 
-python -m example_trainer.export CHECKPOINT NEW_DIRECTORY       atropos export is the same command
+python -m example_trainer.weights.export CHECKPOINT NEW_DIRECTORY       atropos export is the same command
 """
 
 import argparse
@@ -13,8 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.errors import one_line_errors
 from atroposlib.wire.folders import MANIFEST, SHARDS, is_sharded
-from example_trainer.checkpoint import STATE, verify
 from example_trainer.model.loading import meta_model
+from example_trainer.weights.checkpoint import STATE, verify
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.source import shapes_of

@@ -10,7 +10,7 @@
       final_model/  the Hugging Face directory alone, at the end of the run
 
 Where the weights are spread over ranks, or large, `step_4/` has no model.safetensors: the ranks write `shards/` beside
-training (sharded_checkpoint.py), from which example_trainer/export.py makes a Hugging Face directory.
+training (sharded_checkpoint.py), from which example_trainer/weights/export.py makes a Hugging Face directory.
 
 A directory is written completely or not at all (weights/written.py), and `latest` is replaced after that: a failure
 before that leaves the previous checkpoint and `latest` unchanged. A LoRA run keeps only the adapter, as
@@ -36,9 +36,9 @@ from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import LATEST, is_sharded
 from example_trainer.model.loading import ModelError, meta_model
-from example_trainer.optimizer_state import State, from_shards, from_whole, set_generators
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.manifest import MANIFEST, expect_whole
+from example_trainer.weights.optimizer_state import State, from_shards, from_whole, set_generators
 from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
 
