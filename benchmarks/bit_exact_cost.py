@@ -60,7 +60,7 @@ def serve_arm(config: CostConfig) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import torch
 
-    from example_trainer.exact_model import make_exact
+    from example_trainer.exact.model import make_exact
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.ranks.ranks import Ranks

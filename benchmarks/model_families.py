@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from atroposlib.wire.bridge import LiveShard, LiveWeights, Manifest, ReloadOffer, compare
 from example_trainer.bridges.digest import differing
-from example_trainer.exact_model import make_exact
+from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
 from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.lora import NAME, adapter_tensors, write_adapter

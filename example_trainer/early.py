@@ -20,7 +20,7 @@ from atroposlib.logs import get_logger
 from example_trainer.data.batching import Batch
 from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.data.packing import fed_length
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.learner import Learner
 from example_trainer.objectives.base import LARGEST
 from example_trainer.step import OF_BATCH, OF_SAMPLER, ROUTING, StepMetrics

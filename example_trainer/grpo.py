@@ -51,7 +51,7 @@ from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.routing_replay import shape_of
 from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
-from example_trainer.exactness import Exactness
+from example_trainer.exact.check import Exactness
 from example_trainer.learner import Learner
 from example_trainer.memory.plan import computes_in
 from example_trainer.metrics import open_metrics, open_trained, step_line, step_row

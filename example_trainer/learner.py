@@ -24,7 +24,7 @@ from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.data.routing_replay import routing_of
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config

@@ -226,7 +226,7 @@ def train(config: SimpleConfig) -> Path:
     """Run it all; the directory of the trained model. Raises TrainerError at the first token that differs."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from example_trainer.exact_model import make_exact
+    from example_trainer.exact.model import make_exact
     from example_trainer.model.loading import load_model, load_tokenizer
     from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 

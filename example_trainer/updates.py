@@ -23,7 +23,7 @@ from example_trainer.bad_data import BadBatches
 from example_trainer.data.batching import Batch, Sequence
 from example_trainer.early import EarlyGradients, Part, together
 from example_trainer.errors import BadBatch
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.learner import Learner
 from example_trainer.metrics import Row
 from example_trainer.optim.optimizer import expect_finite

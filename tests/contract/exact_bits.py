@@ -55,7 +55,7 @@ def main(models: list[str]) -> None:
 
 def import_both() -> None:
     """What every comparison imports."""
-    for module in ("vllm.engine.arg_utils", "example_trainer.exact_cuda", "vllm_patching.batch_invariant.cuda"):
+    for module in ("vllm.engine.arg_utils", "example_trainer.exact.cuda", "vllm_patching.batch_invariant.cuda"):
         importlib.import_module(module)
     for family in CLASSES:
         importlib.import_module(f"vllm.model_executor.models.{family}")
@@ -227,13 +227,13 @@ def of_trainer(model: Any, dtype: torch.dtype, **instead: Any) -> tuple[Tensor, 
     """The same of ours, and its kernels, with others `instead`."""
     from dataclasses import replace
 
-    from example_trainer import exact_cuda
+    from example_trainer.exact import cuda
     from example_trainer.model.packed_attention import PACKED_SDPA
     from vllm_patching.batch_invariant.cuda import vllm_kernels
 
     kernels = vllm_kernels(model.config, dtype, torch.device("cpu"))
     kernels = replace(kernels, write_silu_and_mul=silu_and_mul, flash_attention=flash_attention, **instead)
-    exact_cuda.exchange(model, kernels, dtype)
+    cuda.exchange(model, kernels, dtype)
     model.config._attn_implementation = PACKED_SDPA
     with torch.no_grad():
         hidden = model.model(

@@ -91,7 +91,7 @@ def check_bits(version: str, family: str, dtype: str, at_once: Models | None = N
     if differ := [name for name in ("hidden", "logits", "logprobs") if not answer[name]]:
         raise NotProven(
             f"vLLM {version}, {family} in {dtype}: {', '.join(differ)} differ, by up to"
-            f" {answer['largest_difference']:g} nats: compare example_trainer/exact_cuda.py with"
+            f" {answer['largest_difference']:g} nats: compare example_trainer/exact/cuda.py with"
             f" vllm/model_executor/models/{family}.py"
         )
     if answer["planted_is_found"] is False:

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import micro_batches
-from example_trainer.exact_model import make_exact
-from example_trainer.exactness import Comparison, summary
+from example_trainer.exact.check import Comparison, summary
+from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optim.optimizer import make_optimizer, update

@@ -1,7 +1,7 @@
 """vLLM's CPU attention kernel over packed sequences, called as vLLM itself calls it: same tiles, same cache layout, no
 context split.
 
-The trainer calls it through example_trainer/exact_model.py; it is the only part of vLLM that a trainer process loads.
+The trainer calls it through example_trainer/exact/model.py; it is the only part of vLLM that a trainer process loads.
 Forward only.
 """
 

@@ -1,7 +1,7 @@
 """What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors. They are vLLM's own,
 called as vLLM calls them.
 
-The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
+The trainer calls them through example_trainer/exact/cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
 0.33; run on an H100 with 0.26 (docs/benchmarks/gpu.md).
 
     linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) stay

@@ -16,10 +16,11 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from example_trainer import exact_cuda, exact_model, exactness
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import MicroBatch, micro_batches
-from example_trainer.exact_functions import Kernel, PackedAttention
+from example_trainer.exact import check, cuda
+from example_trainer.exact import model as exact_model
+from example_trainer.exact.functions import Kernel, PackedAttention
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
 from vllm_patching import version
@@ -94,7 +95,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 def exchanged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[PreTrainedModel, PlainKernels]:
     model = tiny_model(family, **SHAPE | changes)
     plain = PlainKernels(model.config)
-    exact_cuda.exchange(model, plain, dtype)
+    cuda.exchange(model, plain, dtype)
     model.set_attn_implementation(exact_model.EXACT_ATTENTION)
     return model, plain
 
@@ -166,10 +167,10 @@ PLAIN = PlainKernels(CONFIG)
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 400])
 # name: kernel, formula, shapes of its inputs
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, ...]]]] = {
-    "silu_and_mul": (PLAIN.silu_and_mul, exact_cuda._silu_and_mul, [(6, 32)]),
+    "silu_and_mul": (PLAIN.silu_and_mul, cuda._silu_and_mul, [(6, 32)]),
     "rotate": (
         lambda *tensors: PLAIN.rotate(POSITIONS, *tensors),
-        lambda *tensors: exact_cuda._rotate(PLAIN.table, POSITIONS, *tensors),
+        lambda *tensors: cuda._rotate(PLAIN.table, POSITIONS, *tensors),
         [(6, 4, 32), (6, 2, 32)],
     ),
 }
@@ -190,7 +191,7 @@ def test_the_backward_pass_of_the_norm_is_that_of_float64() -> None:
     torch.manual_seed(0)
     module = SimpleNamespace(weight=torch.randn(32, requires_grad=True), variance_epsilon=1e-5)
     x = torch.randn(6, 32, requires_grad=True)
-    found = exact_cuda._norm(PLAIN, module, x)
+    found = cuda._norm(PLAIN, module, x)
     doubles = [tensor.detach().double().requires_grad_() for tensor in (x, module.weight)]
     assert_same_gradients(found, [x, module.weight], PLAIN.rms_norm(doubles[0], doubles[1], 1e-5), doubles)
 
@@ -287,7 +288,7 @@ def test_the_kernels_get_what_vllm_gives_them() -> None:
 def test_log_softmax_is_the_modes_kernel_while_it_is_overridden() -> None:
     logits = torch.randn(3, 10)
     expected = logits.log_softmax(-1)
-    library = exact_cuda.override_log_softmax(SimpleNamespace(log_softmax=lambda x: x * 0 + 7), "CPU")
+    library = cuda.override_log_softmax(SimpleNamespace(log_softmax=lambda x: x * 0 + 7), "CPU")
     try:
         assert torch.equal(logits.log_softmax(-1), torch.full((3, 10), 7.0))
     finally:
@@ -306,7 +307,7 @@ def on_cuda(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> PreTrain
 def test_a_model_on_a_gpu_computes_with_the_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cuda(tiny_model("qwen2", **SHAPE), monkeypatch)
     exact_model.make_exact(model, torch.bfloat16)
-    assert model.model.layers[0].mlp.forward.func is exact_cuda._mlp
+    assert model.model.layers[0].mlp.forward.func is cuda._mlp
     assert model.config._attn_implementation == exact_model.EXACT_ATTENTION  # which asks for no masks
 
 
@@ -329,9 +330,9 @@ def test_truncated_sampling_is_refused_on_a_gpu_by_name() -> None:
     group = item([1.0, 0.0], generation_params={"top_p": 0.9})
     batch = make_batch(as_records([group]), seq_len=2048, policy_version=0)
     with pytest.raises(
-        exactness.NotExact, match=r"step 3: .* top-p and top-k on CUDA, and a sequence came with top_p 0.9, top_k 0"
+        check.NotExact, match=r"step 3: .* top-p and top-k on CUDA, and a sequence came with top_p 0.9, top_k 0"
     ):
-        exactness._refuse_truncation(batch, 3)
+        check._refuse_truncation(batch, 3)
 
 
 def test_a_vllm_that_was_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

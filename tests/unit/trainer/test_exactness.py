@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer import exactness, grpo, replay
+from example_trainer import grpo
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
-from example_trainer.exact_model import make_exact
-from example_trainer.exactness import Comparison, Exactness, NotExact, summary
+from example_trainer.exact import check, replay
+from example_trainer.exact.check import Comparison, Exactness, NotExact, summary
+from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
 from example_trainer.settings.config import TrainerConfig
@@ -298,7 +299,7 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
 
 def test_sequences_survive_being_kept() -> None:
     sequence, *_ = batch_of([item([1.0, 0.0])]).sequences
-    found = exactness.sequence_from(exactness._tensors(sequence))
+    found = check.sequence_from(check._tensors(sequence))
     assert np.array_equal(found.tokens, sequence.tokens)
     assert found.temperature == sequence.temperature
 

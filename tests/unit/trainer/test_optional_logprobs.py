@@ -20,7 +20,7 @@ from example_trainer import grpo
 from example_trainer.bridges import BridgeError
 from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.data.packing import micro_batches, with_old_logprobs
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.step import OF_SAMPLER, StepMetrics, batch_gradients

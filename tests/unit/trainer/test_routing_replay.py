@@ -20,7 +20,7 @@ from example_trainer.data.packing import MicroBatch, micro_batches
 from example_trainer.data.routing_replay import UNKNOWN, Routing, routers_of, routing_of, shape_of
 from example_trainer.early import Part, together
 from example_trainer.errors import TrainerError
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.ranks.ranks import _array, _pack_array

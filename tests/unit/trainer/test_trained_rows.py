@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from atroposlib.groups import group_id
 from example_trainer.data.batching import make_batch
-from example_trainer.exactness import NotExact
+from example_trainer.exact.check import NotExact
 from example_trainer.settings.config import LossSettings
 from example_trainer.step_file import StepFile
 from example_trainer.trained_rows import trained_rows

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from example_trainer.bad_data import BadBatches
 from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.errors import BadBatch
-from example_trainer.exactness import Comparison
+from example_trainer.exact.check import Comparison
 from example_trainer.learner import Learner
 from example_trainer.metrics import Row
 from example_trainer.settings.config import TrainerConfig

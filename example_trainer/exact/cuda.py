@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from example_trainer.exact_functions import Kernel, Linear, PackedAttention
+from example_trainer.exact.functions import Kernel, Linear, PackedAttention
 from vllm_patching.batch_invariant.switch import NotInvariant
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads the rows of an output head

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from example_trainer import exact_cuda
-from example_trainer.exact_functions import Linear, PackedAttention
+from example_trainer.exact import cuda as exact_cuda
+from example_trainer.exact.functions import Linear, PackedAttention
 from vllm_patching.batch_invariant import coverage, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
 from vllm_patching.batch_invariant.cuda import vllm_kernels
