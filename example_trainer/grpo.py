@@ -54,12 +54,14 @@ from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.learner import Learner
 from example_trainer.memory.plan import computes_in
-from example_trainer.metrics import open_metrics, open_trained, step_line, step_row
 from example_trainer.model.memory_check import one_line_when_out_of_memory
 from example_trainer.model.rotary import expect_length, length_limit
-from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
 from example_trainer.optim.optimizer import learning_rate
+from example_trainer.output.metrics import open_metrics, open_trained, step_line, step_row
+from example_trainer.output.model_card import write_model_card
+from example_trainer.output.samples import samples_of
+from example_trainer.output.trained_rows import trained_rows
 from example_trainer.ranks.place import LOST, Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.ranks.ranks import (
     ALONE,
@@ -70,11 +72,9 @@ from example_trainer.ranks.ranks import (
     join,
     told_once_a_machine,
 )
-from example_trainer.samples import samples_of
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.timeline import Timeline
-from example_trainer.trained_rows import trained_rows
 from example_trainer.updates import Plan, Updates
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint

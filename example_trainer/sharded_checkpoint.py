@@ -26,7 +26,7 @@ from atroposlib.wire.bridge import write_policy_version
 from atroposlib.wire.folders import SHARDS, FileRecord
 from example_trainer.errors import TrainerError
 from example_trainer.learner import Learner
-from example_trainer.model_card import write_model_card
+from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about

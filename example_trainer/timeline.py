@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.metrics import Row
+from example_trainer.output.metrics import Row
 
 
 class Timeline:

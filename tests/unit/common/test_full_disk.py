@@ -25,9 +25,9 @@ from atroposlib.record_file import RecordFile
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from example_trainer import grpo
 from example_trainer.launcher.console import PlainConsole
-from example_trainer.metrics import JsonlSink, TensorBoardSink
+from example_trainer.output.metrics import JsonlSink, TensorBoardSink
+from example_trainer.output.step_file import StepFile
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.step_file import StepFile
 from tests.unit.common.disk import fill, small_disk
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve

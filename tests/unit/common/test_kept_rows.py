@@ -17,7 +17,7 @@ from atroposlib.view import rows
 from atroposlib.view.group_files import Filter, GroupFiles
 from atroposlib.view.jsonl_index import Indexer, JsonlIndex, lines_at
 from atroposlib.view.run_files import RunFiles
-from example_trainer.step_file import StepFile
+from example_trainer.output.step_file import StepFile
 from tests.unit.launcher.processes import wait_until
 
 ROW = {"step": 0, "text": "x" * 80}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import TrainerError
-from example_trainer.metrics import JsonlSink
+from example_trainer.output.metrics import JsonlSink
 
 
 def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> None:

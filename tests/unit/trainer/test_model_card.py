@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from example_trainer.model_card import Measured, model_card, write_model_card
+from example_trainer.output.model_card import Measured, model_card, write_model_card
 from example_trainer.settings.config import TrainerConfig
 
 BROADCAST = {"kind": "broadcast"}

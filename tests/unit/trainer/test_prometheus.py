@@ -11,7 +11,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from example_trainer.errors import TrainerError
-from example_trainer.prometheus import PrometheusSink
+from example_trainer.output.prometheus import PrometheusSink
 
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 ROW: dict[str, Any] = {

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
-from example_trainer.metrics import TensorBoardSink, WandbSink
-from example_trainer.samples import NEXT_SEQUENCE, Sample, samples_of
+from example_trainer.output.metrics import TensorBoardSink, WandbSink
+from example_trainer.output.samples import NEXT_SEQUENCE, Sample, samples_of
 from example_trainer.settings.config import TrainerConfig
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from atroposlib.groups import group_id
 from example_trainer.data.batching import make_batch
 from example_trainer.exact.check import NotExact
+from example_trainer.output.step_file import StepFile
+from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import LossSettings
-from example_trainer.step_file import StepFile
-from example_trainer.trained_rows import trained_rows
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.test_trainer_run import feed, train
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from example_trainer import grpo
 from example_trainer.bridges import SyncReport
 from example_trainer.errors import TrainerError
-from example_trainer.metrics import ROW_KEYS
+from example_trainer.output.metrics import ROW_KEYS
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.objectives import PRESETS
 from example_trainer.weights.checkpoint import find_checkpoint

@@ -15,7 +15,7 @@ from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
 from example_trainer.learner import Learner
-from example_trainer.metrics import Row
+from example_trainer.output.metrics import Row
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.step import StepMetrics
 from example_trainer.updates import Plan, Updates, deal_updates, merged

@@ -23,7 +23,7 @@ from atroposlib.errors import reading
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
-from example_trainer.samples import Sample
+from example_trainer.output.samples import Sample
 
 HOST = "127.0.0.1"
 STOP_S = 5.0

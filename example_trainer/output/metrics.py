@@ -20,9 +20,9 @@ from atroposlib.record_file import free_space
 from example_trainer.bridges.base import SyncReport
 from example_trainer.data.batching import Batch
 from example_trainer.errors import TrainerError
-from example_trainer.samples import Sample
+from example_trainer.output.samples import Sample
+from example_trainer.output.step_file import StepFile
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.step_file import StepFile
 
 log = get_logger(__name__)
 
@@ -220,7 +220,7 @@ def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -
     resources.callback(jsonl.close)
     sinks: list[Sink] = [jsonl]
     if config.metrics_port:
-        from example_trainer.prometheus import PrometheusSink  # loads an HTTP server
+        from example_trainer.output.prometheus import PrometheusSink  # loads an HTTP server
 
         sinks.append(PrometheusSink(config.metrics_port, resources))
     if config.tensorboard:
