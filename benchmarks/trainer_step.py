@@ -79,13 +79,13 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from atroposlib.wire.batching import ScoredData
     from example_trainer.data.batching import make_batch
     from example_trainer.data.packing import micro_batches
+    from example_trainer.loss.batch_gradients import batch_gradients
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy
     from example_trainer.optim.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.ranks.ranks import Ranks
     from example_trainer.settings.config import LossSettings, TrainerConfig
-    from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)
     config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP} | settings)

@@ -53,10 +53,10 @@ from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.learner import Learner
+from example_trainer.loss.base import load_objective
 from example_trainer.memory.plan import computes_in
 from example_trainer.model.memory_check import one_line_when_out_of_memory
 from example_trainer.model.rotary import expect_length, length_limit
-from example_trainer.objectives.base import load_objective
 from example_trainer.optim.optimizer import learning_rate
 from example_trainer.output.metrics import open_metrics, open_trained, step_line, step_row
 from example_trainer.output.model_card import write_model_card

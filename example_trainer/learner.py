@@ -25,6 +25,7 @@ from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.data.routing_replay import routing_of
 from example_trainer.exact.check import Comparison
+from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
 from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
@@ -35,7 +36,6 @@ from example_trainer.ranks.partition import has_tp
 from example_trainer.ranks.place import Place
 from example_trainer.ranks.ranks import Ranks, collective
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
 from example_trainer.weights.checkpoint import Progress, restore, sharing
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, reshard

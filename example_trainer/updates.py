@@ -25,11 +25,11 @@ from example_trainer.early import EarlyGradients, Part, together
 from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
 from example_trainer.learner import Learner
+from example_trainer.loss.batch_gradients import OF_SAMPLER, ROUTING, StepMetrics
 from example_trainer.optim.optimizer import expect_finite
 from example_trainer.output.metrics import Row
 from example_trainer.output.trained_rows import Logprobs
 from example_trainer.settings.objectives import LossMean
-from example_trainer.step import OF_SAMPLER, ROUTING, StepMetrics
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import micro_batches
 from example_trainer.exact.check import Comparison, summary
 from example_trainer.exact.model import make_exact
+from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optim.optimizer import make_optimizer, update
 from example_trainer.settings.config import LossSettings, TrainerConfig
-from example_trainer.step import batch_gradients
 from tests.integration.bridge_child import connect
 from tests.integration.conftest import (
     API_KEY,

@@ -18,10 +18,10 @@ from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.data.routing_replay import routing_of, shape_of
+from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings
-from example_trainer.step import StepMetrics, batch_gradients
 from tests.integration.conftest import Server, save_tiny_model, start_server, stop_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -33,19 +33,19 @@ from transformers.utils.logging import disable_progress_bar
 from atroposlib.wire.bridge import SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import this_process
 from example_trainer import learner as learner_module
-from example_trainer import step as step_module
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.data.batching import PLAIN, Sequence, make_batch
 from example_trainer.early import Part, together
 from example_trainer.learner import Learner
+from example_trainer.loss import batch_gradients as step_module
+from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.model.loading import policy
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.ranks.partition import local
 from example_trainer.ranks.place import VARIABLE
 from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.config import LossSettings, TrainerConfig
-from example_trainer.step import StepMetrics
 from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
 from tests.unit.bridge.test_single_copy_bridge import FakeVllm

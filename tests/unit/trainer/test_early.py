@@ -17,9 +17,9 @@ from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.early import EarlyGradients
 from example_trainer.learner import Learner
+from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.step import StepMetrics
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.test_trainer_run import weights
 from tests.unit.trainer.test_trainer_with_api import real_api

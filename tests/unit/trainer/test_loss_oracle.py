@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from atroposlib.envs.payloads import group_items
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
+from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.settings.config import LossSettings
-from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 CPU = torch.device("cpu")

@@ -13,14 +13,14 @@ from example_trainer import grpo
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
+from example_trainer.loss.base import kl_estimate, load_objective
+from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.clip import clipped_surrogate
+from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
-from example_trainer.objectives.base import kl_estimate, load_objective
-from example_trainer.objectives.clip import clipped_surrogate
-from example_trainer.objectives.terms import TokenTerms
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.settings.objectives import OBJECTIVES
-from example_trainer.step import batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 

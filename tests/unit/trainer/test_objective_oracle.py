@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.packing import micro_batches
+from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import PRESETS, Algorithm
-from example_trainer.step import batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from example_trainer.bridges import BridgeError
 from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.data.packing import micro_batches, with_old_logprobs
 from example_trainer.exact.check import Comparison
+from example_trainer.loss.batch_gradients import OF_SAMPLER, StepMetrics, batch_gradients
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings, TrainerConfig
-from example_trainer.step import OF_SAMPLER, StepMetrics, batch_gradients
 from tests.unit.envs.fakes import CountingEnv, server_config
 from tests.unit.envs.fakes import config as env_config
 from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, item, model_folder, tiny_model

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from example_trainer.data.packing import MicroBatch
 from example_trainer.exact.check import Comparison
+from example_trainer.loss.base import LARGEST, kl_estimate, load_objective
+from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
-from example_trainer.objectives.base import LARGEST, kl_estimate, load_objective
-from example_trainer.objectives.terms import TokenTerms
 from example_trainer.ranks.ranks import ALONE, Ranks
 from example_trainer.settings.config import LossSettings
 

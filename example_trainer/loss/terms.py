@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from example_trainer.data.packing import MicroBatch
-from example_trainer.objectives.base import TokenLoss, kl_estimate, with_penalties
-from example_trainer.objectives.corrections import importance_weights, too_far_off_policy
-from example_trainer.objectives.ratios import Sequences, log_ratios, of_sequences
+from example_trainer.loss.base import TokenLoss, kl_estimate, with_penalties
+from example_trainer.loss.corrections import importance_weights, too_far_off_policy
+from example_trainer.loss.ratios import Sequences, log_ratios, of_sequences
 from example_trainer.settings.config import LossSettings
 
 Metrics = dict[str, Tensor]
