@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.saves import Saves
 from example_trainer.ranks.place import Place
 from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights.checkpoint import Progress
 
 SHAPE: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}

@@ -50,7 +50,7 @@ def run_rank(work: Path) -> None:
 
     from atroposlib.wire.batching import ScoredData
     from example_trainer.data.batching import make_batch
-    from example_trainer.learner import Learner
+    from example_trainer.loop.learner import Learner
     from example_trainer.ranks.ranks import collective, join
     from example_trainer.settings.config import TrainerConfig
 

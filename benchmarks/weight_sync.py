@@ -44,7 +44,7 @@ from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.bridges import make_bridge
 from example_trainer.grpo import keep_weights
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
 from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig

@@ -42,17 +42,20 @@ from atroposlib.groups import Needs
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.utf8 import restart_in_utf8
 from atroposlib.wire.batching import Registration
-from example_trainer.api_client import ApiClient
-from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.routing_replay import shape_of
-from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
-from example_trainer.learner import Learner
+from example_trainer.loop.api_client import ApiClient
+from example_trainer.loop.bad_data import BadBatches, RejectionBudget
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.overlap import EarlyGradients
+from example_trainer.loop.saves import Saves
+from example_trainer.loop.timeline import Timeline
+from example_trainer.loop.updates import Plan, Updates
 from example_trainer.loss.base import load_objective
 from example_trainer.memory.plan import computes_in
 from example_trainer.model.memory_check import one_line_when_out_of_memory
@@ -73,9 +76,6 @@ from example_trainer.ranks.ranks import (
     told_once_a_machine,
 )
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.sharded_checkpoint import Saves
-from example_trainer.timeline import Timeline
-from example_trainer.updates import Plan, Updates
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.weights.written import remove_leftovers

@@ -62,7 +62,7 @@ class Ours:
 
         from atroposlib.wire.batching import ScoredData
         from example_trainer.grpo import prepare_torch
-        from example_trainer.learner import Learner
+        from example_trainer.loop.learner import Learner
         from example_trainer.model.fused_norms import plain_norms
         from example_trainer.model.loading import packed_attention
         from example_trainer.ranks.ranks import join

@@ -16,7 +16,7 @@ from atroposlib.envs.outcomes import FREE_DROPS, pause_s
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import Registration
-from example_trainer.api_client import ApiClient
+from example_trainer.loop.api_client import ApiClient
 from tests.unit.envs.fakes import Api, CountingEnv, config, running_api, server_config
 from tests.waiting import until
 

@@ -25,9 +25,9 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import PostedData, Registration
 from atroposlib.wire.routes import SCORED_DATA
-from example_trainer.api_client import ApiClient, ApiError
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.loop.api_client import ApiClient, ApiError
 
 KEY = "key-that-nobody-else-may-see"
 MESSAGES: Any = [{"role": "user", "content": "a prompt"}]

@@ -21,12 +21,12 @@ import torch
 
 import example_trainer.weights.checkpoint as whole
 from atroposlib.files import write_whole
-from example_trainer import sharded_checkpoint
 from example_trainer.errors import TrainerError
-from example_trainer.learner import Learner
+from example_trainer.loop import saves as sharded_checkpoint
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.saves import Saves
 from example_trainer.ranks.ranks import join
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
 from example_trainer.weights.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.weights.written import put_in_place

@@ -20,9 +20,10 @@ from example_trainer.before_torch import check_before_torch
 if __name__ == "__main__":
     check_before_torch()
 
-from example_trainer import grpo, learner
+from example_trainer import grpo
 from example_trainer.bridges.direct import RowSender
 from example_trainer.errors import TrainerError
+from example_trainer.loop import learner
 from example_trainer.ranks import ranks
 from example_trainer.ranks.place import Place
 from tests.unit.trainer.process_memory import anonymous_memory

@@ -32,12 +32,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.wire.bridge import SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import this_process
-from example_trainer import learner as learner_module
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.data.batching import PLAIN, Sequence, make_batch
-from example_trainer.early import Part, together
-from example_trainer.learner import Learner
+from example_trainer.loop import learner as learner_module
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
 from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.model.loading import policy

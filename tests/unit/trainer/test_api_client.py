@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from atroposlib.wire.batching import Registration, ScoredData
 from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
-from example_trainer.api_client import ApiClient, ApiError
+from example_trainer.loop.api_client import ApiClient, ApiError
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
 from tests.unit.trainer.test_trainer_with_api import real_api

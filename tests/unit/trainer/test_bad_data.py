@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from atroposlib.api.server import create_app
 from atroposlib.groups import Needs, Untrainable, check
 from example_trainer import grpo
-from example_trainer.bad_data import Rejection, RejectionBudget
 from example_trainer.data.batching import make_batch
 from example_trainer.errors import TrainerError
+from example_trainer.loop.bad_data import Rejection, RejectionBudget
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, model_folder, serve
 

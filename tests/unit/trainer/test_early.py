@@ -15,8 +15,8 @@ import torch
 from example_trainer import grpo
 from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.batching import Sequence as Sampled
-from example_trainer.early import EarlyGradients
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig

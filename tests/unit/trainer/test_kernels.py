@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from example_trainer.errors import TrainerError
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.saves import Saves
 from example_trainer.model.cpu_kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.model.loading import cpu_kernels
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights.checkpoint import Progress
 from tests.unit.trainer.fakes import model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences

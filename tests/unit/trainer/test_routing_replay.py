@@ -18,15 +18,15 @@ from atroposlib.wire.batching import RoutingShape
 from example_trainer.data.batching import Sequence, make_batch
 from example_trainer.data.packing import MicroBatch, micro_batches
 from example_trainer.data.routing_replay import UNKNOWN, Routing, routers_of, routing_of, shape_of
-from example_trainer.early import Part, together
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Comparison
+from example_trainer.loop.overlap import Part, together
+from example_trainer.loop.updates import merged
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.ranks.ranks import _array, _pack_array
 from example_trainer.settings.config import LossSettings
-from example_trainer.updates import merged
 from tests.unit.trainer.fakes import SHAPE, VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")

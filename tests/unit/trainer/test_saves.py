@@ -16,10 +16,10 @@ from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.train import find_model
-from example_trainer.learner import HOST_RESERVE, Learner
+from example_trainer.loop.learner import HOST_RESERVE, Learner
+from example_trainer.loop.saves import Saves
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
 from example_trainer.weights.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.weights.shards import ShardFiles
@@ -123,7 +123,7 @@ def test_without_memory_for_a_copy_training_waits_until_the_same_file_is_written
     saves.complete()
     shard = "shards/rank_0.safetensors"
     copied = (tmp_path / "saved/step_1" / shard).read_bytes()
-    monkeypatch.setattr("example_trainer.learner.available_memory", lambda: HOST_RESERVE)
+    monkeypatch.setattr("example_trainer.loop.learner.available_memory", lambda: HOST_RESERVE)
     saves.save(Progress(2, 1, 1))  # the memory of the first copy is kept
     saves.complete()
     assert "written while training waits" not in caplog.text
@@ -209,7 +209,7 @@ def test_the_format_follows_the_model_unless_it_is_given(make: Make) -> None:
 
 
 def test_large_models_are_saved_in_shards(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("example_trainer.sharded_checkpoint.LARGE_PARAMETERS", 1000)
+    monkeypatch.setattr("example_trainer.loop.saves.LARGE_PARAMETERS", 1000)
     assert make(checkpoint_format="auto")[1].sharded
     assert not make(checkpoint_format="auto", optimizer="adafactor")[1].sharded
 

@@ -2,7 +2,7 @@
 
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.timeline import Timeline
+from example_trainer.loop.timeline import Timeline
 
 
 class Server(VllmClient):

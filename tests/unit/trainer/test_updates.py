@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.bad_data import BadBatches
 from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
-from example_trainer.learner import Learner
+from example_trainer.loop.bad_data import BadBatches
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.updates import Plan, Updates, deal_updates, merged
 from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.output.metrics import Row
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.updates import Plan, Updates, deal_updates, merged
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.test_packing import make_sequence
 from tests.unit.trainer.test_trainer_run import config, rows, train, weights

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from example_trainer.bad_data import BadBatches
 from example_trainer.data.batching import Batch, Sequence
-from example_trainer.early import EarlyGradients, Part, together
 from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
-from example_trainer.learner import Learner
+from example_trainer.loop.bad_data import BadBatches
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.overlap import EarlyGradients, Part, together
 from example_trainer.loss.batch_gradients import OF_SAMPLER, ROUTING, StepMetrics
 from example_trainer.optim.optimizer import expect_finite
 from example_trainer.output.metrics import Row

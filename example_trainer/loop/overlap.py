@@ -21,7 +21,7 @@ from example_trainer.data.batching import Batch
 from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.data.packing import fed_length
 from example_trainer.exact.check import Comparison
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
 from example_trainer.loss.base import LARGEST
 from example_trainer.loss.batch_gradients import OF_BATCH, OF_SAMPLER, ROUTING, StepMetrics
 

@@ -25,7 +25,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import write_policy_version
 from atroposlib.wire.folders import SHARDS, FileRecord
 from example_trainer.errors import TrainerError
-from example_trainer.learner import Learner
+from example_trainer.loop.learner import Learner
 from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig

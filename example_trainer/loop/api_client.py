@@ -27,8 +27,8 @@ from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
 from atroposlib.wire.batching import BatchReply, ScoredData
 from atroposlib.wire.routes import Route
-from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
+from example_trainer.loop.bad_data import Rejection
 
 HEARTBEAT_S = 5.0
 MAX_REASON = 1000  # characters
