@@ -14,9 +14,9 @@ import msgspec
 import psutil
 from msgspec import Meta
 
+from example_trainer.bridges.server_process import SHARED_MEMORY, mapped_shared_memory
 from example_trainer.launcher.processes import boot_id
 from example_trainer.launcher.records import ForeignRecord, Record, Records
-from example_trainer.server_process import SHARED_MEMORY, mapped_shared_memory
 
 NOTES = ".shared"  # in the directory of records
 Name = Annotated[str, Meta(pattern=r"^[^/]+$")]
