@@ -4,7 +4,7 @@
     atropos doctor --live http://HOST:PORT          the weights of a running server alone
 
 It changes nothing and imports neither torch nor vLLM. doctor_checks.py and device_checks.py contain the checks,
-example_trainer/live_weights.py compares weights. A host that does not answer costs 2 s.
+example_trainer/check_served_weights.py compares weights. A host that does not answer costs 2 s.
 """
 
 import contextlib
@@ -308,7 +308,7 @@ def live(config: DoctorConfig) -> Iterator[Finding]:
     print(f"Comparing the weights of {', '.join(urls)} (at most {LIVE_S} s)", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "example_trainer.live_weights", *flags],
+            [sys.executable, "-m", "example_trainer.check_served_weights", *flags],
             env={**os.environ, **key, "PYTHONPATH": path},
             capture_output=True,
             text=True,

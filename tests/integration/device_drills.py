@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.live_weights import finding
+from example_trainer.check_served_weights import finding
 from example_trainer.settings.gpus import visible_gpus
 from tests.integration.conftest import API_KEY, Server, start_server, stop_server
 from tests.integration.test_bridge import PROMPT, finish, read_until, start_child

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.live_weights import finding
+from example_trainer.check_served_weights import finding
 from example_trainer.weights.written import TrainedModel
 from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied

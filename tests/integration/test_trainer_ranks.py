@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.live_weights import finding
+from example_trainer.check_served_weights import finding
 from tests.integration.conftest import API_KEY, REPOSITORY, Server
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT, sync_and_probe
