@@ -40,7 +40,7 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
 from example_trainer.loss.batch_gradients import StepMetrics
-from example_trainer.model.loading import policy
+from example_trainer.model import policy
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.ranks.partition import local
 from example_trainer.ranks.place import VARIABLE

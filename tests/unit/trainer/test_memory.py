@@ -13,7 +13,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import Room, Training, total
 from example_trainer.memory.plan import single_copy as of_single_copy
-from example_trainer.model.loading import memory_check
+from example_trainer.model import memory_check
 from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.bridges import SingleCopy
