@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from example_trainer.output.plot import Rows, read_rows
+from example_trainer.plot import Rows, read_rows
 
 GROUPS_PER_BATCH = 8  # of the recipe
 RIGHT = 0.9

@@ -31,7 +31,7 @@ from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
 from benchmarks.shared.launched import launched
 from example_trainer.errors import TrainerError
-from example_trainer.output.plot import Rows, read_rows
+from example_trainer.plot import Rows, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = 5  # steps at the end of a run whose mean reward the table has

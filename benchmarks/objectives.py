@@ -21,7 +21,7 @@ from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
 from benchmarks.shared.launched import launched
 from example_trainer.errors import TrainerError
-from example_trainer.output.plot import read_rows
+from example_trainer.plot import read_rows
 from example_trainer.settings.objectives import Algorithm
 
 FIGURES = ("reward_mean", "grad_norm", "entropy", "ratio_clipped_frac", "ratio_max", "step_s")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atroposlib.errors import one_line_errors
 from benchmarks.shared.launched import launched
-from example_trainer.output.plot import Rows, read_rows
+from example_trainer.plot import Rows, read_rows
 
 ARMS = {
     "alternating": ["--trainer.no-overlap"],

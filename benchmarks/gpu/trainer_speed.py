@@ -63,8 +63,8 @@ class Ours:
         from atroposlib.wire.batching import ScoredData
         from example_trainer.grpo import prepare_torch
         from example_trainer.loop.learner import Learner
-        from example_trainer.model.fused_norms import plain_norms
         from example_trainer.model import packed_attention
+        from example_trainer.model.fused_norms import plain_norms
         from example_trainer.ranks.ranks import join
         from example_trainer.settings.config import TrainerConfig
 
@@ -92,8 +92,8 @@ class Ours:
 
     def apply(self, variant: Found) -> None:
         """Set what the variant names, and the rest as the product has set it."""
-        from example_trainer.model.fused_norms import fuse_norms
         from example_trainer.model import packed_attention
+        from example_trainer.model.fused_norms import fuse_norms
 
         precision = {True: "high", False: "highest", None: self.precision}[variant.get("tf32")]
         torch.set_float32_matmul_precision(precision)

@@ -52,7 +52,7 @@ class Sequence:
     rollout: int = 0  # place in the batch of the rollout that it belongs to
     old_logprobs: NDArray[np.float32] | None = None  # under the policy before this batch's first update, if recomputed
     routed_experts: NDArray[np.uint16] | None = None  # the sampler's, [length - 1, layers, top_k]; None if unknown
-    weight: float = 1.0  # of each trained token in the mean that the step minimises (averaging.py)
+    weight: float = 1.0  # of each trained token in the mean that the step minimises (loss_weights.py)
 
     @property
     def trained_tokens(self) -> int:

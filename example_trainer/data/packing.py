@@ -34,14 +34,14 @@ class MicroBatch:
     sampler_logprobs: Tensor  # [R], NaN where the environment gave none
     old_logprobs: Tensor  # [R], what ratios are against: the sampler's, or recomputed before the batch's first update
     advantages: Tensor  # [R]
-    weights: Tensor  # [R], what each token counts in the mean (averaging.py)
+    weights: Tensor  # [R], what each token counts in the mean (loss_weights.py)
     temperatures: Tensor  # [R]
     reference_logprobs: Tensor  # [R], NaN where the environment gave none
     truncation: tuple[Tensor, Tensor] | None = (
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
     compared: Tensor | None = None  # [R], whether the sampler's log-probability is known; None where all are
-    routing: Tensor | None = None  # [T, layers, top_k], the sampler's experts (routing.py); None where none are known
+    routing: Tensor | None = None  # [T, layers, top_k], the sampler's experts (routing_replay.py); None where none are known
     recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
     parents: tuple[int, ...] | None = None  # the segment that each one continues, or -1; None: all are whole sequences

@@ -1,10 +1,10 @@
 """The check of every step: does each trained token have the sampler's log-probability, bit for bit?
 
-    step.py ──(token, sampler's, ours) a chunk──▶ Comparison ──▶ judge: metrics, summary, table, stop
+    loss/batch_gradients.py ──(token, sampler's, ours) a chunk──▶ Comparison ──▶ judge: metrics, summary, table, stop
 
 With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact
 strict` stops the run at the first step where it is not and keeps that step's batch and weights for `python -m
-example_trainer.exact.replay`. Without it the same numbers are metrics, and a batch with a mean difference above
+example_trainer.replay`. Without it the same numbers are metrics, and a batch with a mean difference above
 --mismatch-limit is a bad one (`bad_data.py`): it makes no update, and several in a row stop a run that has gone
 wrong.
 """
@@ -205,7 +205,7 @@ class Exactness:
                     raise NotExact(
                         f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ"
                         f" (--bit-exact strict), by at most {row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for:"
-                        f" python -m example_trainer.exact.replay {self._keep(self.served, step, batch, model)}"
+                        f" python -m example_trainer.replay {self._keep(self.served, step, batch, model)}"
                     )
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:

@@ -1,6 +1,6 @@
 """Differentiable functions whose forward pass is a batch-invariant kernel. Backward passes are ordinary formulas.
 
-Used by exact_model.py (CPU) and exact_cuda.py; the kernels are those of vllm_patching/batch_invariant, which have no
+Used by model.py (CPU) and cuda.py; the kernels are those of vllm_patching/batch_invariant, which have no
 gradients.
 """
 

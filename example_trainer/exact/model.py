@@ -3,7 +3,7 @@
 `make_exact(model, dtype, tp_size)` replaces what the modules of a loaded Llama, Qwen2 or Qwen3 compute; parameters,
 names and checkpoints do not change. Forward passes are those of vllm_patching/batch_invariant; backward passes are
 ordinary formulas, as accurate as the model's own. Parameters may be float32 masters of a model served in bfloat16: they
-are rounded on the way in. This module is for CPUs; exact_cuda.py does the same on a GPU.
+are rounded on the way in. This module is for CPUs; cuda.py does the same on a GPU.
 """
 
 import re

@@ -396,7 +396,7 @@ def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlag
 
 def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[str]) -> Tree:
     """`content` of a file without vLLM's tensor-parallel size where a typed --tp-size decides it: that of a single
-    copy (layout.py), which has as many.
+    copy (placement/gpus.py), which has as many.
     """
     mode = MODES.get(str((content.get("bridge") or {}).get("kind")))
     ranks = _typed(typed, "tp-size") or given.tp_size

@@ -1,4 +1,4 @@
-"""The doctor's checks of devices and memory: pure functions, as in doctor_checks.py. Estimates, in bytes."""
+"""The doctor's checks of devices and memory: pure functions, as in checks/checks.py. Estimates, in bytes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations

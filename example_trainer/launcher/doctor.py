@@ -3,7 +3,7 @@
     atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
     atropos doctor --live http://HOST:PORT          the weights of a running server alone
 
-It changes nothing and imports neither torch nor vLLM. doctor_checks.py and device_checks.py contain the checks,
+It changes nothing and imports neither torch nor vLLM. checks/checks.py and device_checks.py contain the checks,
 example_trainer/check_served_weights.py compares weights. A host that does not answer costs 2 s.
 """
 

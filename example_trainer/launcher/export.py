@@ -1,4 +1,4 @@
-"""`atropos export`: a Hugging Face directory from a sharded checkpoint, by example_trainer/weights/export.py, which loads
+"""`atropos export`: a Hugging Face directory from a sharded checkpoint, by example_trainer/export.py, which loads
 torch.
 """
 
@@ -21,5 +21,5 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Export. Returns the exit status."""
     options = parser().parse_args(argv)
-    command = [sys.executable, "-m", "example_trainer.weights.export", options.checkpoint, options.directory]
+    command = [sys.executable, "-m", "example_trainer.export", options.checkpoint, options.directory]
     return subprocess.run(command, check=False).returncode

@@ -1,6 +1,6 @@
 """The far end of a service on another machine: a script that needs nothing but Python.
 
-    remote.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
+    services/remote_client.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
               ◀─stdout── what the service writes; and a line with NUL a second: this machine lives
 
 It ends the service when no sign of life comes: the launcher has ended, was killed, or cannot be reached. So nothing
@@ -34,7 +34,7 @@ def main() -> int:
     if why := prepare(job):
         print(f"{job['name']}: error: {why}", flush=True)
         return REFUSED
-    # become.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
+    # services/exec_child.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
     become = str(Path(__file__).with_name("become.py"))
     cores = ",".join(map(str, job["cores"]))
     child = subprocess.Popen(

@@ -5,7 +5,7 @@
     10.0.0.3 vllm              # or, on every line: `trainer` or `vllm` alone
 
 The first line is the machine on which the command is typed. What runs on the others is started there by a command of
-the user's (`--remote-command`), one for each service, and watched from here (remote.py).
+the user's (`--remote-command`), one for each service, and watched from here (services/remote_client.py).
 """
 
 import re

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 def draw(runs: Sequence[Path], out: Path) -> int:
     """The plot of these runs. Returns the exit status, 1 with a line on stderr if there is nothing to draw."""
-    from example_trainer.output.plot import main as plot
+    from example_trainer.plot import main as plot
 
     first = runs[0] / "evaluations.jsonl"
     evaluations = ["--evaluations", str(first)] if len(runs) == 1 and first.is_file() else []

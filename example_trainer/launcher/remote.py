@@ -1,6 +1,6 @@
 """A service on another machine, as the supervisor holds it here.
 
-    supervisor ──▶ this process ──▶ ssh HOST python far_end.py ──▶ the service
+    supervisor ──▶ this process ──▶ ssh HOST python services/remote_agent.py ──▶ the service
        log    ◀── what it writes ◀────────────────────────────────┘
 
 `--remote-command` starts a process on the host; nothing else is asked of the machines. Files and variables of the
@@ -83,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of this program, which services.py writes the command line of."""
+    """Of this program, which services/plan.py writes the command line of."""
     found = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
     found.add_argument("--host", required=True)
     found.add_argument("--name", required=True)

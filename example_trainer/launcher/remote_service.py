@@ -1,4 +1,4 @@
-"""A service as it runs on a machine of --hosts: as it is on this one, by remote.py on another."""
+"""A service as it runs on a machine of --hosts: as it is on this one, by services/remote_client.py on another."""
 
 import shlex
 import sys

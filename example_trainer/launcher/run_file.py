@@ -6,9 +6,9 @@ A file on top of another is merged over it key by key. Its overlays apply at its
 `by_dataset: {arithmetic: ...}` and `by_bridge: {lora: ...}` hold what one of these changes, and a file on top, like
 every flag, beats them. An overlay may have a `base` of its own.
 
-The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services.py adds the settings
+The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services/plan.py adds the settings
 that connect the programs, and each program checks its own section. `vllm` may be a list (servers.py), and `layout`
-assigns GPUs and CPU cores (layout.py, core_layout.py). This module loads neither torch nor vLLM.
+assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

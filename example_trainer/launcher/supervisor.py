@@ -8,7 +8,7 @@
                  └ all that may end have ended with status 0 ────────────────────▶ 0 ───────────┘
 
 - All start at once. Each waits for the services that it needs.
-- Every service leads a session of its own, and is recorded before it runs (become.py, records.py): when a launcher is
+- Every service leads a session of its own, and is recorded before it runs (services/exec_child.py, records.py): when a launcher is
 killed, the kernel sends its services TERM, and `atropos stop` ends those that ignore it.
 - A signal only sets a flag, so it is safe at any moment; the flag is checked several times a second.
 - The leader of a group that we started stays unreaped until the group is gone: until then the kernel gives its number
@@ -107,7 +107,7 @@ class _Signals:
 class Supervisor:
     """Owns the run's directory from `__enter__` to `__exit__`, which ends every service in every case. Use it in the
     main thread. Listeners are called in it too. `watch` is asked several times a second what else there is to tell
-    (diagnosis.py).
+    (console/idle_reason.py).
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     a batch's sequences ──deal──▶ this rank's micro-batches ──▶ gradients, summed over ranks ──clip──▶ update
 
 Every rank holds a Learner, over its own shards of the weights. Methods marked `collective` run on all of them when rank
-0 calls them (parallel.py). With one rank in float32 the model is not sharded and FSDP2 is not used.
+0 calls them (ranks/ranks.py). With one rank in float32 the model is not sharded and FSDP2 is not used.
 """
 
 from collections.abc import Callable, Mapping

@@ -29,11 +29,11 @@ class TokenLoss(Protocol):
 
 
 def load_objective(name: str) -> TokenLoss:
-    """The objective of that name (objectives/NAME.py), or of that import path: a function, or a module with a function
+    """The objective of that name (loss/NAME.py), or of that import path: a function, or a module with a function
     `token_loss`. Raises TrainerError.
     """
     if name in OBJECTIVES:
-        return cast(TokenLoss, importlib.import_module(f"example_trainer.settings.objectives.{name}").token_loss)
+        return cast(TokenLoss, importlib.import_module(f"example_trainer.loss.{name}").token_loss)
     try:
         found = pkgutil.resolve_name(name)
         if isinstance(found, ModuleType):

@@ -1,7 +1,7 @@
 """The gradient of one batch: every micro-batch adds its share of one weighted mean over all sampled tokens, so
 accumulation is exact.
 
-What each token counts is decided with the batch (averaging.py). Groups of equal scores count in the divisor. Their
+What each token counts is decided with the batch (data/loss_weights.py). Groups of equal scores count in the divisor. Their
 policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few groups
 still teach something therefore has a proportionally small gradient. AdamW does not depend on the gradient's scale, so
 its step is hardly smaller (docs/trainer.md).
@@ -45,7 +45,7 @@ def batch_gradients(
     differences from the sampler's log-probabilities (None where no token has them), and the metrics that the objective
     names itself.
 
-    `loss_divisor` is that of the batch (averaging.py), by default the tokens trained here.
+    `loss_divisor` is that of the batch (data/loss_weights.py), by default the tokens trained here.
     `comparison` is told every token's two log-probabilities.
 
     With several `ranks` the batches are this rank's share, and the result is of all; every rank calls this, with as

@@ -1,4 +1,4 @@
-"""Compares the plan of memory_plan.py with this machine before anything is loaded, and reports in one line when memory
+"""Compares the plan of memory/plan.py with this machine before anything is loaded, and reports in one line when memory
 still runs out. Importing this module loads no torch.
 """
 

@@ -1,6 +1,6 @@
 """Which of the trainer's ranks this process is, and how a rank takes signals.
 
-    grpo.py --trainer-ranks 2   starts its ranks itself (rank_parent.py)
+    grpo.py --trainer-ranks 2   starts its ranks itself (spawn.py)
     torchrun ... grpo.py        starts them on one machine or several
 
 Rank 0 has resources that must be closed, such as the session with vLLM: Ctrl-C and TERM end it in order. The others
@@ -211,13 +211,13 @@ def begin_rank(place: Place) -> None:
         raise SystemExit(128 + signal.SIGTERM)
     if first:
         threading.Thread(target=_outlive_briefly, args=(starter,), name="TrainerParent", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # rank_parent.py has blocked them until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # spawn.py has blocked them until here
 
 
 def _end_in_order(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise what closes everything, once: Ctrl-C in a terminal reaches a rank twice, directly and from its parent."""
     ignore_signals()
-    if signum == signal.SIGINT and VARIABLE not in os.environ:  # rank_parent.py prints it for the ranks that it started
+    if signum == signal.SIGINT and VARIABLE not in os.environ:  # spawn.py prints it for the ranks that it started
         os.write(sys.stderr.fileno(), b"grpo: interrupted\n")
     raise SystemExit(128 + signum)
 

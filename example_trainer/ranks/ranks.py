@@ -55,7 +55,7 @@ FAILURES = "failures"  # how many ranks have failed, in the store
 class RanksLost(TrainerError):
     """Another rank of this trainer ended, or was silent for --dist-timeout-s."""
 
-    exit_status = LOST  # tells rank_parent.py, which knows why, from errors that are reported already
+    exit_status = LOST  # tells spawn.py, which knows why, from errors that are reported already
 
 
 class ToldElsewhere(TrainerError):
@@ -79,7 +79,7 @@ class Ranks:
     """This rank among `size`. `Ranks()` is the trainer of one process, which needs no process group.
 
     `mesh` is what the weights are spread over: ("shard",), ("replicate", "shard"), or one of them and "tp" behind it
-    (rank_parts.py). The ranks along "tp" compute the same micro-batches; they are one of `shares` of a batch.
+    (partition.py). The ranks along "tp" compute the same micro-batches; they are one of `shares` of a batch.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concaten
 
 
 def join(config: TrainerConfig, device: torch.device) -> Ranks:
-    """Meet the other ranks that torchrun or rank_parent.py started. Raises TrainerError."""
+    """Meet the other ranks that torchrun or spawn.py started. Raises TrainerError."""
     place = Place.of_this_process()
     rank, size = place.rank, place.size
     if config.trainer_ranks not in ("auto", size):

@@ -1,5 +1,5 @@
 """The trainer's configuration: every flag of `example_trainer/grpo.py`, its bounds and its default, by section of
-`--help`. The weight bridge modes and their own settings are in modes.py.
+`--help`. The weight bridge modes and their own settings are in bridges.py.
 
 Filled by `atroposlib.config.load_config` from flags, a YAML file and environment variables before a socket or a
 device is touched. This module imports neither torch nor vLLM, so that launchers can read it cheaply.
@@ -35,7 +35,7 @@ from example_trainer.settings.servers import VllmServers
 M = TypeVar("M", bound=Mode)
 
 MICRO_BATCH_TOKENS, LOGITS_CHUNK_MB = 2048, 128
-Kernels = Literal["torch", "onednn", "bfloat16"]  # kernels.py
+Kernels = Literal["torch", "onednn", "bfloat16"]  # model/cpu_kernels.py
 
 
 class ModelSettings(Config):

@@ -25,10 +25,10 @@ PLANTED = {
     "Inside atroposlib imports go down": ("atroposlib.wire.batching", "atroposlib.names"),
     "The wire is msgspec": ("atroposlib.wire.batching", "pydantic"),
     "atroposlib and the environments load neither": ("atroposlib.grading.extraction", "torch"),
-    "Nothing in the product imports atroposlib.compat": ("example_trainer.output.plot", "atroposlib.compat.io"),
+    "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
     "The trainer loads nothing that only": ("example_trainer.loss.batch_gradients", "vllm_patching.worker"),
-    "The launcher stands above all": ("example_trainer.output.plot", "example_trainer.launcher.runs"),
+    "The launcher stands above all": ("example_trainer.plot", "example_trainer.launcher.runs"),
     "The launcher loads neither": ("example_trainer.launcher.layout", "torch"),
     "--help and --dry-run load no torch": ("example_trainer.settings.servers", "transformers"),
 }

@@ -1,4 +1,4 @@
-"""A service on another machine, by both ends of remote.py; the remote command is one that runs on this machine."""
+"""A service on another machine, by both ends of services/remote_client.py; the remote command is one that runs on this machine."""
 
 import json
 import os

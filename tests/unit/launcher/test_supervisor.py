@@ -387,7 +387,7 @@ def processes_that_name(run: Path) -> list[int]:
 
 
 def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_path: Path) -> None:
-    """What it starts waits for the record (become.py)."""
+    """What it starts waits for the record (services/exec_child.py)."""
     script = (
         "import os, subprocess, sys\n"
         "command = [sys.executable, sys.argv[1], str(os.getpid()), '', 'touch', sys.argv[2]]\n"

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer import grpo
+from example_trainer import grpo, replay
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
-from example_trainer.exact import check, replay
+from example_trainer.exact import check
 from example_trainer.exact.check import Comparison, Exactness, NotExact, summary
 from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model

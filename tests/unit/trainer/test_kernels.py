@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from example_trainer.errors import TrainerError
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.saves import Saves
-from example_trainer.model.cpu_kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.model import cpu_kernels
+from example_trainer.model.cpu_kernels import fastest, kernels_of_run, use_kernels
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from example_trainer.output import plot
+from example_trainer import plot
 
 
 def write_rows(path: Path, rows: list[dict[str, float | None]], unfinished: str = "") -> Path:

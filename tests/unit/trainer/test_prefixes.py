@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from example_trainer.data.batching import Sequence, make_batch
 from example_trainer.data.packing import MicroBatch, deal_shared, fed_length, micro_batches, with_old_logprobs
 from example_trainer.data.prefixes import PASS, cut, distinct_tokens, lay_out, most_tokens, tree_order
-from example_trainer.model.loading import attention_blocks, packed_attention
+from example_trainer.model import attention_blocks, packed_attention
 from example_trainer.model.packed_attention import PACKED_SDPA, packed_sdpa
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
 from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model

@@ -1,9 +1,9 @@
-"""reward.png from a run's files: `python -m example_trainer.output.plot metrics.jsonl --evaluations evaluations.jsonl --out
+"""reward.png from a run's files: `python -m example_trainer.plot metrics.jsonl --evaluations evaluations.jsonl --out
 reward.png`.
 
 Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with
 `policy_version` and `accuracy`; without it the accuracies of metrics.jsonl are drawn. Several metrics files are
-compared: one curve of rewards each, labelled by its directory, e.g. `python -m example_trainer.output.plot
+compared: one curve of rewards each, labelled by its directory, e.g. `python -m example_trainer.plot
 runs/*/metrics.jsonl --out compare.png`.
 """
 

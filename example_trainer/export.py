@@ -1,6 +1,6 @@
 """A Hugging Face directory from a sharded checkpoint, tensor by tensor: the model is never whole in memory.
 
-python -m example_trainer.weights.export CHECKPOINT NEW_DIRECTORY       atropos export is the same command
+python -m example_trainer.export CHECKPOINT NEW_DIRECTORY       atropos export is the same command
 """
 
 import argparse

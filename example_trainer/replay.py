@@ -1,6 +1,6 @@
 """Repeat the comparison of a step that `--bit-exact strict` stopped at.
 
-    python -m example_trainer.exact.replay logs/bit_exact_step_7/batch.pt
+    python -m example_trainer.replay logs/bit_exact_step_7/batch.pt
 
 Computes the kept sequences with the kept weights as the run did, prints the summary and the differing tokens, and
 exits 0 if none differ, 1 if some do: then the difference is reproducible here, without vLLM, and the table says
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-"):
         argv = ["--file", *argv]
-    config = load_config(ReplayConfig, argv, prog="python -m example_trainer.exact.replay")
+    config = load_config(ReplayConfig, argv, prog="python -m example_trainer.replay")
     if not config.file.is_file():
         print(
             f"replay: error: {config.file} does not exist; give the batch.pt that a strict run named", file=sys.stderr
