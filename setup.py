@@ -16,7 +16,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-CODE = find_packages(str(ROOT), include=["atroposlib*", "example_trainer*", "vllm_patching*"])
+CODE = find_packages(str(ROOT), include=["atropos_launcher*", "atroposlib*", "example_trainer*", "vllm_patching*"])
 INSTALLED_AS = {
     "atropos_environments": "environments",
     "example_trainer.recipes": "recipes",

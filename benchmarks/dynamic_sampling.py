@@ -161,7 +161,7 @@ def main() -> None:
     for seed in [] if options.read else options.seeds:
         for arm in ARMS:
             words = flags(arm, seed, options.steps, options.max_items, options.runs)
-            subprocess.run([sys.executable, "-m", "example_trainer.launcher", *words], check=True)
+            subprocess.run([sys.executable, "-m", "atropos_launcher", *words], check=True)
             folders.append(options.runs / f"{arm}-{seed}")
     runs = [read_run(folder) for folder in folders if (folder / "evaluations.jsonl").is_file()]
     print(table(runs))

@@ -305,7 +305,7 @@ launch() {
   if [[ " train quickstart evaluate gpu-check status stop logs plot push " == *" $1 "* ]]; then
     set -- "$1" --runs "$root/runs" "${@:2}"
   fi
-  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m example_trainer.launcher "$@"
+  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m atropos_launcher "$@"
 }
 
 # help_before_set_up COMMAND...: what the recipe says of itself; what lists the flags is not installed yet.

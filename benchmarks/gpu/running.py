@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import requests
 
+from atropos_launcher.peak_memory import PeakMemory, of_gpus
 from benchmarks.gpu.random_model import ROOT, ensure_random_model
-from example_trainer.launcher.peak_memory import PeakMemory, of_gpus
 from example_trainer.settings.gpus import visible_gpus
 
 PORT = 23040
@@ -132,7 +132,7 @@ class Training:
 
     def commands(self, site: Site) -> list[list[str]]:
         is_random = self.size != SMOLLM2
-        words = [sys.executable, "-m", "example_trainer.launcher", "train", self.recipe]
+        words = [sys.executable, "-m", "atropos_launcher", "train", self.recipe]
         words += [str(site.folder_of(self.size))] if is_random else []
         words += ["--dataset", "arithmetic"] if self.recipe != "quickstart" else []
         words += ["--steps", str(self.steps), "--run-name", self.label, "--runs", str(site.runs), *self.flags]

@@ -102,7 +102,7 @@ BEFORE = {"tf32": False, "varlen": False, "norms": False, **SMALL_PASSES}
 CHANGES = {"tf32": True, "logits_chunk_mb": 1024, "micro_batch_tokens": 8192, "varlen": True, "norms": True}
 BITS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/integration/test_bit_exact.py", "-k")
 DRILL = ("-m", "tests.integration.device_drills")
-DOCTOR = ("-m", "example_trainer.launcher", "doctor", "--mode", "single_copy", "--model", "MODEL")
+DOCTOR = ("-m", "atropos_launcher", "doctor", "--mode", "single_copy", "--model", "MODEL")
 broadcast = partial(Training, "gsm8k_broadcast", digest=True)
 single_copy = partial(Training, "gsm8k_single_copy", digest=True)
 reload = partial(Training, "gsm8k_reload", "0.6B", digest=True)

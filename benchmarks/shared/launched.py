@@ -23,7 +23,7 @@ def launched(runs: Path, name: str, flags: list[str], limit_s: float) -> Path:
     print(f"{name}: running for at most {limit_s:g} s, log {log}", flush=True)
     place = ["--runs", str(runs.resolve()), "--run-name", name]
     with open(log, "w") as console:
-        command = [sys.executable, "-m", "example_trainer.launcher", *flags, *place]
+        command = [sys.executable, "-m", "atropos_launcher", *flags, *place]
         process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT)
         try:
             process.wait(limit_s)

@@ -41,7 +41,9 @@ class MicroBatch:
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
     compared: Tensor | None = None  # [R], whether the sampler's log-probability is known; None where all are
-    routing: Tensor | None = None  # [T, layers, top_k], the sampler's experts (routing_replay.py); None where none are known
+    routing: Tensor | None = (
+        None  # [T, layers, top_k], the sampler's experts (routing_replay.py); None where none are known
+    )
     recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
     parents: tuple[int, ...] | None = None  # the segment that each one continues, or -1; None: all are whole sequences

@@ -108,7 +108,7 @@ def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> No
 def test_the_doctor_compares_a_running_server_with_files(plain_server: Server) -> None:
     def doctor() -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "example_trainer.launcher", "doctor", "--live", plain_server.url],
+            [sys.executable, "-m", "atropos_launcher", "doctor", "--live", plain_server.url],
             env={**os.environ, "VLLM_API_KEY": API_KEY, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,

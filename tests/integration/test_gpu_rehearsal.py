@@ -35,7 +35,7 @@ def rehearse(only: str, model: Path, runs: Path, plugins: Path | None = None) ->
     words = ["gpu-check", "--rehearse", "--only", only, "--model", str(model), "--runs", str(runs)]
     words += ["--out", str(runs / "out")]
     done = subprocess.run(
-        tied([sys.executable, "-m", "example_trainer.launcher", *words], "TERM"),
+        tied([sys.executable, "-m", "atropos_launcher", *words], "TERM"),
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 LATEST_S = 90.0  # training continues by then, on two idle cores
 END_S = 12.0  # a run has 7 s to end, and Python some to exit
 STOP_S = 30.0
-COMMAND = [sys.executable, "-m", "example_trainer.launcher"]
+COMMAND = [sys.executable, "-m", "atropos_launcher"]
 SHORT_STEPS = [
     *("--steps", "1000", "--trainer.batch_size", "2", "--trainer.gradient_accumulation_steps", "1"),
     *("--trainer.checkpoint_interval", "1", "--env.group_size", "2", "--env.max_new_tokens", "16"),

@@ -38,7 +38,7 @@ ALWAYS = ("two_environments",)  # the others' bridges have tests of their own
 
 def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "example_trainer.launcher", *words],
+        [sys.executable, "-m", "atropos_launcher", *words],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.DEVNULL,
         capture_output=True,

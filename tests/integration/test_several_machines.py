@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atropos_launcher.service import trainer_name
 from atroposlib.logs import RUN
-from example_trainer.launcher.service import trainer_name
 from example_trainer.ranks.place import LOST
 from tests.integration.conftest import REPOSITORY
 from tests.integration.namespaces import Host, entering, tied
@@ -72,7 +72,7 @@ class Machines:
             process = subprocess.Popen(
                 entering(
                     self.hosts[0].namespace,
-                    tied([sys.executable, "-m", "example_trainer.launcher", "train", *words, *self.flags], "TERM"),
+                    tied([sys.executable, "-m", "atropos_launcher", "train", *words, *self.flags], "TERM"),
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -171,7 +171,7 @@ def agents(machines: Machines, drill: str) -> list[dict[str, object]]:
         if host is far:
             remote = ["--host", far.address, "--remote-command", machines.remote_command, "--name", "trainer-2"]
             remote += ["--silence-s", str(SILENCE_S), "--folder", str(machines.run), "--variables", "DRILL"]
-            words = [sys.executable, "-u", "-m", "example_trainer.launcher.remote", *remote, "--", *words]
+            words = [sys.executable, "-u", "-m", "atropos_launcher.remote", *remote, "--", *words]
         found.append(
             {
                 "name": trainer_name(number),

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from example_trainer.launcher.records import Records
+from atropos_launcher.records import Records
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_launcher_drills import processes_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
-COMMAND = [sys.executable, "-m", "example_trainer.launcher"]
+COMMAND = [sys.executable, "-m", "atropos_launcher"]
 SHORT_STEPS = [
     *("--steps", "5000", "--trainer.batch_size", "2", "--trainer.gradient_accumulation_steps", "1"),
     *("--trainer.checkpoint_interval", "0", "--env.group_size", "2", "--env.max_new_tokens", "16"),

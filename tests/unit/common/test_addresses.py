@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from atropos_launcher.doctor import ask
 from atroposlib.addresses import (
     is_loopback_url,
     netloc,
@@ -22,7 +23,6 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.view import serve as view
 from example_trainer import vllm_api_server
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.launcher.doctor import ask
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, serve
 

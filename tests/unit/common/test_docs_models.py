@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from atropos_launcher import layout, train
+from atropos_launcher.layout import Need, Placement, ServerNeed, ServerPlace
+from atropos_launcher.ports import Ports
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import layout, train
-from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
-from example_trainer.launcher.ports import Ports
 from example_trainer.memory.model_size import PUBLISHED, model_size, published
 from example_trainer.memory.plan import GB, Serving, Training
 from example_trainer.settings.config import TrainerConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher import folders
+from atropos_launcher import folders
 
 ROOT = Path(__file__).parents[3]
 

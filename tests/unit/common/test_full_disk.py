@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from atropos_launcher.console import PlainConsole
 from atroposlib import record_file
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.metrics import JsonlSink as EnvironmentMetrics
@@ -24,7 +25,6 @@ from atroposlib.kept_rows import Keep
 from atroposlib.record_file import RecordFile
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from example_trainer import grpo
-from example_trainer.launcher.console import PlainConsole
 from example_trainer.output.metrics import JsonlSink, TensorBoardSink
 from example_trainer.output.step_file import StepFile
 from example_trainer.settings.config import TrainerConfig

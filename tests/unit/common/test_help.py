@@ -28,7 +28,7 @@ COMMANDS = {
         if name != "atropos"
     },
     **{path: f"import runpy; runpy.run_path({path!r}, run_name='__main__')" for path in PROGRAMS},
-    **{f"atropos {name}": "from example_trainer.launcher import cli; cli.main()" for name in LAUNCHED},
+    **{f"atropos {name}": "from atropos_launcher import cli; cli.main()" for name in LAUNCHED},
     **{name: f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)" for name in MODULES},
 }
 REPORT = f"""

@@ -28,8 +28,8 @@ PLANTED = {
     "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
     "The trainer loads nothing that only": ("example_trainer.loss.batch_gradients", "vllm_patching.worker"),
-    "The launcher stands above all": ("example_trainer.plot", "example_trainer.launcher.runs"),
-    "The launcher loads neither": ("example_trainer.launcher.layout", "torch"),
+    "The launcher stands above all": ("example_trainer.plot", "atropos_launcher.runs"),
+    "The launcher loads neither": ("atropos_launcher.layout", "torch"),
     "--help and --dry-run load no torch": ("example_trainer.settings.servers", "transformers"),
 }
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.progress import Part, part_of
+from atropos_launcher.run_site import BARS
 from atroposlib.stderr_lines import BAR_FIRST_S, Bars
-from example_trainer.launcher.progress import Part, part_of
-from example_trainer.launcher.run_site import BARS
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?P<level>[A-Z]+) +\[(?P<process>[^\]]+)\] (?P<text>.*)")
 START = "import logging, sys, warnings\nfrom atroposlib.logs import *\n"

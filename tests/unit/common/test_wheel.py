@@ -133,7 +133,7 @@ def test_a_recipe_is_found_by_name(installed: Path, tmp_path: Path) -> None:
 
 def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from example_trainer.launcher import folders;"
+        "from pathlib import Path; from atropos_launcher import folders;"
         "print(folders.recipes());"
         "print(folders.environment_file('environments/gsm8k_server.py', Path()))"
     )

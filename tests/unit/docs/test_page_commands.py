@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.command_line import read_command_line
+from atropos_launcher.doctor import DoctorConfig
+from atropos_launcher.evaluate import EvaluateFlags, asking
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.envs.cli import load_tree
 from atroposlib.flags import ConfigError
-from example_trainer.launcher.command_line import read_command_line
-from example_trainer.launcher.doctor import DoctorConfig
-from example_trainer.launcher.evaluate import EvaluateFlags, asking
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.environments.support import env_class
 from tests.unit.launcher.plans import HOSTS_FILES, no_processes, plan
@@ -96,7 +96,7 @@ READERS = {
 def train(argv: list[str]) -> None:
     """`atropos train`, planned to the last flag of each service."""
     if "--resume" in argv:
-        known_in("example_trainer/launcher/command_line.py", argv)
+        known_in("atropos_launcher/command_line.py", argv)
         return
     plan(*[READERS.get(word, word) for word in argv])
 
@@ -201,7 +201,7 @@ def doctor(argv: list[str]) -> None:
 def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     command, *flags = argv
     if flags == ["--help"]:
-        return lambda: known_in("example_trainer/launcher/cli.py", [])
+        return lambda: known_in("atropos_launcher/cli.py", [])
     if command == "train":
         return lambda: train(flags)
     if command == "evaluate":
@@ -211,7 +211,7 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     if command == "doctor":
         return lambda: doctor(flags)
     if command == "env" and flags[0] == "new":
-        return lambda: known_in("example_trainer/launcher/new_environment.py", flags)
+        return lambda: known_in("atropos_launcher/new_environment.py", flags)
     if command == "env":
         return lambda: environment(f"environments/{Path(flags[0]).stem.removesuffix('_server')}_server.py")(flags[1:])
     file = f"example_trainer/launcher/{command.replace('-', '_')}.py"

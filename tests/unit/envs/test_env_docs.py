@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 import requests
 
+from atropos_launcher import new_environment
 from atroposlib.config import resolve_config
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.cli import build, load_tree
@@ -33,7 +34,6 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from environments.tool_template_server import ProductEnv
-from example_trainer.launcher import new_environment
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts

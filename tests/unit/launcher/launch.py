@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-from example_trainer.launcher.console import PlainConsole
-from example_trainer.launcher.service import Service
-from example_trainer.launcher.supervisor import Limits, Supervisor
+from atropos_launcher.console import PlainConsole
+from atropos_launcher.service import Service
+from atropos_launcher.supervisor import Limits, Supervisor
 
 SHOWN = {"": "Held-out accuracy", "trainer": "Step [0-9]+/"}
 

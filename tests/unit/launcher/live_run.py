@@ -11,10 +11,10 @@ import termios
 import time
 from pathlib import Path
 
-from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
-from example_trainer.launcher.events import Died, Ended, Ending, Interrupted, LogLine, Started, Up, Waiting
-from example_trainer.launcher.live_console import LiveConsole
-from example_trainer.launcher.progress import RunProgress
+from atropos_launcher.console import PlainConsole, is_terminal, shown_lines
+from atropos_launcher.events import Died, Ended, Ending, Interrupted, LogLine, Started, Up, Waiting
+from atropos_launcher.live_console import LiveConsole
+from atropos_launcher.progress import RunProgress
 
 PAUSE_S = 0.3  # longer than the time between two drawings
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from atropos_launcher import command_line, sections, train
+from atropos_launcher.command_line import Asked, read_command_line
+from atropos_launcher.ports import Ports
+from atropos_launcher.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import load_tree
-from example_trainer.launcher import command_line, sections, train
-from example_trainer.launcher.command_line import Asked, read_command_line
-from example_trainer.launcher.ports import Ports
-from example_trainer.launcher.services import Plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")

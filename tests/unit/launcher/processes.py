@@ -66,7 +66,7 @@ def launched(run: Path, *services: Plan, before: Sequence[str] = (), **limits: f
 def atropos(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command, in a session of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "example_trainer.launcher", *map(str, words)],
+        [sys.executable, "-m", "atropos_launcher", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.run_site import argv, variables, vllm_flags
 from atroposlib.config import resolve_config
-from example_trainer.launcher.run_site import argv, variables, vllm_flags
 from example_trainer.settings.bridges import MODES, Restarting
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.launcher.plans import MODEL, ROOT, no_processes, on_gpus, plan, resolved

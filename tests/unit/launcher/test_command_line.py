@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atropos_launcher import cli, layout, quickstart, train
+from atropos_launcher.command_line import read_command_line
+from atropos_launcher.runs import NoSuchRun
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import cli, layout, quickstart, train
-from example_trainer.launcher.command_line import read_command_line
-from example_trainer.launcher.runs import NoSuchRun
 from example_trainer.settings.bridges import Broadcast
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan
 

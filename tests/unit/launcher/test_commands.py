@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.cli import COMMANDS
-from example_trainer.launcher.log_files import Follower, last_lines, last_word
+from atropos_launcher.cli import COMMANDS
+from atropos_launcher.log_files import Follower, last_lines, last_word
 from tests.unit.launcher.processes import (
     PYTHON_PATH,
     atropos,
@@ -84,7 +84,7 @@ def test_stopping_twice_is_as_good_as_once(tmp_path: Path) -> None:
     await_record(tmp_path, "sleeper")
     stops = [
         subprocess.Popen(
-            [sys.executable, "-m", "example_trainer.launcher", "stop", tmp_path],
+            [sys.executable, "-m", "atropos_launcher", "stop", tmp_path],
             env=PYTHON_PATH,
             stderr=subprocess.PIPE,
             text=True,
@@ -284,7 +284,7 @@ def test_a_wrong_command_line_is_one_line_and_status_2(tmp_path: Path, words: li
 def test_a_command_that_is_ended_by_term_says_so(tmp_path: Path) -> None:
     launcher = launch(tmp_path / "runs/mine", sleeper())
     await_record(tmp_path / "runs/mine", "sleeper")
-    command = [sys.executable, "-u", "-m", "example_trainer.launcher", "logs", "-f", "-n", "1", "mine"]
+    command = [sys.executable, "-u", "-m", "atropos_launcher", "logs", "-f", "-n", "1", "mine"]
     follower = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=PYTHON_PATH, cwd=tmp_path)
     time.sleep(2)
     follower.terminate()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.cli import COMMANDS
-from example_trainer.launcher.run_file import recipe_files
+from atropos_launcher.cli import COMMANDS
+from atropos_launcher.run_file import recipe_files
 from example_trainer.settings.bridges import LAUNCHED
 from tests.unit.launcher.processes import PYTHON_PATH
 
@@ -16,7 +16,7 @@ pytest.importorskip("shtab")
 pytestmark = pytest.mark.services
 
 ASK = """\
-source <("$1" -m example_trainer.launcher completion bash) || exit 1
+source <("$1" -m atropos_launcher completion bash) || exit 1
 shift
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
 complete -p atropos | grep -q -- ' -F _shtab_atropos atropos' || exit 2
@@ -83,7 +83,7 @@ def test_environments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
 def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "example_trainer.launcher", "completion", shell]
+    command = [sys.executable, "-m", "atropos_launcher", "completion", shell]
     text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "gsm8k_lora" in text or shell == "tcsh"
     assert "--trainer.lr" in text or shell == "tcsh"
@@ -93,7 +93,7 @@ def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
 
 
 def test_zsh_registers_what_it_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "example_trainer.launcher", "completion", "zsh"]
+    command = [sys.executable, "-m", "atropos_launcher", "completion", "zsh"]
     text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "if [[ $zsh_eval_context[-1] != loadautofunc ]]" in text
     assert '_files -W "(runs)" -/' in text  # a word without parentheses is the name of an array

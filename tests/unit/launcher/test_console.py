@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from example_trainer.launcher.console import PlainConsole, shown_lines, text
-from example_trainer.launcher.events import (
+from atropos_launcher.console import PlainConsole, shown_lines, text
+from atropos_launcher.events import (
     Died,
     Ended,
     Ending,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher import become, train
+from atropos_launcher.core_layout import CoreLayout, CorePlacement, place_cores
+from atropos_launcher.run_file import validated
+from atropos_launcher.service import Service
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import become, train
-from example_trainer.launcher.core_layout import CoreLayout, CorePlacement, place_cores
-from example_trainer.launcher.run_file import validated
-from example_trainer.launcher.service import Service
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import requests
 
+from atropos_launcher import diagnosis
+from atropos_launcher.console import text
+from atropos_launcher.diagnosis import Diagnosis, Silence, asking
+from atropos_launcher.events import Event, Quiet, Started
+from atropos_launcher.records import Record
+from atropos_launcher.service import Service
+from atropos_launcher.supervisor import Supervisor
 from atroposlib.clients.batching_api import ApiUnreachable
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import Activity
-from example_trainer.launcher import diagnosis
-from example_trainer.launcher.console import text
-from example_trainer.launcher.diagnosis import Diagnosis, Silence, asking
-from example_trainer.launcher.events import Event, Quiet, Started
-from example_trainer.launcher.records import Record
-from example_trainer.launcher.service import Service
-from example_trainer.launcher.supervisor import Supervisor
 from tests.unit.api.support import registration
 from tests.unit.trainer.test_trainer_with_api import real_api
 from tests.waiting import until

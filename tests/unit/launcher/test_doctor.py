@@ -16,13 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.extras import install
-from atroposlib.wire.bridge import Manifest, lay_out
-from example_trainer.launcher import device_checks, doctor, doctor_checks, layout
-from example_trainer.launcher.doctor_checks import Answer, Finding
-from example_trainer.launcher.gpu_record import RECORD as RECORD_FILE
-from example_trainer.launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
-from example_trainer.launcher.machine import (
+from atropos_launcher import device_checks, doctor, doctor_checks, layout
+from atropos_launcher.doctor_checks import Answer, Finding
+from atropos_launcher.gpu_record import RECORD as RECORD_FILE
+from atropos_launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
+from atropos_launcher.machine import (
     MIB,
     Gpu,
     Listener,
@@ -31,7 +29,9 @@ from example_trainer.launcher.machine import (
     peer_access,
     python_header,
 )
-from example_trainer.launcher.model_files import Model, read_model
+from atropos_launcher.model_files import Model, read_model
+from atroposlib.extras import install
+from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.memory.model_size import published
 from example_trainer.memory.plan import GB, GIB
 from example_trainer.settings.bridges import MODES

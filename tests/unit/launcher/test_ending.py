@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.ending import end
-from example_trainer.launcher.events import Ending, Event
-from example_trainer.launcher.records import Record, Records
-from example_trainer.launcher.shared_memory import SharedMemory
+from atropos_launcher.ending import end
+from atropos_launcher.events import Ending, Event
+from atropos_launcher.records import Record, Records
+from atropos_launcher.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.services
 

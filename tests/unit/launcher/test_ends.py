@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher import train
+from atropos_launcher.child import Child
+from atropos_launcher.events import Died, Event, Interrupted
+from atropos_launcher.oom import OomKills
+from atropos_launcher.run_log import RunLog
+from atropos_launcher.runs import outcome
+from atropos_launcher.service import Service
+from atropos_launcher.supervisor import CannotStart, Limits, Supervisor
 from atroposlib.view.run_files import RunFiles
-from example_trainer.launcher import train
-from example_trainer.launcher.child import Child
-from example_trainer.launcher.events import Died, Event, Interrupted
-from example_trainer.launcher.oom import OomKills
-from example_trainer.launcher.run_log import RunLog
-from example_trainer.launcher.runs import outcome
-from example_trainer.launcher.service import Service
-from example_trainer.launcher.supervisor import CannotStart, Limits, Supervisor
 from tests.unit.launcher.memory_group import memory_group
 from tests.unit.launcher.processes import launched, python
 
@@ -147,7 +147,7 @@ def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: P
     words = ["train", "arithmetic", "--model", str(tmp_path / "model"), "--steps", "2", "--runs", str(tmp_path)]
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
-    command = [sys.executable, "-m", "example_trainer.launcher", *words, "--run-name", "r", "--no-view"]
+    command = [sys.executable, "-m", "atropos_launcher", *words, "--run-name", "r", "--no-view"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "To continue (there is no checkpoint yet: from step 1), run: atropos train --resume r" in done.stdout

@@ -11,14 +11,14 @@ import pytest
 import torch
 import yaml
 
+from atropos_launcher import gpu_check, gpu_table, peak_memory
+from atropos_launcher.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
+from atropos_launcher.gpu_record import RECORD, GpuRecord, read_gpu_record
+from atropos_launcher.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Models, checks
+from atropos_launcher.gpu_table import Result, Table
+from atropos_launcher.peak_memory import PeakMemory
+from atropos_launcher.run_file import find_run_file
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import gpu_check, gpu_table, peak_memory
-from example_trainer.launcher.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
-from example_trainer.launcher.gpu_record import RECORD, GpuRecord, read_gpu_record
-from example_trainer.launcher.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Models, checks
-from example_trainer.launcher.gpu_table import Result, Table
-from example_trainer.launcher.peak_memory import PeakMemory
-from example_trainer.launcher.run_file import find_run_file
 from example_trainer.ranks.ranks import shards_alone
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS as DRILLED

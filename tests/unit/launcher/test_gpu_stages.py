@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from atropos_launcher import doctor
 from benchmarks.gpu import kernels, stages, trainer_speed
 from benchmarks.gpu.random_model import SHAPES, TOKENIZER_FILES, tokenizer_files, work_folder
 from benchmarks.gpu.running import Command, Failed, Found, Generation, Program, Site, Together, Training, Work
 from benchmarks.gpu.stages import BEFORE, CHANGES, STAGES, Stage, main, one_by_one
 from example_trainer import quickstart_model
-from example_trainer.launcher import doctor
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS
 from tests.unit.launcher.plans import ROOT, no_processes, plan
@@ -53,7 +53,7 @@ def test_every_training_is_a_command_that_is_understood(no_processes: None, rehe
     trainings = works(Training)
     for work in trainings:
         (command,) = work.commands(Site(Path("/gpu"), rehearse))
-        assert command[1:4] == ["-m", "example_trainer.launcher", "train"]
+        assert command[1:4] == ["-m", "atropos_launcher", "train"]
         made = plan(*command[4:])
         assert made.run.steps == work.steps
         assert made.run.name == work.label

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher import train
+from atropos_launcher.layout import Need
+from atropos_launcher.services import Plan
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import train
-from example_trainer.launcher.layout import Need
-from example_trainer.launcher.services import Plan
 from tests.unit.launcher.plans import ask_for, no_processes, plan
 
 __all__ = ["no_processes"]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from atropos_launcher import doctor
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import LiveWeights, ServerStatus, write_policy_version
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.check_served_weights import address, finding
-from example_trainer.launcher import doctor
 from tests.unit.bridge.engine_with_workers import EngineWithWorkers
 from tests.unit.bridge.test_arena import expected, manifest, new_weights
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atropos_launcher import train
+from atropos_launcher.machines import SSH, Machine, read_machines
+from atropos_launcher.service import Service
+from atropos_launcher.services import machine_lines
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import train
-from example_trainer.launcher.machines import SSH, Machine, read_machines
-from example_trainer.launcher.service import Service
-from example_trainer.launcher.services import machine_lines
 from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]

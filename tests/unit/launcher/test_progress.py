@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.events import Died, Event, Interrupted, LogLine, Started, Up, Waiting
-from example_trainer.launcher.progress import (
+from atropos_launcher.events import Died, Event, Interrupted, LogLine, Started, Up, Waiting
+from atropos_launcher.progress import (
     VLLM_STAGES,
     Bar,
     Part,

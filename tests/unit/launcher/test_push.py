@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.launcher.push import PushError, copy, main, trained_model
+from atropos_launcher.push import PushError, copy, main, trained_model
 from example_trainer.weights.manifest import write_manifest
 
 
@@ -140,7 +140,7 @@ def hub() -> Iterator[Any]:
 
 def push_to(endpoint: str, run: Path, repository: str) -> subprocess.CompletedProcess[str]:
     settings = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "example_trainer.launcher", "push", str(run), "--hub", repository]
+    command = [sys.executable, "-m", "atropos_launcher", "push", str(run), "--hub", repository]
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atropos_launcher import train
+from atropos_launcher.command_line import description
+from atropos_launcher.run_file import recipe_files
+from atropos_launcher.servers import is_server
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import train
-from example_trainer.launcher.command_line import description
-from example_trainer.launcher.run_file import recipe_files
-from example_trainer.launcher.servers import is_server
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan, resolved

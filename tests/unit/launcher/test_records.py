@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.processes import boot_id, first_ticks
-from example_trainer.launcher.records import ForeignRecord, Record, Records, RunInUse
-from example_trainer.launcher.runs import ended_runs, recorded_runs
+from atropos_launcher.processes import boot_id, first_ticks
+from atropos_launcher.records import ForeignRecord, Record, Records, RunInUse
+from atropos_launcher.runs import ended_runs, recorded_runs
 from tests.unit.launcher.processes import DEAF, atropos, await_record, launch, lives, python, wait_until
 
 pytestmark = pytest.mark.services

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.launcher import far_end
-from example_trainer.launcher.far_end import FIRST_S
+from atropos_launcher import far_end
+from atropos_launcher.far_end import FIRST_S
 
 pytestmark = pytest.mark.services
 
@@ -23,7 +23,7 @@ SLEEPER = [sys.executable, "-c", "import time; print('asleep', flush=True); time
 
 
 def near_end(folder: Path, command: list[str], *flags: str, remote: str = LOCAL, patch: str = "pass") -> list[str]:
-    start = f"import sys; from example_trainer.launcher import remote; {patch}; sys.exit(remote.main(sys.argv[1:]))"
+    start = f"import sys; from atropos_launcher import remote; {patch}; sys.exit(remote.main(sys.argv[1:]))"
     own = ["--host", "gpu02", "--name", "vllm-2", "--remote-command", remote, "--silence-s", str(SILENCE_S)]
     return [sys.executable, "-u", "-c", start, *own, "--folder", str(folder / "run"), *flags, "--", *command]
 

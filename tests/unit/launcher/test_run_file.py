@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.run_file import Choice, RunFile, merge, read_run, validated
 from atroposlib.flags import ConfigError
-from example_trainer.launcher.run_file import Choice, RunFile, merge, read_run, validated
 
 CPU = Choice("cpu")
 BASE = """

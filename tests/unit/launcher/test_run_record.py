@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher.run_record import commit, write_record
-from example_trainer.launcher.service import Service
+from atropos_launcher.run_record import commit, write_record
+from atropos_launcher.service import Service
 
 pytestmark = pytest.mark.services  # git is asked
 

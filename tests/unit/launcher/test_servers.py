@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
+from atropos_launcher import evaluate, train
+from atropos_launcher.document import MASKED, without_secrets
+from atropos_launcher.ports import Ports, PortTaken
+from atropos_launcher.run_file import Choice, merge, read_run, validated
+from atropos_launcher.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
+from atropos_launcher.service import Service
+from atropos_launcher.services import Plan
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import evaluate, train
-from example_trainer.launcher.document import MASKED, without_secrets
-from example_trainer.launcher.ports import Ports, PortTaken
-from example_trainer.launcher.run_file import Choice, merge, read_run, validated
-from example_trainer.launcher.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
-from example_trainer.launcher.service import Service
-from example_trainer.launcher.services import Plan
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 

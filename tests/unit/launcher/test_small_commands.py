@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher import evaluate, plot
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from example_trainer.launcher import evaluate, plot
 from tests.unit.launcher.plans import ROOT, no_processes, plan
 
 __all__ = ["no_processes"]
@@ -65,7 +65,7 @@ async def test_a_model_behind_an_api_is_evaluated_by_a_recipe(tmp_path: Path) ->
         words = ["arithmetic", "gpt", "--base-url", server.base_url, "--api-key-env", "MY_KEY", "--run-name", "api"]
         words += ["--samples", "2", "--env.heldout_size", "3", "--runs", str(tmp_path)]
         done = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words),
+            *(sys.executable, "-m", "atropos_launcher", "evaluate", *words),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, "MY_KEY": "secret"},
@@ -93,7 +93,7 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
 
         async def evaluated(*more: str) -> str:
             done = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words, *more),
+                *(sys.executable, "-m", "atropos_launcher", "evaluate", *words, *more),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -122,7 +122,7 @@ async def test_the_same_greedy_evaluation_again_pays_for_nothing(tmp_path: Path)
 
         async def evaluated(*more: str) -> str:
             done = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words, "--runs", str(tmp_path), *more),
+                *(sys.executable, "-m", "atropos_launcher", "evaluate", *words, "--runs", str(tmp_path), *more),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -183,7 +183,7 @@ def test_a_run_without_a_step_cannot_be_drawn(runs: Path, capsys: pytest.Capture
 
 
 def launcher(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "example_trainer.launcher", *words]
+    command = [sys.executable, "-m", "atropos_launcher", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 

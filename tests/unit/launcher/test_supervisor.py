@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.launcher import become
-from example_trainer.launcher.child import describe
+from atropos_launcher import become
+from atropos_launcher.child import describe
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,

@@ -20,7 +20,7 @@ def test_paths_outside_of_ascii_work_under_the_c_locale(tmp_path: Path) -> None:
     words = ["train", "gsm8k", "--model", str(model), "--dataset-path", str(data), "--runs", str(runs), "--dry-run"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "PYTHON"))}
     done = subprocess.run(
-        [sys.executable, "-m", "example_trainer.launcher", *words],
+        [sys.executable, "-m", "atropos_launcher", *words],
         capture_output=True,
         timeout=120,
         check=False,

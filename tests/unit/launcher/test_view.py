@@ -13,11 +13,11 @@ import psutil
 import pytest
 import requests
 
+from atropos_launcher import view
+from atropos_launcher.ports import Ports
+from atropos_launcher.runs import NoSuchRun
 from atroposlib.view.flags import PORT
 from atroposlib.view.serve import CannotServe, address, listen, page_of
-from example_trainer.launcher import view
-from example_trainer.launcher.ports import Ports
-from example_trainer.launcher.runs import NoSuchRun
 from tests.unit.launcher.plans import plan
 
 IDLE_S = 1.0
@@ -26,7 +26,7 @@ IDLE_S = 1.0
 @contextmanager
 def served(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`atropos view` as a process, and the address that it prints."""
-    command = [sys.executable, "-m", "example_trainer.launcher", "view", *words]
+    command = [sys.executable, "-m", "atropos_launcher", "view", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
@@ -60,7 +60,7 @@ def test_it_serves_a_run_at_the_address_that_it_prints_and_idles(tmp_path: Path)
 @pytest.mark.services
 def test_help_loads_no_server() -> None:
     program = (
-        "import sys; from example_trainer.launcher import view\n"
+        "import sys; from atropos_launcher import view\n"
         "try: view.main(['--help'])\n"
         "except SystemExit: print([name for name in ('uvicorn', 'numpy', 'starlette', 'yaml') if name in sys.modules])"
     )

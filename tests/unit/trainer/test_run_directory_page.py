@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from atropos_launcher.run_record import record
 from atroposlib.envs.data_report import DataReport
 from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, held_out_row
 from atroposlib.envs.payloads import WIRE_FIELDS
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from example_trainer.launcher.run_record import record
 from tests.unit.envs.fakes import CountingEnv, config, server_config
 from tests.unit.envs.test_sample_rows import Link, rows, served
 from tests.unit.trainer.fakes import model_folder

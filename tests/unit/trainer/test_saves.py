@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atropos_launcher.train import find_model
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable
 from example_trainer.errors import TrainerError
-from example_trainer.launcher.train import find_model
 from example_trainer.loop.learner import HOST_RESERVE, Learner
 from example_trainer.loop.saves import Saves
 from example_trainer.ranks.ranks import ALONE

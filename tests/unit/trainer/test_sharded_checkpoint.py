@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from atropos_launcher.cli import main
 from example_trainer.export import export
 from example_trainer.export import main as export_main
-from example_trainer.launcher.cli import main
 from example_trainer.weights.checkpoint import find_checkpoint
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError, remove_leftovers

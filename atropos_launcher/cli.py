@@ -1,0 +1,86 @@
+"""`atropos COMMAND`: the one command of Atropos.
+
+Each command is a module with two functions: `parser()`, for `--help` and completion, and `main(argv)`, which returns
+the exit status. Only the module of the given command is loaded; it imports heavy packages late.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
+
+from atropos_launcher.arguments import Parser, nearest
+from atroposlib.errors import one_line_errors
+from atroposlib.utf8 import restart_in_utf8
+
+
+@dataclass(frozen=True)
+class Command:
+    """`module` has `parser` and `main`."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "train": Command("atropos_launcher.train", "run a recipe or a run file, changed by flags"),
+    "quickstart": Command("atropos_launcher.quickstart", "train a small model on two CPU cores, in minutes"),
+    "status": Command("atropos_launcher.status", "show running and finished runs"),
+    "stop": Command("atropos_launcher.stop", "end a run and only its own processes"),
+    "logs": Command("atropos_launcher.logs", "show the logs of a run's services"),
+    "view": Command("atropos_launcher.view", "runs in the browser: curves, every group, every token"),
+    "evaluate": Command("atropos_launcher.evaluate", "measure a model on a recipe's held-out problems"),
+    "plot": Command("atropos_launcher.plot", "plot a run so far, or compare several"),
+    "env": Command("atropos_launcher.env", "write a new environment, or run one: serve, process, evaluate"),
+    "doctor": Command("atropos_launcher.doctor", "check machine, ports and servers before a run"),
+    "gpu-check": Command("atropos_launcher.gpu_check", "run every check that needs a GPU, and print a table"),
+    "export": Command("atropos_launcher.export", "convert a sharded checkpoint to a Hugging Face model"),
+    "push": Command("atropos_launcher.push", "push a trained model to a hub or into a directory"),
+    "completion": Command("atropos_launcher.completion", "print the shell completion of these commands"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status, or exits with it."""
+    if argv is None:
+        restart_in_utf8()
+    words = sys.argv[1:] if argv is None else list(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+    with one_line_errors(" ".join(["atropos", *words[:1]]) if words and words[0] in COMMANDS else "atropos"):
+        if not words or words[0] in ("-h", "--help"):
+            print(overview())
+            return 0 if words else 2
+        if words[0] == "--version":
+            from atroposlib.flags import package_version
+
+            print(f"atropos {package_version()}")
+            return 0
+        if words[0] not in COMMANDS:
+            Parser("", "").error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+        status: int = import_module(COMMANDS[words[0]].module).main(words[1:])
+        return status
+
+
+def env() -> int:
+    """`atropos-env` is `atropos env`."""
+    words = sys.argv[1:]
+    return main(words if words == ["--version"] else ["env", *words])
+
+
+def overview() -> str:
+    """What there is."""
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
+    return "\n".join(["usage: atropos COMMAND [...]", "", *lines, "", "`atropos COMMAND --help` lists its flags."])
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """A signal while no supervisor has taken it over: nothing has to be ended, but somebody should know."""
+    with suppress(OSError):  # the terminal is gone
+        print(f"atropos: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)

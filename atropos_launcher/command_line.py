@@ -1,0 +1,478 @@
+"""The command line of `atropos train`: a run file or a recipe, and flags that change it.
+
+    atropos train gsm8k_lora [MODEL] --steps 5 --trainer.lr 1e-6 --vllm.max_model_len 512 --env.group_size 16
+
+The run's own flags are fields of `RunFlags`. A flag with a dot is one of a section: `--trainer.X`, `--api.X` and
+`--bridge.X` are parsed as the program's own flag `--X`, `--environments.NAME.X` as the environment's `--env.X` or
+`--openai.X`, and `--env.X` is that of the one environment. `--vllm.X` (of every vLLM server), `--vllm.2.X` (of the
+second) and `--layout.X` are values in YAML.
+"""
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from atropos_launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
+from atropos_launcher.run_file import (
+    LOCAL_FILES,
+    Choice,
+    RunFile,
+    check_kind,
+    find_run_file,
+    merge,
+    only_environment,
+    read_run,
+    recipe_files,
+    validated,
+)
+from atropos_launcher.runs import RUNS, find_run
+from atropos_launcher.sections import SectionFlags
+from atropos_launcher.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
+from atroposlib import flags as flag_parser
+from atroposlib.api.settings import RunApiConfig
+from atroposlib.config import Config
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.flags import ConfigError, keys_of
+from atroposlib.kept_rows import DEFAULT, KeepText
+from example_trainer.memory.plan import GB
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.gpus import gpu_bytes, visible_gpus
+from example_trainer.settings.servers import Port
+
+PROG = "atropos train"
+ABOUT = {
+    PROG: "Start a training run from one file.",
+    "atropos evaluate": "Evaluate a model on the held-out problems of a recipe's environments, without training.",
+}
+USAGE = {
+    PROG: "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]",
+    "atropos evaluate": "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]",
+    "atropos quickstart": "%(prog)s [MODEL] [--FLAG VALUE ...]",
+}
+SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
+PLANNED_GB = 80  # of a GPU that --gpus asks for
+BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
+LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
+MORE = """\
+Settings of the programs:
+  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help lists them
+  --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help lists them
+  --env.file FILE               another environment; it keeps the recipe's settings that it knows
+  --environments.NAME.X V       the same, for one of several environments
+  --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is for the second
+  --bridge.X V, --api.X V       the bridge's settings, the batching API's flags
+  --layout.X V                  GPUs and CPU cores of each service: --layout.vllm 0,1 --layout.cores.trainer 0-3
+
+Ctrl-C ends all services within 10 s. So does the failure of one service.
+"""
+
+
+class RunFlags(Config):
+    """Run"""
+
+    model: str | None = Field(
+        None, min_length=1, description="Hugging Face id or local directory; also the second word, without --model"
+    )
+    steps: int | None = Field(None, ge=1, description="training steps")
+    dataset: str | None = Field(
+        None, min_length=1, description="dataset of the environment; for gsm8k: arithmetic, generated or gsm8k"
+    )
+    dataset_path: Path | None = Field(
+        None, description="JSONL file with question and answer, or a directory with train.jsonl and test.jsonl"
+    )
+    bridge: str | None = Field(
+        None, description="how new weights reach vLLM: broadcast, single_copy, reload, lora, lora_restart or restart"
+    )
+    run_name: str | None = Field(None, description="all output goes to runs/NAME/ (default: the recipe, date and time)")
+    seed: int | None = Field(None, ge=1, description="seed of sampling, problems and trainer")
+    batch_invariant: bool | None = Field(
+        None,
+        description="trainer and vLLM compute the same bits; the first differing token ends the run"
+        " (docs/bit-exactness.md)",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description=(
+            "dtype in which vLLM computes, and with --batch-invariant the trainer; default float32, on a GPU bfloat16"
+        ),
+    )
+    api_port: int | None = Field(None, ge=1, le=65535, description="default 8000, or the next free port")
+    vllm_port: tuple[Port, ...] | None = Field(
+        None,
+        description="default 9001, or the next free port; for several servers the first port, or 9001,9002",
+    )
+    trainer_ranks: str | None = Field(
+        None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
+    )
+    tp_size: int | None = Field(None, ge=1, le=64, description="trainer ranks that split each layer")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja file of the chat template, for environments and vLLM (default: the model's)",
+    )
+    wandb: bool | None = Field(None, description="log to Weights & Biases")
+    view: bool | None = Field(None, description="serve the run in a browser while it runs (default: yes)")
+    tensorboard: bool | None = Field(None, description="log to TensorBoard")
+    keep_samples: KeepText | None = Field(
+        None, description=f"keep so much of sampled and of trained groups: 20GB, 200steps or all (default {DEFAULT})"
+    )
+    resume: str | None = Field(
+        None, min_length=1, description="continue this run (name or directory); takes the place of RECIPE"
+    )
+    runs: Path = Field(RUNS, description="directory that contains all runs")
+    gpus: str | None = Field(
+        None,
+        pattern=r"^\d{1,2}(x\d{1,4})?$",
+        description="with --dry-run: plan for this many GPUs of 80 GB; 8x141 means eight of 141 GB",
+    )
+    host_memory: int | None = Field(
+        None, ge=1, description="with --dry-run: plan with this much free host memory, in GB (default: this machine's)"
+    )
+
+    @field_validator("vllm_port", mode="before")
+    @classmethod
+    def _one_port_or_several(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("dataset_path")
+    @classmethod
+    def _exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.expanduser().exists():
+            raise ValueError(f"--dataset-path {path} does not exist")
+        return None if path is None else path.expanduser().resolve()
+
+
+class TrainFlags(MachineFlags, RunFlags):
+    """Those of `atropos train`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed, resolved to a run; `given` are the command's own flags, of the class that it named."""
+
+    run: RunFile
+    given: RunFlags
+    sections: SectionFlags
+    source: Path  # the run file
+    dry_run: bool
+    runs: Path
+    resume: Path | None
+    gpus: list[str]
+    gpu_bytes: int  # of one; 0 where it is not known
+    view: bool = True
+    host_bytes: int | None = None  # free in host memory; None: what this machine has
+    machines: Machines = THIS_ONE
+
+
+@dataclass
+class _Words:
+    """A command line, sorted."""
+
+    positional: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    sections: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in SECTIONS})
+
+
+def read_command_line(
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    prog: str = PROG,
+    flags: type[RunFlags] = TrainFlags,
+) -> Asked:
+    """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
+    words = _sort(argv, flags)
+    values, typed = flag_parser.parse(
+        keys_of(flags),
+        words.own,
+        prog=prog,
+        about=_about(words, prog),
+        epilog=MORE,
+        usage=USAGE[prog],
+        elsewhere=_flags_of_programs,
+    )
+    given = _checked(values, flags)
+    resume = find_run(given.runs, given.resume) if given.resume is not None else None
+    source = _source(words.positional, resume, getattr(typed, "config", None))
+    gpus, memory = planned_gpus(given.gpus) if given.gpus is not None else found_gpus(environ)
+    if given.gpus is not None and "dry_run" not in typed:
+        raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
+    if given.host_memory is not None and "dry_run" not in typed:
+        raise ConfigError("--host-memory is only for --dry-run; a run uses the memory that this machine has")
+    bridge = _typed(words.sections["bridge"], "kind") or given.bridge
+    choice = Choice(
+        device="gpu" if gpus else "cpu",
+        dataset=LOCAL_FILES if given.dataset_path else given.dataset,
+        bridge=check_kind(bridge) if bridge else None,
+    )
+    machines = _machines(given, "dry_run" in typed)
+    content = _with_ranks_of_vllm(read_run(source, choice), given, words.sections["trainer"])
+    if machines is not THIS_ONE:
+        content = _on_machines(content, machines)
+    sections, content = _with_sections(words.sections, content, given)
+    if machines is not THIS_ONE:
+        expect_one_each(content.get("vllm") or {}, len(machines.serving))
+    if given.vllm_port is not None:
+        content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
+    run = validated(merge(content, _changes(given, words.positional)), source.name)
+    view = given.view is not False
+    host = None if given.host_memory is None else given.host_memory * GB
+    return Asked(
+        run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
+    )
+
+
+def _flags_of_programs() -> dict[str, str]:
+    """`lr`: `trainer.lr`, as a run has the flag. Of two programs with one flag, the trainer's."""
+    programs: dict[str, type[BaseModel]] = {"api": RunApiConfig, "env": BaseEnvConfig, "trainer": TrainerConfig}
+    named = {
+        flag.removeprefix("--").replace("-", "_"): program
+        for program, tree in programs.items()
+        for key in keys_of(tree)
+        for flag in (*key.flags, *key.negations)
+    }
+    return {name: f"{program}.{name}" for name, program in named.items()}
+
+
+def _machines(given: RunFlags, dry_run: bool) -> Machines:
+    """Those of --hosts, or this one."""
+    if not isinstance(given, TrainFlags) or given.hosts is None:
+        return THIS_ONE
+    return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
+
+
+def _on_machines(content: Tree, machines: Machines) -> Tree:
+    """`content` with a vLLM server for each machine that serves. Raises ConfigError."""
+    mode = MODES.get(str((content.get("bridge") or {}).get("kind", "broadcast")))
+    if machines.several and mode is not None and not mode.feeds_several:
+        raise ConfigError(
+            f"--hosts needs a bridge that feeds several vLLM servers, and {mode.shown()} feeds one: choose --bridge"
+            " broadcast"
+        )
+    return {**content, "vllm": on_machines(content.get("vllm") or {}, len(machines.serving))}
+
+
+def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
+    """The GPUs of this machine, and the memory of one."""
+    gpus = visible_gpus(environ)
+    return gpus, gpu_bytes(gpus) if gpus else 0
+
+
+def planned_gpus(text: str) -> tuple[list[str], int]:
+    """`8x141`: the GPUs that --gpus asks for."""
+    count, _, size = text.partition("x")
+    return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * GB
+
+
+def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
+    """The flags, for help and completion."""
+    return flag_parser.make_parser(keys_of(flags), prog, _about(_sort(argv, flags), prog), MORE, usage=USAGE[prog])
+
+
+def _sort(argv: Sequence[str], flags: type[RunFlags]) -> _Words:
+    """Words, the run's flags, and those of each section."""
+    words, rest = _Words(), list(argv)
+    switches = {flag for key in keys_of(flags) for flag in (key.flags if key.negations else [])} | {
+        "--help",
+        "--version",
+        "--dry-run",
+    }
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            words.positional.append(word)
+            continue
+        flag = word.partition("=")[0].replace("_", "-")
+        value = []
+        takes_one = word.startswith("--") and "=" not in word and not flag.startswith("--no-")
+        if takes_one and rest and (rest[0] in BOOLEANS if flag in switches else not rest[0].startswith("--")):
+            value = [rest.pop(0)]
+        section, dot, _ = word[2:].partition(".")
+        if dot and section in SECTIONS:
+            words.sections[section] += [f"--{word[2:].partition('.')[2]}", *value]
+        else:
+            words.own += [word, *value]
+    return words
+
+
+def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:
+    try:
+        given = flags.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = "--" + ".".join(part for part in problem["loc"] if isinstance(part, str)).replace("_", "-")
+        message = problem["msg"].removeprefix("Value error, ")
+        raise ConfigError(message if flag in message else f"{flag}: {message} (got {problem['input']!r})") from None
+    if given.dataset and given.dataset_path:
+        raise ConfigError(f"--dataset {given.dataset} and --dataset-path {given.dataset_path} cannot be combined")
+    return given
+
+
+def _source(positional: list[str], resume: Path | None, config: str | None) -> Path:
+    """The run file; its word is taken off `positional`."""
+    if resume is not None:
+        if positional and positional[0] in {path.stem for path in recipe_files()}:
+            positional.pop(0)  # a script's recipe: the run has its own
+        kept = resume / "run.yaml"
+        if not kept.is_file():
+            raise ConfigError(f"--resume {resume} has no run.yaml: name a run, or its directory")
+        return kept
+    if config is not None:
+        return find_run_file(config)
+    if not positional:
+        names = ", ".join(path.stem for path in recipe_files())
+        raise ConfigError(f"name a run file or a recipe: {names}")
+    return find_run_file(positional.pop(0))
+
+
+def _about(words: _Words, prog: str) -> str:
+    """The comment at the top of the recipe that help was asked for, else what the command does, and all recipes."""
+    if words.positional:
+        return description(find_run_file(words.positional[0]))
+    lines = [f"  {path.stem:<20} {description(path).splitlines()[0]}" for path in recipe_files()]
+    return "\n".join([ABOUT.get(prog, ABOUT[PROG]), "", "Recipes:", *lines])
+
+
+def description(path: Path) -> str:
+    """The comment at the top of a run file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
+
+
+def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
+    """The flags as content of a run file."""
+    models = [*positional, *([given.model] if given.model else [])]
+    if len(models) > 1:
+        raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
+    own = ("steps", "seed", "dtype", "batch_invariant", "chat_template", "wandb", "tensorboard", "keep_samples")
+    changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
+    if given.run_name is not None:
+        changes["name"] = given.run_name
+    if models:
+        changes["model"] = models[0]
+    trainer = {"resume": "auto"} if given.resume is not None else {}
+    if given.trainer_ranks is not None:
+        trainer["trainer_ranks"] = given.trainer_ranks
+    if given.tp_size is not None:
+        trainer["tp_size"] = str(given.tp_size)
+    if trainer:
+        changes["trainer"] = trainer
+    if given.api_port is not None:
+        changes["api"] = {"port": given.api_port}
+    return changes
+
+
+def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
+    """The programs' flags, and `content` with what the flags of sections set as values."""
+    content = _with_environment_files(typed, content)
+    content = _with_servers(typed["vllm"], content)
+    environments: dict[str, list[str]] = {}
+    several = len(each_server(content.get("vllm") or {})) > 1
+    for name, key, value in _environment_flags(typed, content):
+        if several and key.startswith("openai."):  # a flag is of one server only
+            connection = {key.removeprefix("openai."): True if value is None else _value(value)}
+            content = merge(content, {"environments": {name: {"openai": connection}}})
+        elif key not in LAUNCHERS_OWN:
+            flag = f"--{key}" if key.startswith("openai.") else f"--env.{key}"
+            environments.setdefault(name, []).extend([flag] if value is None else [flag, value])
+    if given.dataset_path:
+        name = only_environment(content, "--dataset-path")
+        content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
+    for word, value in _pairs(typed["layout"]):
+        change: Any = True if value is None else _value(value)
+        for part in reversed(word.replace("-", "_").split(".")):
+            change = {part: change}
+        content = merge(content, {"layout": change})
+    bridge = [f"--bridge.{word[2:]}" if word.startswith("--") else word for word in typed["bridge"]]
+    return SectionFlags([*typed["trainer"], *bridge], typed["api"], environments), content
+
+
+def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[str]) -> Tree:
+    """`content` of a file without vLLM's tensor-parallel size where a typed --tp-size decides it: that of a single
+    copy (placement/gpus.py), which has as many.
+    """
+    mode = MODES.get(str((content.get("bridge") or {}).get("kind")))
+    ranks = _typed(typed, "tp-size") or given.tp_size
+    if mode is None or not mode.same_devices or ranks in (None, 1, "1"):
+        return content
+    return merge(content, {"vllm": {"tensor_parallel_size": None}})
+
+
+def _typed(words: Sequence[str], name: str) -> str | None:
+    """The value of a section's flag, as it was typed last; None where it was not."""
+    found = [value for word, value in _pairs(words) if word.replace("_", "-") == name]
+    return found[-1] if found else None
+
+
+def _with_servers(words: Sequence[str], content: Tree) -> Tree:
+    """`content` with what flags set in vLLM's, those for every server first."""
+    numbered = []
+    for word, value in _pairs(words):
+        number, dot, key = word.partition(".")
+        read = True if value is None else _value(value)
+        if dot and number.isdecimal():
+            numbered.append((int(number), key.replace("-", "_"), read))
+        else:
+            content = merge(content, {"vllm": {word.replace("-", "_"): read}})
+    for which, key, read in numbered:
+        content["vllm"] = with_flag(content.get("vllm") or {}, which, key, read)
+    return content
+
+
+def _with_environment_files(typed: Mapping[str, list[str]], content: Tree) -> Tree:
+    """`content` with the programs of its environments, and how many of each run, as flags say."""
+    for word, value in _pairs(typed["env"]):
+        if word == "file" and value and not content.get("environments"):
+            content = merge(content, {"environments": {Path(value).stem: {"file": value}}})
+    for word, value in _pairs(typed["environments"]):
+        name, _, key = word.partition(".")
+        if key == "file" and name not in content.get("environments", {}):
+            content = merge(content, {"environments": {name: {"file": value}}})
+    for name, key, value in _environment_flags(typed, content):
+        if key in LAUNCHERS_OWN:
+            file = Path(value or "")
+            kept = str(file.resolve()) if key == "file" and file.is_file() else value
+            content = merge(content, {"environments": {name: {key: kept}}})
+    return content
+
+
+def _environment_flags(
+    typed: Mapping[str, list[str]], content: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Environment, key and value of every flag for one. Raises ConfigError where there is no such environment."""
+    for word, value in _pairs(typed["env"]):
+        yield only_environment(content, f"--env.{word}"), word.replace("-", "_"), value
+    known = content.get("environments", {})
+    for word, value in _pairs(typed["environments"]):
+        name, _, key = word.partition(".")
+        if not key:
+            raise ConfigError(f"--environments.{word} does not name a field; write --environments.NAME.FIELD")
+        if name not in known:
+            raise ConfigError(f"--environments.{word}: the environments of this run are {', '.join(known)}")
+        yield name, key.replace("-", "_"), value
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Flags without their dashes, and their values; None stands for a flag alone."""
+    pairs: list[tuple[str, str | None]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            pairs.append((name, value if equals else None))
+        else:
+            pairs[-1] = (pairs[-1][0], word)
+    return pairs
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

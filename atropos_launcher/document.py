@@ -1,0 +1,93 @@
+"""What a run keeps of its settings: run.yaml, and each program's configuration without its secrets."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atropos_launcher import folders
+from atropos_launcher.run_file import EnvironmentSection, RunFile
+from atropos_launcher.servers import Tree
+from atroposlib.config import Config
+from atroposlib.flags import ConfigError, keys_of, parse
+
+MASKED = "**********"  # a secret in a configuration that a program prints
+
+
+def document(
+    run: RunFile,
+    trainer: tuple[Config, Sequence[str]],
+    api: tuple[Config, Sequence[str]],
+    environments: Mapping[str, tuple[Tree, Sequence[str]]],
+) -> Tree:
+    """The run as a file by which it can be repeated: what was chosen, and no more. Every program comes with its
+    resolved configuration and the flags that were typed for it; an environment's is what `--dry-run` prints.
+    """
+    kept = run.model_dump(mode="json", exclude_defaults=True, exclude={"name", "environments"})
+    kept["trainer"] = run.trainer | typed_values(*trainer)
+    kept["bridge"] = run.bridge | kept["trainer"].pop("bridge", {})
+    kept["api"] = run.api | typed_values(*api)
+    kept["environments"] = {
+        name: _environment(section, *environments[name]) for name, section in run.environments.items()
+    }
+    return {key: kept[key] for key in RunFile.model_fields if kept.get(key) not in ({}, None)}
+
+
+def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[str]) -> Tree:
+    """One environment's section."""
+    kept = section.model_dump(include={"file", "count", "from_hub"}, exclude_defaults=True)
+    file = Path(section.file)
+    if file.is_relative_to(folders.environments()):
+        kept["file"] = f"{folders.ENVIRONMENTS}/{file.relative_to(folders.environments())}"
+    words = {word[2:].partition("=")[0].replace("-", "_") for word in typed if word.startswith("--")}
+    typed_keys = (word[4:].partition(".")[0] for word in words if word.startswith("env."))  # of a tree, its name
+    chosen = {*section.own, *section.inherited, *typed_keys}
+    kept |= {key: value for key, value in resolved["env"].items() if key in chosen}
+    server = resolved["openai"][0] if isinstance(resolved["openai"], list) else resolved["openai"]
+    connection = {*section.openai, *(word[7:] for word in words if word.startswith("openai."))}
+    if connection:
+        kept["openai"] = {key: value for key, value in server.items() if key in connection}
+    return kept
+
+
+def typed_values(config: Config, typed: Sequence[str]) -> Tree:
+    """What flags set in a configuration, with the values that they came to."""
+    values, _ = parse(keys_of(type(config)), typed, prog="", about="")
+    found: Tree = {}
+    for path in values:
+        source, target = config.model_dump(mode="json"), found
+        *above, leaf = path.split(".")
+        for part in above:
+            source, target = source[part], target.setdefault(part, {})
+        target[leaf] = source[leaf]
+    return found
+
+
+def dumped(content: Any) -> str:
+    """As YAML."""
+    plain = list(content) if isinstance(content, tuple) else content
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+def without_secrets(text: str, given: Mapping[str, Any], section: str) -> str:
+    """A configuration without its masked secrets: a service finds them in its environment variables. Raises
+    ConfigError for one that the run itself holds.
+    """
+
+    def cleared(value: Any, own: Any, path: str) -> Any:
+        if isinstance(value, list):
+            owners = own if isinstance(own, list) and len(own) == len(value) else [own] * len(value)
+            return [cleared(item, owner, path) for item, owner in zip(value, owners, strict=True)]
+        if not isinstance(value, Mapping):
+            return value
+        kept = {}
+        for key, inner in value.items():
+            given_here = own.get(key) if isinstance(own, Mapping) else None
+            if inner != MASKED:
+                kept[key] = cleared(inner, given_here, f"{path}.{key}")
+            elif given_here is not None:
+                raise ConfigError(f"{path}.{key}: a run keeps no secrets; give it by its environment variable")
+        return kept
+
+    return dumped(cleared(yaml.safe_load(text), given, section))

@@ -1,0 +1,513 @@
+"""Which GPUs vLLM and the trainer get, and what follows from that for their settings.
+
+no GPU            both on the CPU, in float32
+one GPU           both on it, vLLM with 0.4 of its memory
+more              vLLM on about half of them by tensor parallelism (1, 2, 4, ...), the trainer's ranks on the others;
+                  on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's, as many
+                  as --tp-size if that is given
+several servers   as many GPUs each, unless they say otherwise; the trainer's ranks on the others
+several machines  all alike: each as above with one server, or all of its GPUs for its one role
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
+from typing import Any
+
+from atropos_launcher.machines import THIS_ONE, Machines
+from atropos_launcher.run_file import RunFile
+from atropos_launcher.servers import is_for_each, server_name
+from atroposlib.flags import ConfigError
+from example_trainer.memory.model_size import ModelSize
+from example_trainer.memory.plan import (
+    PROCESSES,
+    SHARED_UTILIZATION,
+    UTILIZATION,
+    VLLM_OWN,
+    VLLM_PROCESSES,
+    MemoryItem,
+    Room,
+    Serving,
+    Training,
+    amount,
+    refusal,
+    settled,
+    table,
+    trainer_table,
+)
+from example_trainer.ranks.place import ranks_on_cpu
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+from vllm_patching.free_memory import available_memory
+
+VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py
+ONE_PROCESS = "train with one process (--tp-size 1), which takes any split and dtype, or choose --bridge broadcast"
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """The GPUs of one vLLM server. `utilization` is the share of a GPU that it takes, where vLLM's default does not
+    suit.
+    """
+
+    gpus: tuple[str, ...] = ()
+    utilization: float | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU. `trainer` are those of each machine that trains."""
+
+    servers: tuple[ServerPlace, ...] = (ServerPlace(),)
+    trainer: tuple[str, ...] = ()
+    machines: int = 1  # that train
+    apart: bool = False  # whether no machine both trains and serves
+    by_ranks: int = 1  # of a single copy with --tp-size: trainer ranks, one for each of vLLM's
+
+    @property
+    def vllm(self) -> tuple[str, ...]:
+        """Of all servers."""
+        return tuple(gpu for server in self.servers for gpu in server.gpus)
+
+    @property
+    def on_gpus(self) -> bool:
+        return bool(self.vllm)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether vLLM and the trainer have a GPU in common."""
+        return any(map(self.shares, self.servers))
+
+    def shares(self, server: ServerPlace) -> bool:
+        """Whether this server and the trainer have."""
+        return not self.apart and bool({*server.gpus} & {*self.trainer})
+
+    @property
+    def one_server_each(self) -> bool:
+        """Whether each machine that serves has one of the servers."""
+        return self.apart or self.machines > 1
+
+    @property
+    def servers_here(self) -> int:
+        """Servers on the machine of rank 0."""
+        return 0 if self.apart else 1 if self.one_server_each else len(self.servers)
+
+
+@dataclass(frozen=True)
+class ServerNeed:
+    """What a run says of one vLLM server's memory."""
+
+    max_model_len: int
+    utilization: float | None = None  # of a GPU
+    staging_on_host: bool = False
+    ranks: int = 1  # that the run asks for
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the plan of a run is made of, the memory of one GPU, and what is free in host memory."""
+
+    config: TrainerConfig
+    size: ModelSize
+    gpu: int
+    dtype: str
+    servers: tuple[ServerNeed, ...]
+    host: int | None = None  # None: what this machine has
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes."""
+        return available_memory() if self.host is None else self.host
+
+    def share(self, placement: Placement, index: int = 0) -> float:
+        """Of a GPU's memory, what a vLLM server takes."""
+        beside_trainer = placement.shares(placement.servers[index])
+        return self.servers[index].utilization or self.serving(placement, index).share(self.gpu, beside_trainer)
+
+    def serving(self, placement: Placement, index: int = 0) -> Serving:
+        """A rank of a vLLM server."""
+        return Serving(
+            self.config,
+            self.size,
+            self.dtype,
+            max(1, len(placement.servers[index].gpus)),
+            placement.on_gpus,
+            self.servers[index].max_model_len,
+            self.servers[index].staging_on_host,
+        )
+
+    def host_staging(self, placement: Placement) -> int:
+        """Bytes of host memory that all ranks of vLLM servers take for new weights, on the machine with the most."""
+        servers = [self.serving(placement, index) for index in range(len(placement.servers))]
+        taken = [serving.ranks * serving.host_staging for serving in servers]
+        return max(taken) if placement.one_server_each else sum(taken)
+
+    def training(self, placement: Placement) -> tuple[Training, Room]:
+        """A rank of the trainer, with --offload resolved, and what it may take."""
+        same = self.config.bridge.same_devices
+        ranks = trainer_ranks(self.config, placement)
+        served = 2 if self.dtype != "float32" else 4
+        split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
+        training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
+        staged = 0 if placement.apart else self.host_staging(placement)
+        host = (self.host_memory - staged) // max(1, ranks // placement.machines)
+        if not placement.on_gpus:
+            return settled(training, Room(host, host)), Room(host, host)
+        beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
+        taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
+        room = Room(self.gpu - taken, host)
+        return settled(training, room), room
+
+    def refusal(self, placement: Placement) -> str | None:
+        """Why vLLM or the trainer does not fit the GPUs; None where both do."""
+        if why_not := self.size.tp_refusal(self.config.tp_size):
+            return why_not
+        if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
+            return f"{why_not}: {ONE_PROCESS}"
+        if not placement.on_gpus:
+            return None
+        if lacks := self.serving_refusal(placement):
+            return ": ".join(lacks)
+        training, room = self.training(placement)
+        if room.lacks(training) <= 0:
+            return None
+        why = refusal(training, room, f"GPU {', '.join(placement.trainer)}")
+        return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
+
+    def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
+        """Why vLLM does not fit, and what to do; None where it does."""
+        staged = self.host_staging(placement)
+        if staged > self.host_memory:
+            return (
+                f"vLLM needs {amount(staged)} of host memory for --vllm.bridge-staging host, and"
+                f" {amount(self.host_memory)} are free",
+                "give --vllm.bridge-staging device, or use a smaller model",
+            )
+        for index in range(len(placement.servers)):
+            serving, taken = self.serving(placement, index), self.share(placement, index)
+            if serving.least <= taken * self.gpu:
+                continue
+            share = f" of which it may take {taken:.0%}"
+            elsewhere = replace(serving, staging_on_host=True)
+            on_host = (
+                f", stage in host memory (--vllm.bridge-staging host, {amount(serving.ranks * elsewhere.host_staging)})"
+                if not serving.staging_on_host and elsewhere.least <= taken * self.gpu
+                else ""
+            )
+            who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
+            return (
+                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
+                f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
+                f"give vLLM more GPUs (--vllm.tensor-parallel-size){on_host}, choose --bridge lora, which needs no"
+                " staging, or use a smaller model",
+            )
+        return None
+
+    def lines(self, placement: Placement, cache: int) -> list[str]:
+        """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
+        no GPU. `cache` is the KV cache of a rank of vLLM there.
+        """
+        training, room = self.training(placement)
+        lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
+        if not placement.on_gpus:
+            return lines + self._table_of_machine(placement, training, cache)
+        lines += self._tables_of_servers(placement)
+        return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *trainer_table(training, room)]
+
+    def _table_of_machine(self, placement: Placement, training: Training, cache: int) -> list[str]:
+        here = max(1, training.ranks // placement.machines)
+        ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
+        count = placement.servers_here
+        caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
+        servers = [
+            MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
+            for item in self.serving(placement).items(caches)
+            if count
+        ]
+        named = [
+            MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * here, item.shared)
+            for item in [*training.items, *training.host_items]
+        ]
+        own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
+        return table("This machine", [*servers, *named, own], self.host_memory)
+
+    def _tables_of_servers(self, placement: Placement) -> list[str]:
+        """One for each server, or for several in a row that are alike."""
+        lines, count = [], len(placement.servers)
+        each = [(self.share(placement, index), len(server.gpus)) for index, server in enumerate(placement.servers)]
+        for (share, _), group in groupby(range(count), key=each.__getitem__):
+            alike = list(group)
+            serving = self.serving(placement, alike[0])
+            cache = max(0, int(share * self.gpu) - serving.weights - serving.staging - VLLM_OWN)
+            held = [gpu for index in alike for gpu in placement.servers[index].gpus]
+            gpus = ", ".join(dict.fromkeys(held)) + (" of a machine each" if len(set(held)) < len(held) else "")
+            names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
+            lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
+            lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")
+            if serving.host_staging:
+                locked = MemoryItem("vLLM: staging buffer, page-locked", serving.host_staging)
+                lines += table(f"  and in host memory, each of {serving.ranks * len(alike)} rank(s)", [locked])
+        return lines
+
+    def fits(self, placement: Placement, without_offload: bool = False) -> bool:
+        """Whether vLLM and trainer both have what they need on GPUs."""
+        training, room = self.training(placement)
+        heads, kv_heads = self.size.heads or 0, self.size.kv_heads or 1
+        for ranks in (len(server.gpus) for server in placement.servers):
+            if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+                return False
+        if without_offload and training.offload != "none":
+            return False
+        return self.serving_refusal(placement) is None and room.lacks(training) <= 0
+
+
+def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:
+    """Why a single copy by ranks cannot share the vocabulary; None if it can, or if its size is not known."""
+    rows, multiple = size.embedding[0], math.lcm(VOCABULARY_MULTIPLE, ranks)
+    if not size.shapes or rows % multiple == 0:
+        return None
+    return (
+        f"single copy with --tp-size {ranks} takes a vocabulary that {multiple} divides, and vLLM pads that of this"
+        f" model, of {rows} tokens"
+    )
+
+
+def ranks_of_single_copy(config: TrainerConfig) -> int:
+    """Of a single copy with --tp-size, which trains each of vLLM's ranks by one of its own; else 1."""
+    return config.tp_size if config.bridge.same_devices else 1
+
+
+def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
+    """Processes of the trainer."""
+    alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
+    if isinstance(config.trainer_ranks, int):
+        return config.trainer_ranks
+    return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))
+
+
+def place(
+    run: RunFile, gpus: list[str], config: TrainerConfig, need: Need | None = None, machines: Machines = THIS_ONE
+) -> Placement:
+    """The GPUs of vLLM and of the trainer: the first of `candidates` that fits `need`; the first of all where none
+    does. Of several machines each has these GPUs. Raises ConfigError where there are too few, and for settings that
+    single copy by ranks cannot have.
+    """
+    training, ranks = len(machines.training), ranks_of_single_copy(config)
+    if ranks > 1:
+        _expect_by_ranks(run, gpus, ranks)
+        run = run.model_copy(update={"vllm": {**run.servers[0], "tensor_parallel_size": ranks}})
+    if not gpus:
+        if run.layout.names_gpus:
+            raise ConfigError(
+                "layout names GPUs, but this machine shows none: remove it, or check CUDA_VISIBLE_DEVICES"
+            )
+        return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart, ranks)
+    typed, tp = config.trainer_ranks, config.tp_size
+    shared = ranks_on_cpu(config)  # ranks that need each other
+    most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
+    if machines.are_apart:
+        found = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
+    elif machines.several:
+        each = run.model_copy(update={"vllm": run.servers[0]})
+        found = [
+            replace(placement, servers=placement.servers * len(run.servers), machines=training)
+            for placement in candidates(each, gpus, most, tp)
+        ]
+    else:
+        found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
+    found = [placement for placement in found if trainer_ranks(config, placement) % shared == 0] or found
+    if typed != "auto":
+        found = [placement for placement in found if len(placement.trainer) * training >= int(typed)] or found
+    if need is None:
+        return found[0]
+    sized = [_with_shares(placement, need) for placement in found]
+    choice = next((placement for placement in sized if need.fits(placement, without_offload=True)), None)
+    return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
+
+
+def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
+    """Raise ConfigError for what contradicts a single copy with as many trainer ranks."""
+    (server,), mode = run.servers, f"single copy with --tp-size {ranks}"
+    given = server.get("tensor_parallel_size")
+    if given and int(given) != ranks:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size {given}: {mode} trains each rank of vLLM by one of its own: give"
+            f" --vllm.tensor-parallel-size {ranks}, or {ONE_PROCESS}"
+        )
+    for name, dtype in (("dtype", run.dtype), ("vllm.dtype", server.get("dtype"))):
+        if dtype not in (None, "float32", "float"):
+            raise ConfigError(
+                f"{name} {dtype}: {mode} trains float32 weights in vLLM's memory: give --{name} float32, or"
+                f" {ONE_PROCESS}"
+            )
+    asked = run.layout
+    vllm = gpus[:ranks] if asked.vllm == "auto" else _named(asked.vllm, [ranks])[0]
+    trainer = vllm if asked.trainer == "auto" else asked.trainer
+    if gpus and (len(vllm) != ranks or trainer != vllm):
+        raise ConfigError(
+            f"layout: {mode} takes {ranks} GPUs, the same for vLLM and the trainer, but vLLM has {', '.join(vllm)} and"
+            f" the trainer {', '.join(trainer)}; the visible GPUs are {', '.join(gpus)}: give both {ranks}, or"
+            f" {ONE_PROCESS}"
+        )
+
+
+def candidates(run: RunFile, gpus: list[str], most: int, shared: int = 1) -> Iterator[Placement]:
+    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`, and a multiple of `shared`.
+    Raises ConfigError where there are too few.
+    """
+    asked, same = run.layout, MODES[run.kind].same_devices
+    for sizes in _tensor_parallel_sizes(run, gpus):
+        if asked.vllm == "auto":
+            mine = [] if asked.trainer == "auto" or same else asked.trainer
+            free = [gpu for gpu in gpus if gpu not in mine]
+            servers = _dealt(free, sizes)
+            if len(sizes) == 1 and not free:
+                servers = [gpus[: sizes[0]]]
+        else:
+            servers = _named(asked.vllm, sizes)
+        vllm = [gpu for server in servers for gpu in server]
+        if asked.trainer != "auto":
+            trainer = list(asked.trainer)
+        elif same or len(gpus) == 1:
+            trainer = vllm
+        else:
+            trainer = [gpu for gpu in gpus if gpu not in vllm][:most]
+            trainer = trainer[: max(shared, len(trainer) // shared * shared)]
+        _check(run, gpus, servers, trainer, sizes)
+        yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
+
+
+def _candidates_apart(run: RunFile, gpus: list[str], most: int, training: int) -> Iterator[Placement]:
+    """A machine's GPUs for its one role, the largest vLLM first. Raises ConfigError for GPUs that are not there."""
+    asked = run.layout
+    mine = list(gpus) if asked.trainer == "auto" else list(asked.trainer)
+    theirs = list(gpus) if asked.vllm == "auto" or is_for_each(asked.vllm) else _named(asked.vllm, [1])[0]
+    if unknown := [gpu for gpu in [*mine, *theirs] if gpu not in gpus]:
+        raise ConfigError(f"layout: there is no GPU {unknown[0]}; the visible GPUs are {', '.join(gpus)}")
+    given = run.servers[0].get("tensor_parallel_size")
+    for size in [int(given)] if given else [1 << power for power in reversed(range(len(theirs).bit_length()))]:
+        if size > len(theirs):
+            raise ConfigError(f"vllm.tensor_parallel_size {size} needs {size} GPU(s), but a machine has {len(theirs)}")
+        server = ServerPlace(tuple(theirs[:size]))
+        yield Placement((server,) * len(run.servers), tuple(mine[:most]), training, apart=True)
+
+
+def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
+    """GPUs of each server, in the ways that are worth trying. Raises ConfigError where there are too few."""
+    given = [server.get("tensor_parallel_size") for server in run.servers]
+    asked = run.layout.vllm
+    if is_for_each(asked) and len(asked) != len(given):
+        raise ConfigError(f"layout.vllm: {len(asked)} lists of GPUs, but this run has {len(given)} vLLM server(s)")
+    if all(given) and (asked != "auto" or len(given) == 1):
+        return [[int(size) for size in given if size]]
+    if asked != "auto":
+        if len(given) == 1 and not is_for_each(asked):
+            return [[len(asked)]]
+        counts = [len(part) for part in asked] if is_for_each(asked) else [len(asked) // len(given)] * len(given)
+        return [[int(size or count) for size, count in zip(given, counts, strict=False)]]
+    fixed, free = sum(int(size) for size in given if size), sum(not size for size in given)
+    powers = [1 << power for power in range(len(gpus).bit_length() if free else 1)]
+    totals = {power: fixed + power * free for power in powers if fixed + power * free < max(2, len(gpus))}
+    if not totals:
+        raise ConfigError(
+            f"{len(given)} vLLM servers and a trainer need {fixed + free + 1} GPUs, but the visible ones are"
+            f" {', '.join(gpus)}: lower the number of servers (--vllm.count), or assign shared GPUs with `layout`"
+        )
+    half = -(-len(gpus) // 2)
+    ordered = sorted(totals, key=lambda power: (totals[power] > half, abs(totals[power] - half)))
+    return [[int(size or power) for size in given] for power in ordered]
+
+
+def _dealt(gpus: list[str], sizes: list[int]) -> list[list[str]]:
+    """The first ones to the first server, and so on."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [gpus[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _named(asked: list[str] | list[list[str]], sizes: list[int]) -> list[list[str]]:
+    """The GPUs of each server, as `layout.vllm` names them. Raises ConfigError where there are more or fewer."""
+    if is_for_each(asked):
+        return [[*part] for part in asked]
+    names = [str(gpu) for gpu in asked]
+    if len(sizes) == 1:
+        return [names]
+    if sum(sizes) != len(names):
+        raise ConfigError(
+            f"layout.vllm: {len(names)} GPUs ({', '.join(names)}) are not {' + '.join(map(str, sizes))}, one for each"
+            f" tensor-parallel rank of {len(sizes)} vLLM servers: name them as in [[0, 1], [2]]"
+        )
+    return _dealt(names, sizes)
+
+
+def _with_shares(placement: Placement, need: Need) -> Placement:
+    """With the share of its GPUs that each server takes."""
+    shares = [need.share(placement, index) for index in range(len(placement.servers))]
+    servers = [
+        ServerPlace(server.gpus, None if share == UTILIZATION else share)
+        for server, share in zip(placement.servers, shares, strict=True)
+    ]
+    return replace(placement, servers=tuple(servers))
+
+
+def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: list[str], sizes: list[int]) -> None:
+    shown = f"the visible GPUs are {', '.join(gpus)}"
+    vllm = [gpu for server in servers for gpu in server]
+    if unknown := [gpu for gpu in [*vllm, *trainer] if gpu not in gpus]:
+        raise ConfigError(f"layout: there is no GPU {unknown[0]}; {shown}")
+    for one, other in combinations(range(len(servers)), 2):
+        if both := [gpu for gpu in servers[one] if gpu in servers[other]]:
+            raise ConfigError(
+                f"layout.vllm: the servers {one + 1} and {other + 1} both have GPU {both[0]}: give it to one of them"
+            )
+    if not trainer:
+        raise ConfigError(f"layout: vLLM takes {', '.join(vllm)}, which leaves none for the trainer; {shown}")
+    for index, (server, size) in enumerate(zip(servers, sizes, strict=True)):
+        given = run.servers[index].get("tensor_parallel_size")
+        if len(server) < size or (given and len(server) != int(given)):
+            which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
+            raise ConfigError(
+                f"vllm.{which}tensor_parallel_size {size} takes exactly {size} GPU(s), but {who} has"
+                f" {', '.join(server) or 'none'}; {shown}"
+            )
+
+
+def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
+    """What vLLM serves in."""
+    return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
+
+
+def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, Any]:
+    """The flags of a vLLM server that follow from the devices, below those of the run."""
+    flags: dict[str, Any] = {"dtype": served_dtype(run, placement.on_gpus, placement.by_ranks)}
+    if placement.by_ranks > 1:
+        flags["tensor_parallel_size"] = placement.by_ranks
+    if not placement.on_gpus:
+        return flags | {"block_size": 32, "max_num_seqs": 64}
+    flags["max_num_seqs"] = 256
+    server = placement.servers[index]
+    if len(server.gpus) > 1:
+        flags["tensor_parallel_size"] = len(server.gpus)
+    if placement.shares(server):
+        flags["gpu_memory_utilization"] = SHARED_UTILIZATION  # the trainer needs the rest
+    if server.utilization is not None:
+        flags["gpu_memory_utilization"] = server.utilization
+    if MODES[run.kind].vllm_copies == 1:
+        flags["bridge_staging"] = "none"
+    return flags
+
+
+def device_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of every service that follow from the devices."""
+    return {} if placement.on_gpus else {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}  # GiB
+
+
+def device_bridge(run: RunFile, placement: Placement) -> dict[str, Any]:
+    """Settings of the bridge that follow from the devices."""
+    shares = placement.is_shared and not MODES[run.kind].same_devices
+    return {"backend": "gloo"} if shares and run.kind == "broadcast" else {}  # NCCL refuses two ranks on one GPU
+
+
+def seen(gpus: tuple[str, ...]) -> dict[str, str]:
+    """The variable by which a process sees these GPUs alone; as it is where there are none."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -1,0 +1,399 @@
+"""One run as one YAML file: its keys, its bases, and how flags change it.
+
+    recipes/gsm8k.yaml  ◀──base──  my_run.yaml  ◀──  --steps 5 --trainer.lr 1e-6 --env.group_size 16
+
+A file on top of another is merged over it key by key. Its overlays apply at its own place: `by_device: {gpu: ...}`,
+`by_dataset: {arithmetic: ...}` and `by_bridge: {lora: ...}` hold what one of these changes, and a file on top, like
+every flag, beats them. An overlay may have a `base` of its own.
+
+The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services/plan.py adds the settings
+that connect the programs, and each program checks its own section. `vllm` may be a list (servers.py), and `layout`
+assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from atropos_launcher import folders
+from atropos_launcher.core_layout import CoreLayout
+from atropos_launcher.servers import (
+    Servers,
+    Tree,
+    each_server,
+    is_for_each,
+    is_server,
+    merged_servers,
+    merged_trees,
+)
+from atropos_launcher.service import LAUNCHER, NAME, is_trainer
+from atroposlib.config import Config
+from atroposlib.flags import ConfigError, nearest
+from atroposlib.kept_rows import DEFAULT, KeepText
+from example_trainer.settings.bridges import LAUNCHED, MODES
+
+STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
+OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
+LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
+TAKEN = ("api", "trainer", "view", LAUNCHER)  # names of services, and so of their logs
+NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
+
+
+def _list_of_names(value: object) -> object:
+    """`0,1`, or the one GPU 0, as a list."""
+    if isinstance(value, str) and value != "auto":
+        return [part.strip() for part in value.split(",")]
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value != "auto" else value
+
+
+def _list_for_each_server(value: object) -> object:
+    """`[[0, 1], [2]]`, or one list."""
+    return [_list_of_names(part) for part in value] if is_for_each(value) else _list_of_names(value)
+
+
+Gpus = Annotated[Literal["auto"] | list[str], BeforeValidator(_list_of_names)]
+ServerGpus = Annotated[Literal["auto"] | list[str] | list[list[str]], BeforeValidator(_list_for_each_server)]
+
+
+class Layout(Config):
+    """Which GPUs are whose, named as in CUDA_VISIBLE_DEVICES, and which CPU cores."""
+
+    vllm: ServerGpus = Field(
+        "auto",
+        description="vLLM's GPUs, one per tensor-parallel rank; for several servers in turn, or one list per server",
+    )
+    trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
+    cores: CoreLayout = CoreLayout()
+
+    @property
+    def names_gpus(self) -> bool:
+        """Whether it says of any GPU whose it is."""
+        return (self.vllm, self.trainer) != ("auto", "auto")
+
+
+class EnvironmentSection(Config):
+    """One environment: its program, and the fields of the program's own configuration (`--env.*`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    file: str = Field(min_length=1, description="a file, a module, or the name of an environment that is installed")
+    count: int = Field(1, ge=1, le=64, description="number of copies to run, each with its own seed")
+    from_hub: bool = Field(True, description="whether its problems may come from the hub")
+    openai: Tree = Field({}, description="settings of its connection to the inference server (`--openai.*`)")
+    inherited: Tree = Field({}, description="fields for an environment whose file was replaced, as far as known here")
+
+    @property
+    def own(self) -> Tree:
+        """The fields of the program's own configuration."""
+        return dict(self.model_extra or {})
+
+
+class RunFile(Config):
+    """One training run."""
+
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="all output goes to runs/NAME/"
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "Hugging Face id, local directory, or auto for the largest default model that fits the GPUs; by default the"
+            " quickstart's"
+        ),
+    )
+    steps: int = Field(100, ge=1, description="training steps")
+    seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
+    batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja file of the chat template, for environments and vLLM; by default the model's",
+    )
+    wandb: bool = Field(False, description="log to Weights & Biases")
+    tensorboard: bool = Field(False, description="log to TensorBoard")
+    keep_samples: KeepText = Field(
+        DEFAULT,
+        description="how much of samples.jsonl, and of trained.jsonl, is kept: bytes (20GB), steps (200steps) or all",
+    )
+    bridge: Tree = Field({"kind": "broadcast"}, description="how new weights reach vLLM")
+    environments: dict[str, EnvironmentSection] = Field({}, description="environment servers by name")
+    trainer: Tree = Field({}, description="the trainer's settings")
+    vllm: Servers = Field(
+        {}, description="flags of the vLLM server; `count: N` in them for N equal ones, or a list of servers"
+    )
+    api: Tree = Field({}, description="the batching API's settings")
+    layout: Layout = Layout()
+
+    @field_validator("environments")
+    @classmethod
+    def _there_is_one(cls, value: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
+        if not value:
+            raise ValueError(NO_ENVIRONMENT)
+        if wrong := [
+            name for name in value if name in TAKEN or is_server(name) or is_trainer(name) or not NAME.fullmatch(name)
+        ]:
+            raise ValueError(
+                f"{wrong[0]!r} is not a valid environment name: use letters, digits, '.', '_' and '-', and no "
+                "service's name"
+            )
+        return value
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_there(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_file():
+            raise ValueError(f"{value} is not a file: give the path of a Jinja chat template")
+        return value
+
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _servers_are_understood(cls, value: object) -> object:
+        each_server(value)  # its ConfigError
+        return value
+
+    @model_validator(mode="after")
+    def _bridge_feeds_all_servers(self) -> "RunFile":
+        mode, count = LAUNCHED[self.kind], len(self.servers)
+        if count > 1 and not mode.feeds_several:
+            able = " or ".join(kind for kind, other in LAUNCHED.items() if other.feeds_several)
+            raise ValueError(
+                f"bridge {mode.shown()} supports one vLLM server, but `vllm` has {count}: keep one, or choose bridge"
+                f" {able}"
+            )
+        if mode.owns_vllm and self.layout.cores.vllm != "auto":
+            raise ValueError(
+                f"layout.cores.vllm: with bridge {mode.shown()} the trainer starts vLLM, on its own cores: drop"
+                " layout.cores.vllm, and give the trainer's cores"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _staging_suits_the_bridge(self) -> "RunFile":
+        mode = LAUNCHED[self.kind]
+        for staging in {server.get("bridge_staging") for server in self.servers}:
+            if staging not in (None, *STAGINGS):
+                raise ValueError(f"vllm.bridge_staging {staging}: expected one of {', '.join(STAGINGS)}")
+            if staging == "none" and mode.vllm_copies > 1:
+                raise ValueError(
+                    f"vllm.bridge_staging none: bridge {mode.shown()} needs memory in which vLLM receives new weights:"
+                    " drop it, or give device or host"
+                )
+            if staging == "host" and mode.vllm_copies == 1:
+                raise ValueError(
+                    f"vllm.bridge_staging host: with bridge {mode.shown()} vLLM receives no weights beside its own:"
+                    " drop it"
+                )
+        return self
+
+    @property
+    def servers(self) -> list[Tree]:
+        """The flags of each vLLM server."""
+        return each_server(self.vllm)
+
+    @property
+    def kind(self) -> str:
+        """That of the bridge: a key of LAUNCHED."""
+        return str(self.bridge["kind"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the overlays ask for."""
+
+    device: Literal["cpu", "gpu"]
+    dataset: str | None = None  # LOCAL_FILES for files of one's own
+    bridge: str | None = None  # a key of LAUNCHED; by default the one that the file says
+
+
+@dataclass
+class Layers:
+    """The content of a file and of those below it, lowest first."""
+
+    trees: list[Tree] = field(default_factory=list)
+    datasets: set[str] = field(default_factory=set)  # that an overlay is for
+
+
+def read_run(path: Path, choice: Choice) -> Tree:
+    """The merged content of a run file. Raises ConfigError."""
+    layers = read_layers(path, choice)
+    kind = choice.bridge or _last_kind(layers.trees)
+    known = layers.datasets - {LOCAL_FILES}
+    if known and choice.dataset not in (None, LOCAL_FILES, *known):
+        raise ConfigError(
+            f"--dataset expects {' or '.join(sorted(known))}, got {choice.dataset!r}; local files go to --dataset-path"
+        )
+    if kind is not None:
+        layers = read_layers(path, Choice(choice.device, choice.dataset, kind))
+    content: Tree = {}
+    for tree in layers.trees:
+        content = merge(content, _of_bridge(tree, kind))
+    if kind is not None:
+        content["bridge"] = {**content.get("bridge", {}), "kind": kind}
+    if choice.dataset is not None and choice.dataset not in layers.datasets:
+        content = with_dataset(content, choice.dataset)
+    return content
+
+
+def read_layers(path: Path, choice: Choice, above: tuple[Path, ...] = ()) -> Layers:
+    """`path`, its bases, and the overlays that `choice` asks for. Raises ConfigError."""
+    if path in above:
+        raise ConfigError(f"{path} is its own base, through {', '.join(str(file) for file in above)}")
+    return _layers(read_yaml(path), path, choice, (*above, path))
+
+
+def _layers(content: Tree, path: Path, choice: Choice, above: tuple[Path, ...]) -> Layers:
+    layers = Layers()
+    overlays = {key: _mapping(content.pop(key, {}), f"{path}: {key}") for key in OVERLAYS}
+    if base := content.pop("base", None):
+        below = read_layers(find_run_file(str(base), beside=path.parent), choice, above)
+        layers.trees += below.trees
+        layers.datasets |= below.datasets
+    layers.trees.append(normal(content, path))
+    layers.datasets |= set(overlays["by_dataset"])
+    for key in OVERLAYS:
+        overlay = overlays[key].get(getattr(choice, key.removeprefix("by_")))
+        if overlay is not None:
+            applied = _layers(dict(_mapping(overlay, f"{path}: {key}")), path, choice, above)
+            layers.trees += applied.trees
+            layers.datasets |= applied.datasets
+    return layers
+
+
+def find_run_file(name: str, beside: Path | None = None) -> Path:
+    """The file of that name, or the recipe: `my_run.yaml`, `gsm8k_lora`. Raises ConfigError."""
+    given = Path(name).expanduser()
+    places = [(beside or Path()) / given, folders.recipes() / given.name, folders.recipes() / f"{given.name}.yaml"]
+    if given.suffix not in (".yaml", ".yml"):
+        places = places[1:]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    recipes = [path.stem for path in recipe_files()]
+    raise ConfigError(f"no run file {name!r}{nearest(given.stem, recipes)}; recipes: {', '.join(recipes)}")
+
+
+def recipe_files() -> list[Path]:
+    """Every recipe, by name."""
+    return sorted(folders.recipes().glob("*.yaml"))
+
+
+def read_yaml(path: Path) -> Tree:
+    """A file's content. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return dict(_mapping({} if content is None else content, str(path)))
+
+
+def normal(content: Mapping[str, Any], path: Path) -> Tree:
+    """`content` with `bridge: lora` as a tree, and the files of environments as they stand beside `path`."""
+    tree = dict(content)
+    if isinstance(tree.get("bridge"), str):
+        tree["bridge"] = {"kind": tree["bridge"]}
+    if isinstance(tree.get("bridge"), Mapping) and "kind" in tree["bridge"]:
+        check_kind(str(tree["bridge"]["kind"]))
+    environments = _mapping(tree.get("environments") or {}, f"{path}: environments")
+    for name, section in environments.items():
+        if section and str(section.get("file", "")).endswith(".py"):
+            file = folders.environment_file(section["file"], path.parent)
+            environments = {**environments, name: {**section, "file": str(file)}}
+    return {**tree, "environments": environments} if environments else tree
+
+
+def check_kind(kind: str) -> str:
+    """`kind`, if it is a bridge's whose server `atropos train` starts. Raises ConfigError."""
+    if kind in MODES and kind not in LAUNCHED:
+        raise ConfigError(
+            f"bridge {kind}: `atropos train` starts vLLM alone; start each program by hand, as docs/bridges.md"
+            " describes"
+        )
+    if kind not in LAUNCHED:
+        raise ConfigError(f"bridge {kind!r} is not one of {', '.join(LAUNCHED)}{nearest(kind, list(LAUNCHED))}")
+    return kind
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """`above` over `below`, key by key. An environment of None is taken out; one with another file keeps the fields
+    of the one below apart, for its program may not know them.
+    """
+    merged = merged_trees(below, above)
+    if {"vllm"} <= below.keys() & above.keys():
+        merged["vllm"] = merged_servers(below["vllm"] or {}, above["vllm"] or {})
+    environments: Tree = {}
+    for name, section in merged.get("environments", {}).items():
+        if section is None:
+            continue
+        lower, upper = below.get("environments", {}).get(name), above.get("environments", {}).get(name)
+        if lower and upper and upper.get("file", lower.get("file")) != lower.get("file"):
+            kept = {key: value for key, value in lower.items() if key not in EnvironmentSection.model_fields}
+            section = {**upper, "inherited": {**lower.get("inherited", {}), **kept, **upper.get("inherited", {})}}
+        environments[name] = section
+    return {**merged, "environments": environments} if environments or "environments" in merged else merged
+
+
+def with_dataset(content: Mapping[str, Any], dataset: str) -> Tree:
+    """`content` whose one environment takes that dataset. Raises ConfigError."""
+    if dataset == LOCAL_FILES:
+        return dict(content)  # the path itself is a flag of the environment
+    return merge(content, {"environments": {only_environment(content, "--dataset"): {"dataset": dataset}}})
+
+
+def only_environment(content: Mapping[str, Any], flag: str) -> str:
+    """The name of the one environment of a run. Raises ConfigError."""
+    names = list(content.get("environments", {}))
+    if len(names) > 1:
+        raise ConfigError(
+            f"{flag} is for a run with one environment, but this one has {', '.join(names)}: say"
+            f" --environments.{names[0]}.FIELD"
+        )
+    if not names:
+        raise ConfigError(NO_ENVIRONMENT)
+    return str(names[0])
+
+
+def validated(content: Mapping[str, Any], source: str) -> RunFile:
+    """The run. Raises ConfigError, whose message names every wrong key."""
+    try:
+        return RunFile.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_problems(error))) from None
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    known = [*RunFile.model_fields, "base", *OVERLAYS]
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"] if part not in ("literal['auto']", "list[str]"))
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key '{key}'{nearest(key, known)}"
+        elif problem["type"] == "missing":
+            yield f"{key} is required"
+        else:
+            shown = "" if isinstance(problem["input"], (dict, list)) else f" (got {problem['input']!r})"
+            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}".removeprefix(": ")
+
+
+def _last_kind(trees: Sequence[Tree]) -> str | None:
+    kinds = [tree["bridge"]["kind"] for tree in trees if "kind" in (tree.get("bridge") or {})]
+    return str(kinds[-1]) if kinds else None
+
+
+def _of_bridge(tree: Tree, kind: str | None) -> Tree:
+    """`tree` without the settings of a bridge that was replaced."""
+    if (tree.get("bridge") or {}).get("kind", kind) == kind:
+        return tree
+    return {key: value for key, value in tree.items() if key != "bridge"}
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what}: expected keys and values, found {type(value).__name__}")
+    return value

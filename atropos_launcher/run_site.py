@@ -1,0 +1,133 @@
+"""Where a run takes place, and which settings of vLLM and the other services follow from that."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atropos_launcher.core_layout import CorePlacement, thread_bindings
+from atropos_launcher.layout import Placement, device_flags, device_variables, seen
+from atropos_launcher.machines import LOOPBACK as HOST
+from atropos_launcher.machines import THIS_ONE, Machines
+from atropos_launcher.run_file import RunFile
+from atropos_launcher.servers import Tree, server_name
+from example_trainer.settings.bridges import MODES, Adapter, Mode
+
+# Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
+NO_COMPLAINT = "ignore::UserWarning:multiprocessing.resource_tracker"
+BARS = ("TQDM_POSITION", "-1")  # the hub's downloads have progress bars without a terminal, too
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, from 8 on
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run takes place."""
+
+    run_dir: Path
+    model: str  # an id, or the absolute path of a directory
+    placement: Placement
+    api_port: int
+    vllm_ports: tuple[int, ...]  # of each vLLM server
+    environ: Mapping[str, str]
+    cores: CorePlacement
+    machines: Machines = THIS_ONE
+    meeting_port: int = 0  # of trainer ranks on several machines, on the first one
+    # what the memory plan decides for a trainer that vLLM leaves a part of its GPU: --offload auto, sizes not given
+    settled: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def api(self) -> str:
+        return f"http://{HOST}:{self.api_port}"
+
+    @property
+    def vllm(self) -> list[str]:
+        """The address of each vLLM server, from this machine."""
+        return [f"http://{self.vllm_host(index)}:{port}" for index, port in enumerate(self.vllm_ports)]
+
+    def vllm_host(self, index: int) -> str:
+        """Where one vLLM server listens, and is reached from this machine."""
+        return self.machines.reached_at(self.machines.serving[index]) if self.machines.several else HOST
+
+
+def variables(run: RunFile, site: Site) -> dict[str, str]:
+    """The environment variables of every service."""
+    found = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "NUM_INFERENCE_NODES": "0",
+        "TORCH_CPP_LOG_LEVEL": site.environ.get("TORCH_CPP_LOG_LEVEL", "") or "ERROR",  # its warnings come with stacks
+        BARS[0]: BARS[1],
+        "PYTHONWARNINGS": ",".join(filter(None, [site.environ.get("PYTHONWARNINGS", ""), NO_COMPLAINT])),
+        "MASTER_ADDR": _master(site),
+        "VLLM_BRIDGE_CONFIG_PATH": _bridge_config(site, "vllm"),
+        **device_variables(site.placement, site.environ),
+    }
+    if os.path.isabs(site.model) and not any(section.from_hub for section in run.environments.values()):
+        found["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
+    return found
+
+
+def _master(site: Site) -> str:
+    """Where vLLM's workers reach the trainer."""
+    return site.machines.first if site.machines.several else site.environ.get("MASTER_ADDR", "") or "localhost"
+
+
+def _bridge_config(site: Site, server: str) -> str:
+    return str(site.run_dir / f"{server}_bridge_config.json")
+
+
+def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
+    """The environment variables of one vLLM server alone: its GPUs, and its cores where there are none. Raises
+    ConfigError for cores that its ranks cannot share out.
+    """
+    name = server_name(index, len(run.servers))
+    found = seen(site.placement.servers[index].gpus)
+    if len(run.servers) > 1:
+        found["VLLM_BRIDGE_CONFIG_PATH"] = _bridge_config(site, name)
+    if (cores := site.cores.vllm[index]) and not site.placement.on_gpus:
+        ranks = max(site.placement.by_ranks, tensor_parallel_size(run.servers[index]))
+        found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
+    return found
+
+
+def tensor_parallel_size(server: Mapping[str, Any]) -> int:
+    """As a run file says it of a vLLM server."""
+    return int(server.get("tensor_parallel_size") or 1)
+
+
+def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None, index: int = 0) -> Tree:
+    """A server's flags: what the devices and the bridge need, the run's own on top."""
+    flags, mine = device_flags(run, site.placement, index), run.servers[index]
+    mode = MODES[run.kind]
+    if mode.adapters:
+        rank = bridge.r if isinstance(bridge, Adapter) else 0
+        flags |= {"enable_lora": True, "max_lora_rank": next((fit for fit in LORA_RANKS if fit >= rank), rank)}
+    if run.batch_invariant:
+        flags["batch_invariant"] = True
+    if run.chat_template is not None:
+        flags["chat_template"] = str(Path(run.chat_template).resolve())
+    own = {key: value for key, value in mine.items() if value is not None and key != "tensor_parallel_size"}
+    if not site.placement.on_gpus and tensor_parallel_size(mine) > 1:
+        own["tensor_parallel_size"] = mine["tensor_parallel_size"]
+    flags |= {"seed": run.seed + index} | own  # servers of one seed would sample the same answers
+    if not mode.owns_vllm:
+        flags |= {"model": site.model, "host": mine.get("host", site.vllm_host(index)), "port": site.vllm_ports[index]}
+    return {key: value for key, value in flags.items() if not (mode.owns_vllm and key in ("model", "host", "port"))}
+
+
+def argv(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """`{"max_model_len": 256, "enforce_eager": True}` as `--max-model-len 256 --enforce-eager`."""
+    words: list[str] = []
+    for key, value in flags.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, (list, tuple)):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return tuple(words)

@@ -1,0 +1,105 @@
+"""The runs of a directory, by default ./runs: which have services, and how the others ended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atropos_launcher.log_files import last_lines, printable
+from atropos_launcher.records import FOLDER
+from atropos_launcher.run_log import why_it_ended
+from atroposlib.errors import AtroposError
+
+RUNS = Path("runs")
+
+
+class NoSuchRun(AtroposError):
+    """A name that is neither a run's nor a directory's, or none where there are several."""
+
+    exit_status = 2
+
+
+def find_run(runs: Path, name: str) -> Path:
+    """A run by its name, or its directory. Raises NoSuchRun."""
+    for path in (runs / name, Path(name)):
+        if path.is_dir():
+            return path
+    raise NoSuchRun(f"no such run: neither {printable(str(runs / name))} nor {printable(name)} is a directory")
+
+
+def recorded_runs(runs: Path) -> list[Path]:
+    """Those that have services, newest first."""
+    return _newest_first([run for run in _directories(runs) if (run / FOLDER).is_dir()], FOLDER)
+
+
+def ended_runs(runs: Path) -> list[Path]:
+    """Those that have none any more, newest first."""
+    ended = [run for run in _directories(runs) if not (run / FOLDER).exists() and any(run.glob("*.log"))]
+    return _newest_first(ended, ".")
+
+
+def latest_run(runs: Path) -> Path:
+    """The one that runs, or else the newest. Raises NoSuchRun."""
+    found = [*recorded_runs(runs), *ended_runs(runs)]
+    if not found:
+        raise NoSuchRun(f"there is no run in {printable(str(runs.absolute()))}")
+    return found[0]
+
+
+def progress(run: Path) -> str:
+    """`20/20 steps, 96.9 %`: how far it has come, and its last held-out accuracy."""
+    done, total = steps_done(run), steps_total(run)
+    if not done and total is None:
+        return "no step yet"
+    accuracy = _last_value(run / "evaluations.jsonl", "accuracy")
+    steps = f"{done}/{total} steps" if total is not None else f"{done} steps"
+    return steps + (f", {100 * accuracy:.1f} %" if accuracy is not None else "")
+
+
+def outcome(run: Path) -> str:
+    """How a run ended that has no services any more."""
+    done = steps_done(run)
+    if done and done == steps_total(run):
+        return f"finished: {progress(run)}"
+    why = why_it_ended(run)
+    return f"ended {f'after {progress(run)}' if done else 'before its first step'}" + (
+        f": {printable(why)}" if why else ""
+    )
+
+
+def steps_done(run: Path) -> int:
+    return int(_last_value(run / "metrics.jsonl", "step") or 0)
+
+
+def steps_total(run: Path) -> int | None:
+    """As the resolved run says, or the trainer's own configuration."""
+    import yaml
+
+    for name, key in (("run.yaml", "steps"), ("trainer.yaml", "training_steps")):
+        try:
+            settings = yaml.safe_load("\n".join(last_lines(run / name, 10_000)))
+        except yaml.YAMLError:
+            continue
+        if isinstance(settings, dict) and isinstance(settings.get(key), int):
+            return int(settings[key])
+    return None
+
+
+def _last_value(rows: Path, key: str) -> float | None:
+    """The last number of this name in a file of JSON lines."""
+    for line in reversed(last_lines(rows, 100)):
+        try:
+            row: Any = json.loads(line)
+        except ValueError:  # half a line, or not ours
+            continue
+        if isinstance(row, dict) and isinstance(row.get(key), int | float):
+            return float(row[key])
+    return None
+
+
+def _directories(runs: Path) -> list[Path]:
+    """A name with control characters is nobody's: on a terminal or in a list it could look like another."""
+    return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable()] if runs.is_dir() else []
+
+
+def _newest_first(found: list[Path], part: str) -> list[Path]:
+    return sorted(found, key=lambda run: (run / part).stat().st_mtime, reverse=True)

@@ -1,0 +1,273 @@
+"""The sections of a run, completed with the settings that connect the programs, and checked by the programs themselves:
+trainer and batching API by their Config classes, an environment by its `serve --dry-run`.
+"""
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from atropos_launcher.document import without_secrets
+from atropos_launcher.folders import environment_file, environment_names, environments
+from atropos_launcher.layout import device_bridge
+from atropos_launcher.machines import LOOPBACK as HOST
+from atropos_launcher.run_file import RunFile, check_kind
+from atropos_launcher.run_site import Site, argv, variables, vllm_flags
+from atropos_launcher.servers import Tree
+from atroposlib.config import Config, resolve_config
+from atroposlib.flags import ConfigError
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.cpu_cores import shown_cores
+
+C = TypeVar("C", bound=Config)
+
+VLLM_START_S = 1800.0
+CHECK_LIMIT_S = 120.0
+KEY = "VLLM_API_KEY"  # with which a vLLM server opens to other machines
+TIED = {  # settings of the trainer that the run decides, and where
+    "model_name": "model",
+    "training_steps": "steps",
+    "batch_invariant": "batch_invariant",
+    "cores": "layout.cores.trainer",
+}
+
+
+@dataclass(frozen=True)
+class SectionFlags:
+    """Flags of the programs, as they were typed: `--trainer.lr 1e-6` is `--lr 1e-6` for the trainer."""
+
+    trainer: list[str] = field(default_factory=list)
+    api: list[str] = field(default_factory=list)
+    environments: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnvironmentPlan:
+    """An environment server: its program, and what it was told as it resolved it."""
+
+    name: str  # in the run
+    program: tuple[str, ...]
+    resolved: Tree
+
+
+def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy: bool = False) -> TrainerConfig:
+    """The trainer's configuration. A run that samples off-policy masks tokens that changed much. Raises ConfigError."""
+    content = {
+        **({"importance": "mask"} if off_policy else {}),
+        "model_name": site.model,
+        "training_steps": run.steps,
+        "seed": run.seed,
+        "atropos_url": site.api,
+        **_addresses(site),
+        "vllm_start_timeout": int(VLLM_START_S),
+        **({"vllm_return_s": int(VLLM_START_S)} if MODES[run.kind].survives_vllm else {}),
+        "save_path": str(site.run_dir / "checkpoints"),
+        "log_dir": str(site.run_dir),
+        "metrics_path": str(site.run_dir / "metrics.jsonl"),
+        "use_wandb": run.wandb,
+        "tensorboard": run.tensorboard,
+        "keep_samples": run.keep_samples,
+        **({"cores": shown_cores(site.cores.trainer)} if site.cores.trainer else {}),
+        **({"overlap": True} if _apart(run, site) else {}),
+        **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
+        **run.trainer,
+        "bridge": {**device_bridge(run, site.placement), **_meeting(site), **run.bridge, **_owned_vllm(run, site)},
+    }
+    if "bridge" in run.trainer:
+        raise ConfigError("trainer.bridge: set `bridge` at the top of the run file")
+    config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
+    if check_kind(config.bridge.kind) != run.kind:
+        raise ConfigError(
+            f"trainer.bridge.kind {config.bridge.kind}: `bridge` at the top of the run decides it, which is {run.kind}:"
+            " give --bridge"
+        )
+    expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
+    if site.cores.trainer:
+        expected["cores"] = shown_cores(site.cores.trainer)
+    for name, value in expected.items():
+        if getattr(config, name) != value:
+            raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
+    return config.model_copy(update=dict(site.settled))
+
+
+def _addresses(site: Site) -> Tree:
+    """Where the trainer finds the vLLM servers."""
+    ports = list(map(str, site.vllm_ports))
+    if not site.machines.several:
+        return {"vllm_host": HOST, "vllm_port": ",".join(ports)}
+    return {"vllm_host": ",".join(f"{site.vllm_host(index)}:{port}" for index, port in enumerate(ports))}
+
+
+def _meeting(site: Site) -> Tree:
+    """Where the workers of vLLM servers on other machines reach a trainer that torchrun tells another address."""
+    return {"master_addr": site.machines.first} if site.machines.several else {}
+
+
+def _apart(run: RunFile, site: Site) -> bool:
+    """Whether vLLM and the trainer have devices of their own, so that both can compute at once."""
+    if site.machines.are_apart:
+        return True
+    if site.placement.on_gpus:
+        return not site.placement.is_shared and not MODES[run.kind].same_devices
+    trainer, vllm = {*site.cores.trainer}, {core for cores in site.cores.vllm for core in cores}
+    return bool(trainer and vllm) and not trainer & vllm
+
+
+def _owned_vllm(run: RunFile, site: Site) -> Tree:
+    """How a trainer starts the vLLM that it owns."""
+    if not MODES[run.kind].owns_vllm:
+        return {}
+    own = str(run.bridge.get("vllm_flags", ""))
+    found: Tree = {"vllm_flags": " ".join(filter(None, [shlex.join(argv(vllm_flags(run, site))), own]))}
+    placement = site.placement
+    if placement.vllm != placement.trainer:
+        found["vllm_gpu"] = ",".join(placement.vllm)
+    return found
+
+
+def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
+    """The batching API's configuration. Raises ConfigError."""
+    from atroposlib.api.settings import RunApiConfig
+
+    content = {"journal": str(site.run_dir / "rollouts.db"), **run.api, "port": site.api_port}
+    if content.get("in_memory"):
+        del content["journal"]
+    return _resolved(RunApiConfig, "api", content, flags.api, site.environ)
+
+
+def _resolved(
+    config_cls: type[C], section: str, content: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+) -> C:
+    try:
+        config, _ = resolve_config(config_cls, typed, prog=section, env=environ, content=content)
+    except ConfigError as error:
+        raise ConfigError(f"{section}: {error}") from None
+    return config
+
+
+# --- environments ---------------------------------------------------------------------------------------------------
+
+
+def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[str, EnvironmentPlan]:
+    """Every environment server of the run by service, as its program resolves it. Raises ConfigError."""
+    plans = {}
+    environ = {**site.environ, **variables(run, site)}
+    for name, section in run.environments.items():
+        program = environment_program(section.file)
+        if program is None:
+            raise ConfigError(f"environments.{name}: {no_program(section.file)}")
+        known = ask_environment(name, program, {}, [], environ)
+        for service, settings in environment_settings(run, site, name, known).items():
+            typed = flags.environments.get(name, [])
+            plans[service] = EnvironmentPlan(name, program, ask_environment(name, program, settings, typed, environ))
+    return plans
+
+
+def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str, Any]) -> dict[str, Tree]:
+    """The configuration to give each server of one environment, by service. `known` is the program's own, without any
+    settings: `env` has every field.
+    """
+    section = run.environments[name]
+    found: dict[str, Tree] = {}
+    for index in range(section.count):
+        service = service_name(run, name, index)
+        several = len(run.environments) > 1 or section.count > 1
+        env: Tree = {
+            "rollout_server_url": site.api,
+            "tokenizer_name": "default",
+            "total_steps": -1,
+            "use_wandb": run.wandb,
+            **({"chat_template": str(Path(run.chat_template).resolve())} if run.chat_template is not None else {}),
+            "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
+            "held_out_path": str(site.run_dir / "held_out.jsonl"),
+            **({"run_record_path": str(site.run_dir / "run.json")} if "run_record_path" in known["env"] else {}),
+            "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
+            "keep_samples": run.keep_samples,
+            **({"wandb_name": service} if several else {}),
+            **{key: value for key, value in section.inherited.items() if key in known["env"]},
+            **({"seed": run.seed} if "seed" in known["env"] else {}),
+            **section.own,
+        }
+        if index:  # one of them evaluates; each samples other questions
+            env |= {"steps_per_eval": 0, "eval_at_start": False}
+            env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
+        found[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
+    return found
+
+
+def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
+    """Whether an environment samples for later batches while the trainer is at one."""
+    return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())
+
+
+def connections(site: Site, asked: Tree, known: object) -> Tree | list[Tree]:
+    """An environment's settings for the vLLM server, or for each of several; for one of its own if `asked` has its
+    address. `known` are the program's own: a list of servers takes nothing from them by itself.
+    """
+    key = {"api_key_env": KEY} if site.machines.several else {}
+    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm", **key} for url in site.vllm]
+    if len(tied) == 1 or "base_url" in asked:
+        return {**tied[0], **asked}
+    (given,) = known[:1] if isinstance(known, list) and known else [{}]
+    return [{**given, **each, **asked} for each in tied]
+
+
+def service_name(run: RunFile, name: str, index: int = 0) -> str:
+    """`env` where there is one environment, else its name, numbered where several of it run."""
+    if len(run.environments) == 1 and run.environments[name].count == 1:
+        return "env"
+    return f"{name}_{index}" if run.environments[name].count > 1 else name
+
+
+def environment_program(name: str) -> tuple[str, ...] | None:
+    """What follows `python` to run an environment: of a file, of one that comes with Atropos (`gsm8k`), or of a module.
+    None if there is no such thing.
+    """
+    if (ours := environments() / f"{name}_server.py").is_file():
+        return (str(ours),)
+    if name.endswith(".py"):
+        file = environment_file(name, Path())
+        return (str(file.resolve()),) if file.is_file() else None
+    with suppress(ImportError, ValueError):
+        return ("-m", name) if importlib.util.find_spec(name) else None
+    return None
+
+
+def no_program(name: str) -> str:
+    """What to say where there is no such environment."""
+    ours = ", ".join(environment_names())
+    return f"there is no file or module {name!r}; give the path of its .py file, or one of {ours}"
+
+
+def ask_environment(
+    name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+) -> Tree:
+    """The configuration as the program resolves it. Raises ConfigError with what it says against it."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
+        yaml.safe_dump(dict(settings), file)
+        file.flush()
+        command = [sys.executable, *program, "serve", "--config", file.name, *typed, "--dry-run"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=CHECK_LIMIT_S, env=dict(environ), check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"environments.{name}: {shlex.join(program)} serve --dry-run did not end within {CHECK_LIMIT_S:.0f} s;"
+                " does the module start its work when it is imported?"
+            ) from None
+    printed = done.stdout[done.stdout.find("env:") :]
+    if done.returncode != 0 or not printed.startswith("env:"):
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}, and nothing on stderr"]
+        raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
+    resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}"))
+    return resolved

@@ -1,0 +1,227 @@
+"""The processes of a run: RunFile -> list[Service].
+
+RunFile ──▶ sections.py: what each program is told ──▶ here: commands, variables, GPUs, health, when each may end
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atropos_launcher.core_layout import expect_ranks_share
+from atropos_launcher.document import document, dumped, without_secrets
+from atropos_launcher.folders import PACKAGES
+from atropos_launcher.layout import seen, trainer_ranks
+from atropos_launcher.machines import LOOPBACK
+from atropos_launcher.remote_service import on_machine
+from atropos_launcher.run_file import RunFile
+from atropos_launcher.run_site import Site, argv, server_variables, variables, vllm_flags
+from atropos_launcher.sections import (
+    VLLM_START_S,
+    EnvironmentPlan,
+    SectionFlags,
+    resolve_api,
+    resolve_environments,
+    resolve_trainer,
+    samples_off_policy,
+)
+from atropos_launcher.servers import server_name
+from atropos_launcher.service import TRAINER, Service, trainer_name
+from atroposlib.config import config_yaml
+from atroposlib.flags import ConfigError
+from atroposlib.wire.folders import LATEST, MANIFEST
+from example_trainer.errors import TrainerError
+from example_trainer.ranks.place import LOST, check_ranks
+from example_trainer.settings.bridges import MODES
+from example_trainer.settings.config import TrainerConfig
+
+API_START_S = 60.0
+ENVIRONMENT_RESTARTS = 3
+SERVER_RESTARTS = 3  # of a vLLM server: the trainer takes it back, and continues with the others if there are any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to start."""
+
+    run: RunFile
+    site: Site
+    trainer: TrainerConfig
+    environments: dict[str, EnvironmentPlan]  # by service
+    services: list[Service]
+    files: dict[str, str]  # to write to runs/NAME/ before the start
+
+
+def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
+    """Raises ConfigError for settings that a program refuses."""
+    api = resolve_api(run, flags, site)
+    trainer = resolve_trainer(run, flags, site)
+    expect_ranks_share(site.cores.trainer, ranks_of_a_machine(trainer, site))
+    environments = resolve_environments(run, flags, site)
+    if samples_off_policy(environments):
+        trainer = resolve_trainer(run, flags, site, off_policy=True)
+    servers = {
+        server_name(index, len(run.servers)): vllm_flags(run, site, trainer.bridge, index)
+        for index in range(len(run.servers))
+    }
+    told = {
+        plan.name: (plan.resolved, flags.environments.get(plan.name, []))
+        for plan in reversed(environments.values())  # the first of several has the run's own seed
+    }
+    files = {
+        "api.yaml": without_secrets(config_yaml(api), run.api, "api"),
+        "trainer.yaml": without_secrets(config_yaml(trainer), run.trainer, "trainer"),
+        **{f"{name}.yaml": dumped(argv(server)) for name, server in servers.items()},
+        "run.yaml": dumped(document(run, (trainer, flags.trainer), (api, flags.api), told)),
+        **{f"{service}.yaml": dumped(plan.resolved) for service, plan in environments.items()},
+    }
+    return Plan(run, site, trainer, environments, services(run, site, trainer, environments, servers), files)
+
+
+def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
+    """Trainer ranks on each machine that trains. Raises ConfigError for ranks that cannot be shared out."""
+    ranks, machines = trainer_ranks(trainer, site.placement), site.placement.machines
+    if machines > 1 and trainer.batch_invariant:
+        raise ConfigError(
+            f"--hosts: --batch-invariant trains on one device, but {machines} machines train: write `trainer` behind"
+            " the first host and `vllm` behind each other one, or drop the flag"
+        )
+    if ranks % machines:
+        raise ConfigError(
+            f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
+            f" {machines}, or auto"
+        )
+    try:
+        check_ranks(trainer, ranks, sharded=ranks > 1)
+    except TrainerError as error:
+        raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
+    own = site.placement.trainer
+    if site.placement.on_gpus and ranks // machines > len(own):
+        others = ", ".join(dict.fromkeys(site.placement.vllm))
+        raise ConfigError(
+            f"{ranks // machines} trainer ranks on a machine, but its GPUs for the trainer are {', '.join(own)}; vLLM"
+            f" has {others}: lower --trainer-ranks, or give vLLM fewer GPUs (--vllm.tensor-parallel-size)"
+        )
+    return ranks // machines
+
+
+def services(
+    run: RunFile,
+    site: Site,
+    trainer: TrainerConfig,
+    environments: Mapping[str, EnvironmentPlan],
+    servers: Mapping[str, Mapping[str, Any]],
+) -> list[Service]:
+    """The processes, in the order in which they are started; each waits for whom it needs."""
+    shared = variables(run, site)
+    python = (sys.executable, "-u")
+    program = PACKAGES / "example_trainer"
+    config = site.run_dir
+    made = [
+        Service(
+            name="api",
+            command=(*python, "-m", "atroposlib.cli.run_api", "--config", str(config / "api.yaml")),
+            environment=shared,
+            health=f"{site.api}/health",
+            start_limit_s=API_START_S,
+            cores=site.cores.api,
+        )
+    ]
+    for index, (name, server) in enumerate(servers.items()):
+        if not MODES[run.kind].owns_vllm:
+            serving = Service(
+                name=name,
+                command=(*python, str(program / "vllm_api_server.py"), *argv(server)),
+                environment={**shared, **server_variables(run, site, index)},
+                health=f"{site.vllm[index]}/health",
+                start_limit_s=VLLM_START_S,
+                restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
+                cores=site.cores.vllm[index],
+            )
+            made.append(on_machine(serving, site.machines.serving[index], site) if site.machines.several else serving)
+    made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
+    mine = site.cores.environments
+    for service, plan in environments.items():
+        made.append(
+            Service(
+                name=service,
+                command=(*python, *plan.program, "serve", "--config", str(config / f"{service}.yaml")),
+                environment={**shared, **({"OMP_NUM_THREADS": str(len(mine))} if mine else {})},
+                may_end=True,
+                restarts=ENVIRONMENT_RESTARTS,
+                cores=mine,
+            )
+        )
+    return made
+
+
+def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], shared: Mapping[str, str]) -> list[Service]:
+    """The trainer: `trainer`, or on several machines torchrun's agent on each, `trainer` and `trainer-2`, ..."""
+    hosts, python = site.machines.training, (sys.executable, "-u")
+    environment, cores = {**shared, **seen(site.placement.trainer)}, site.cores.trainer
+    if len(hosts) == 1:
+        return [Service(TRAINER, (*python, *program), environment, may_end=True, cores=cores)]
+    made = []
+    for number, host in enumerate(hosts):
+        agent = {
+            "nnodes": len(hosts),
+            "node-rank": number,
+            "nproc-per-node": ranks_of_a_machine(trainer, site),
+            "master-addr": site.machines.first,
+            "master-port": site.meeting_port,
+            "local-addr": host,
+            "rdzv-conf": f"timeout={trainer.dist_timeout_s:.0f}",
+        }
+        flags = [word for key, value in agent.items() for word in (f"--{key}", str(value))]
+        command = (*python, "-m", "example_trainer.ranks.agent", *flags, *program)
+        name = trainer_name(number)
+        service = Service(name, command, environment, may_end=True, cores=cores, missing_another=LOST)
+        made.append(on_machine(service, host, site, files=("trainer.yaml",), sees=seen_by_ranks(site, trainer)))
+    return made
+
+
+def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
+    """What ranks on other machines must find in the run's directory, and what to do where they do not. Raises
+    ConfigError for checkpoints that are to be elsewhere.
+    """
+    saved = trainer.save_path
+    if trainer.checkpoint_format != "hf":
+        if not saved.absolute().is_relative_to(site.run_dir.absolute()):
+            raise ConfigError(
+                f"--hosts: each rank writes its part of a checkpoint to --trainer.save-path {saved}, but whether all"
+                f" machines share a directory is only checked for the run's, {site.run_dir}: leave the flag out and"
+                " choose --runs, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
+            )
+        remedy = (
+            f"each rank writes its part of a checkpoint to {saved}: put --runs on a file system that all machines"
+            " share, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
+        )
+        return {str(site.run_dir / "run.json"): remedy}
+    latest = saved / LATEST
+    if trainer.resume is None or not latest.is_file():
+        return {}
+    newest = saved / latest.read_text().strip()
+    remedy = f"every rank reads the checkpoint: copy {saved} from {site.machines.first} to the same path there"
+    return {str(newest / MANIFEST): remedy}
+
+
+def machine_lines(plan: Plan) -> list[str]:
+    """Who runs where, and by which command, of a run on several machines."""
+    site = plan.site
+    machines = site.machines
+    if not machines.several:
+        return []
+    where: dict[str, list[str]] = {machine.host: [] for machine in machines.all}
+    for index, host in enumerate(machines.serving):
+        where[host].append(f"{server_name(index, len(machines.serving))} on port {site.vllm_ports[index]}")
+    each = ranks_of_a_machine(plan.trainer, site)
+    for number, host in enumerate(machines.training):
+        ranks = f"ranks {number * each} to {(number + 1) * each - 1}" if each > 1 else f"rank {number}"
+        where[host].append(f"trainer {ranks} of {each * len(machines.training)}")
+    where[machines.first].append(f"batching API on {LOOPBACK}:{site.api_port}, environments")
+    lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
+    if len(machines.training) > 1:
+        lines.append(
+            f"Trainer ranks meet at {machines.first}:{site.meeting_port} within {plan.trainer.dist_timeout_s:.0f} s"
+        )
+    return lines

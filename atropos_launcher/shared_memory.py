@@ -1,0 +1,75 @@
+"""Removes what a killed service leaves in /dev/shm. While services run, the launcher records which files they have
+mapped. Once they are gone, it removes those that no process has mapped.
+
+A name alone proves nothing: a file is removed only if it has the inode that a service had open since this boot.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import psutil
+from msgspec import Meta
+
+from atropos_launcher.processes import boot_id
+from atropos_launcher.records import ForeignRecord, Record, Records
+from example_trainer.bridges.server_process import SHARED_MEMORY, mapped_shared_memory
+
+NOTES = ".shared"  # in the directory of records
+Name = Annotated[str, Meta(pattern=r"^[^/]+$")]
+
+
+class Notes(msgspec.Struct, forbid_unknown_fields=True):
+    """Files in /dev/shm by name, with their inodes."""
+
+    boot: str
+    files: dict[Name, int]
+
+
+class SharedMemory:
+    """The files of one run. Notes are kept on the disk for `atropos stop`, in case the launcher is killed."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._files: dict[str, int] = {}
+
+    def read(self) -> None:
+        """What a launcher has noted. Raises ForeignRecord."""
+        content = self._records.read_file(NOTES)
+        if content is None:
+            return
+        try:
+            notes = msgspec.json.decode(content, type=Notes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise ForeignRecord(self._records.folder / NOTES, "it lists no files of /dev/shm") from None
+        if notes.boot == boot_id():
+            self._files |= notes.files
+
+    def note(self, services: Iterable[Record]) -> None:
+        """Add what the services have mapped now."""
+        inodes = mapped_shared_memory(pid for service in services for pid in service.members())
+        found = {entry.name: entry.inode() for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
+        if not found.items() <= self._files.items():
+            self._files |= found
+            self._records.write_file(NOTES, msgspec.json.encode(Notes(boot_id(), self._files)))
+
+    def remove(self) -> None:
+        """Remove what was noted and is mapped by no process."""
+        if not self._files:
+            return
+        in_use = mapped_shared_memory(psutil.pids())
+        for name, inode in self._files.items():
+            path = Path(SHARED_MEMORY, name)
+            if inode not in in_use and _is_ours(path, inode):
+                path.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path, inode: int) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_ino == inode and found.st_uid == os.geteuid()

@@ -1,0 +1,387 @@
+"""`atropos train`: one training run, from its file to its summary.
+
+flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──▶ runs/NAME/ ──▶ services ──▶ plot, summary
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atropos_launcher.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
+from atropos_launcher.console import PlainConsole, is_terminal, shown_lines
+from atropos_launcher.core_layout import place_cores
+from atropos_launcher.diagnosis import Diagnosis
+from atropos_launcher.layout import (
+    Need,
+    Placement,
+    ServerNeed,
+    ServerPlace,
+    place,
+    ranks_of_single_copy,
+    served_dtype,
+)
+from atropos_launcher.machines import MachineFlags, Machines
+from atropos_launcher.plot import draw
+from atropos_launcher.ports import Ports, holder
+from atropos_launcher.records import Records
+from atropos_launcher.run_record import write_record
+from atropos_launcher.run_site import Site, tensor_parallel_size, variables
+from atropos_launcher.runs import steps_done
+from atropos_launcher.sections import KEY, resolve_trainer
+from atropos_launcher.servers import server_name
+from atropos_launcher.service import Service
+from atropos_launcher.services import Plan, machine_lines, make_plan
+from atropos_launcher.summary import summary
+from atropos_launcher.supervisor import Supervisor
+from atropos_launcher.view import beside, page
+from atroposlib.errors import AtroposError
+from atroposlib.extras import need
+from atroposlib.files import write_whole
+from atroposlib.flags import ConfigError
+from atroposlib.wire.folders import is_sharded, needs_export
+from example_trainer.memory.model_size import model_size
+from example_trainer.memory.plan import GIB, decided
+from example_trainer.settings.cpu_cores import shown_cores
+
+PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
+AUTO = "auto"  # the largest of these that fits the GPUs
+MODELS = (
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-3B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+)
+
+
+LEAST_FREE = 64 << 20  # bytes; logs, records and rows of a few minutes
+
+
+def parser() -> ArgumentParser:
+    """For completion."""
+    return make_parser([])
+
+
+def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int:
+    """Train. Returns the exit status. Raises ConfigError."""
+    started = time.monotonic()
+    asked = read_command_line(argv, prog=prog)
+    run_dir = choose_folder(asked)
+    with Ports() as ports:
+        plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+        if asked.dry_run:
+            print(described(plan, asked), end="")
+            expect_fit(plan, asked)
+            return 0
+        expect_fit(plan, asked)
+        need("trainer", prog, "torch", "matplotlib")
+        need("gpu", prog, "vllm")
+        status = train(asked, plan, with_bridge, beside(plan.site, ports) if asked.view else None)
+    if status == 0:
+        seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
+        print(summary(run_dir, seconds, newcomer=not with_bridge, installed=installed))
+    return status
+
+
+def choose_folder(asked: Asked, prefix: str = "") -> Path:
+    """The run's directory, which is not there yet unless it is resumed. Raises ConfigError."""
+    if asked.resume is not None:
+        return asked.resume.resolve()
+    name = asked.run.name or f"{prefix}{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (asked.runs / name).absolute()
+    if folder.exists() and not asked.dry_run:
+        raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")
+    return folder
+
+
+def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
+    """Model, devices, cores and ports. Raises ConfigError, PortTaken."""
+    run = asked.run
+    machines = asked.machines
+    (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
+    cores = place_cores(run.layout.cores, 1 if machines.several else len(run.servers), os.sched_getaffinity(0))
+    given = [server.get("port") for server in run.servers]
+    if machines.several:
+        vllm_ports = ports_of_machines(machines, given, ports, asked.dry_run)
+        cores = replace(cores, vllm=cores.vllm * len(run.servers))
+    else:
+        vllm_ports = choose_ports("vllm", given, ports, asked.dry_run)
+    key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)} if machines.several else {}  # of this start alone
+    environ = {**os.environ, **key}
+    (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
+    anywhere = Placement((ServerPlace(),) * len(run.servers))
+    sites = [
+        Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
+        for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
+    ]
+    placed = [_placed(asked, site) for site in sites]
+    return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def _placed(asked: Asked, site: Site) -> Site:
+    """The site with the GPUs of vLLM and of the trainer. Raises ConfigError."""
+    config = resolve_trainer(asked.run, asked.sections, site)
+    need = need_of(asked, site)
+    placement = place(asked.run, asked.gpus, config, need, site.machines)
+    beside = need is not None and placement.on_gpus and placement.is_shared and not config.bridge.same_devices
+    return replace(site, placement=placement, settled=decided(need.training(placement)[0]) if need and beside else {})
+
+
+def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+    """A port for the one vLLM server of each machine. Only those of this machine can be looked at. Raises PortTaken."""
+    chosen: list[int] = []
+    for host, port in zip(machines.serving, given, strict=True):
+        if machines.elsewhere(host):
+            chosen.append(int(port or given[0] or PORTS["vllm"]))
+        else:
+            chosen += choose_ports("vllm", [port], ports, dry_run)
+    return tuple(chosen)
+
+
+def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+    """A port for each server: the one that is given, else the next free one after the server before it. A dry run looks
+    at none. Raises PortTaken, and ConfigError where two are the same.
+    """
+    if twice := [port for index, port in enumerate(given) if port is not None and port in given[:index]]:
+        first = given.index(twice[0])
+        second = given.index(twice[0], first + 1)
+        raise ConfigError(
+            f"{section}.port: {server_name(first, len(given))} and {server_name(second, len(given))} both have"
+            f" {twice[0]}: give each its own port, or none"
+        )
+    named = [None if port is None else int(port) for port in given]
+    chosen: list[int] = []
+    for port in named:
+        following = chosen[-1] + 1 if chosen else PORTS[section]
+        while following in (*named, *chosen):
+            following += 1
+        if dry_run:
+            chosen.append(following if port is None else port)
+        elif port is not None:
+            chosen.append(ports.require(f"--{section}-port", port))
+        else:
+            chosen.append(ports.first_free(following))
+    return tuple(chosen)
+
+
+def need_of(asked: Asked, site: Site) -> Need | None:
+    """What the memory plan is made of; None where the model's size or the GPUs' memory is not known."""
+    size = model_size(site.model)
+    if size is None or (asked.gpus and not asked.gpu_bytes):
+        return None
+    run = asked.run
+    config = resolve_trainer(run, asked.sections, site)
+    servers = []
+    for server in run.servers:
+        share = server.get("gpu_memory_utilization")
+        length = int(server.get("max_model_len") or config.seq_len)
+        on_host = server.get("bridge_staging") == "host"
+        ranks = tensor_parallel_size(server)
+        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks))
+    dtype = served_dtype(run, bool(asked.gpus), ranks_of_single_copy(config))
+    return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
+
+
+def _fits(asked: Asked, site: Site) -> bool:
+    need = need_of(asked, site)
+    return need is not None and site.placement.on_gpus and need.fits(site.placement, without_offload=True)
+
+
+def expect_fit(plan: Plan, asked: Asked) -> None:
+    """Raise ConfigError for a run that the GPUs have no memory for."""
+    need = need_of(asked, plan.site)
+    if need is not None and (why := need.refusal(plan.site.placement)):
+        if not asked.dry_run:
+            print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
+        raise ConfigError(why)
+
+
+def ports_line(asked: Asked, site: Site) -> str:
+    """Which ports are not those of the defaults, and why; empty where all are."""
+    found: list[str] = []
+    if site.machines.several:  # a port is looked at on this machine only
+        return ""
+    for section, servers, chosen in (
+        ("api", [asked.run.api], [site.api_port]),
+        ("vllm", asked.run.servers, list(site.vllm_ports)),
+    ):
+        for index, (server, port) in enumerate(zip(servers, chosen, strict=True)):
+            default = chosen[index - 1] + 1 if index else PORTS[section]
+            if port != default and "port" not in server and default not in chosen:
+                found.append(f"Port {default} is taken by {holder(default)}: using {port}")
+    return "; ".join(found)
+
+
+def find_model(model: str | None, dry_run: bool) -> str:
+    """The absolute directory of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
+    if model is None:
+        from atroposlib.config import load_config
+        from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+        folder = load_config(QuickstartModelConfig, [], prog=PROG).folder
+        if dry_run:
+            return str(folder.absolute())
+        if not is_terminal(sys.stderr):
+            return str(ensure_model(folder))
+        from atropos_launcher.live_console import one_bar
+
+        with one_bar("model", "tensors unpacked") as advance:
+            return str(ensure_model(folder, advance))
+    path = Path(model).expanduser()
+    if is_sharded(path):
+        raise ConfigError(f"--model {needs_export(path)}")
+    if (path / "config.json").is_file():
+        return str(path.resolve())
+    if model.startswith(("/", ".", "~")):
+        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's directory")
+    return model
+
+
+def described(plan: Plan, asked: Asked) -> str:
+    """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
+    site = plan.site
+    shared = variables(plan.run, site)
+    machines = machine_lines(plan)
+    notes = [f"All output goes to {site.run_dir}/", *machines, "", "Every service runs with"]
+    notes += [f"  {name}={value}" for name, value in shared.items()]
+    for service in plan.services:
+        own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
+        notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
+        notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
+    need = need_of(asked, site)
+    unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
+    cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+    notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
+    return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
+
+
+def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -> int:
+    """Start the services, and watch them to their end. Returns the exit status."""
+    site, run = plan.site, plan.run
+    with make_console(plan, with_bridge) as console:
+        console.say(
+            f"Training {site.model} for {run.steps} steps on {problems(plan)}; all output goes to "
+            f"{os.path.relpath(site.run_dir)}/"
+        )
+        for line in machine_lines(plan):
+            console.say(line)
+        if line := ports_line(asked, site):
+            console.say(line)
+        if window is not None:
+            console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
+        try:
+            end = start(plan, console, asked.gpus, [] if window is None else [window])
+        except AtroposError:
+            say_how_to_continue(asked, plan, console)
+            raise
+    if end.status == 0:
+        draw([site.run_dir], site.run_dir / "reward.png")
+    if end.why_memory:
+        console.say(end.why_memory)
+        memory = need_of(asked, site)
+        cache = int(variables(run, site).get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+        for line in [] if memory is None else memory.lines(site.placement, cache):
+            console.put(line)
+    if end.status != 0 or steps_done(site.run_dir) < run.steps:
+        say_how_to_continue(asked, plan, console)
+    return end.status
+
+
+def disk_line(run_dir: Path) -> str:
+    """What to do about a disk without room, which ends every service; empty while there is room."""
+    free = shutil.disk_usage(run_dir).free
+    if free >= LEAST_FREE:
+        return ""
+    return (
+        f"The disk of {os.path.relpath(run_dir)} has {free / 1e6:.1f} MB free, and a run needs at least"
+        f" {LEAST_FREE / 1e6:.0f}: free some first. Groups that the batching API acknowledged and complete checkpoints"
+        " are kept"
+    )
+
+
+def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None:
+    """The command that continues the run, and from where; nothing where none was begun."""
+    run_dir = plan.site.run_dir
+    if not (run_dir / "run.yaml").is_file():
+        return
+    words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
+    if line := disk_line(run_dir):
+        console.say(line)
+    first = "wait until all machines answer or remove the lost one from the hosts file, then run: "
+    kept = any((run_dir / "checkpoints").glob("*step_*"))
+    console.say(
+        f"To continue {'from the last checkpoint' if kept else '(there is no checkpoint yet: from step 1)'},"
+        f" {first if plan.site.machines.several else 'run: '}{shlex.join(words)}"
+    )
+
+
+def flags_of_machines(given: RunFlags) -> list[str]:
+    """The flags of machines that were typed; a run does not keep them."""
+    fields = MachineFlags.model_fields
+    typed = given.model_dump(include=set(fields), exclude_defaults=True)
+    return [word for name, value in typed.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
+
+
+def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
+    """Bars on a terminal, lines anywhere else."""
+    if not is_terminal(sys.stdout):
+        return PlainConsole(plan.site.run_dir, shown_lines(with_bridge))
+    from atropos_launcher.live_console import live_console
+
+    return live_console(plan, with_bridge)
+
+
+class End(NamedTuple):
+    """The launcher's exit status, and how the service died that ended the run, if one did."""
+
+    status: int
+    out_of_memory: bool
+    killed: bool  # by a signal that the launcher did not send
+
+    @property
+    def why_memory(self) -> str:
+        """What there is to say of memory; empty if nothing."""
+        if self.out_of_memory:
+            return "The system ended a process for want of memory. What this run was planned to take:"
+        if self.killed:
+            return (
+                "Nothing of this run sent that signal. Usually the system was out of memory (`dmesg` says so). What"
+                " this run was planned to take:"
+            )
+        return ""
+
+
+def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> End:
+    """Write what is kept of the plan, start its services, and `more`, and watch them."""
+    run_dir = plan.site.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    token = plan.trainer.atropos_token
+    others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
+    watch = Diagnosis(
+        plan.site.api, None if token is None else token.get_secret_value(), others, records=Records(run_dir)
+    )
+    services = [*plan.services, *more]
+    os.environ.update({name: plan.site.environ[name] for name in (KEY,) if name in plan.site.environ})
+    with closing(watch), Supervisor(run_dir, services, console, watch=watch) as supervisor:
+        for name, text in plan.files.items():
+            write_whole(run_dir / name, text.encode())
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
+        status = supervisor.run()
+        return End(status, supervisor.out_of_memory, supervisor.killed)
+
+
+def problems(plan: Plan) -> str:
+    """`arithmetic`, or the environments' names."""
+    found = []
+    for name, section in plan.run.environments.items():
+        datasets = (section.own.get("dataset_path"), section.own.get("dataset"))
+        found.append(next((str(each) for each in datasets if each and each != "auto"), name))
+    return ", ".join(found)
