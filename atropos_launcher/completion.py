@@ -8,7 +8,7 @@ from argparse import Action, ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 
-from atropos_launcher import folders
+from atropos_launcher import paths
 from atropos_launcher.arguments import Parser
 from atropos_launcher.cli import COMMANDS
 from atropos_launcher.env import NEW
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         import shtab
     words = {
         "recipes": " ".join(path.stem for path in recipe_files()),
-        "environments": " ".join([NEW, *folders.environment_names()]),
+        "environments": " ".join([NEW, *paths.environment_names()]),
         "runs": RUNS,
     }
     preamble = PREAMBLES[options.shell].format(**words)

@@ -30,7 +30,6 @@ from pydantic import Field
 from atropos_launcher import device_checks
 from atropos_launcher import doctor_checks as checks
 from atropos_launcher.doctor_checks import Answer, Finding
-from atropos_launcher.folders import PACKAGES
 from atropos_launcher.gpu_record import RECORD, read_gpu_record
 from atropos_launcher.machine import (
     Gpu,
@@ -48,6 +47,7 @@ from atropos_launcher.machine import (
     torch_cuda,
 )
 from atropos_launcher.model_files import read_model
+from atropos_launcher.paths import PACKAGES
 from atropos_launcher.servers import is_server
 from atroposlib.addresses import netloc
 from atroposlib.config import load_config

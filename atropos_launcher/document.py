@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from atropos_launcher import folders
+from atropos_launcher import paths
 from atropos_launcher.run_file import EnvironmentSection, RunFile
 from atropos_launcher.servers import Tree
 from atroposlib.config import Config
@@ -38,8 +38,8 @@ def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[st
     """One environment's section."""
     kept = section.model_dump(include={"file", "count", "from_hub"}, exclude_defaults=True)
     file = Path(section.file)
-    if file.is_relative_to(folders.environments()):
-        kept["file"] = f"{folders.ENVIRONMENTS}/{file.relative_to(folders.environments())}"
+    if file.is_relative_to(paths.environments()):
+        kept["file"] = f"{paths.ENVIRONMENTS}/{file.relative_to(paths.environments())}"
     words = {word[2:].partition("=")[0].replace("-", "_") for word in typed if word.startswith("--")}
     typed_keys = (word[4:].partition(".")[0] for word in words if word.startswith("env."))  # of a tree, its name
     chosen = {*section.own, *section.inherited, *typed_keys}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_launcher.arguments import Parser
-from atropos_launcher.folders import environments
+from atropos_launcher.paths import environments
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError
 

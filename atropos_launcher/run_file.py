@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from atropos_launcher import folders
+from atropos_launcher import paths
 from atropos_launcher.core_layout import CoreLayout
 from atropos_launcher.servers import (
     Servers,
@@ -268,7 +268,7 @@ def _layers(content: Tree, path: Path, choice: Choice, above: tuple[Path, ...]) 
 def find_run_file(name: str, beside: Path | None = None) -> Path:
     """The file of that name, or the recipe: `my_run.yaml`, `gsm8k_lora`. Raises ConfigError."""
     given = Path(name).expanduser()
-    places = [(beside or Path()) / given, folders.recipes() / given.name, folders.recipes() / f"{given.name}.yaml"]
+    places = [(beside or Path()) / given, paths.recipes() / given.name, paths.recipes() / f"{given.name}.yaml"]
     if given.suffix not in (".yaml", ".yml"):
         places = places[1:]
     for place in places:
@@ -280,7 +280,7 @@ def find_run_file(name: str, beside: Path | None = None) -> Path:
 
 def recipe_files() -> list[Path]:
     """Every recipe, by name."""
-    return sorted(folders.recipes().glob("*.yaml"))
+    return sorted(paths.recipes().glob("*.yaml"))
 
 
 def read_yaml(path: Path) -> Tree:
@@ -304,7 +304,7 @@ def normal(content: Mapping[str, Any], path: Path) -> Tree:
     environments = _mapping(tree.get("environments") or {}, f"{path}: environments")
     for name, section in environments.items():
         if section and str(section.get("file", "")).endswith(".py"):
-            file = folders.environment_file(section["file"], path.parent)
+            file = paths.environment_file(section["file"], path.parent)
             environments = {**environments, name: {**section, "file": str(file)}}
     return {**tree, "environments": environments} if environments else tree
 

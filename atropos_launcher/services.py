@@ -10,9 +10,9 @@ from typing import Any
 
 from atropos_launcher.core_layout import expect_ranks_share
 from atropos_launcher.document import document, dumped, without_secrets
-from atropos_launcher.folders import PACKAGES
 from atropos_launcher.layout import seen, trainer_ranks
 from atropos_launcher.machines import LOOPBACK
+from atropos_launcher.paths import PACKAGES
 from atropos_launcher.remote_service import on_machine
 from atropos_launcher.run_file import RunFile
 from atropos_launcher.run_site import Site, argv, server_variables, variables, vllm_flags

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher import cli
-from atropos_launcher.folders import environments
 from atropos_launcher.new_environment import new_environment
+from atropos_launcher.paths import environments
 from tests.unit.launcher.plans import ROOT
 
 TEMPLATES = sorted(environments().glob("*template_server.py"))
