@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atropos_launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
-from atropos_launcher.run_file import (
+from atropos_launcher.run_file.run_file import (
     LOCAL_FILES,
     Choice,
     RunFile,
@@ -31,9 +31,9 @@ from atropos_launcher.run_file import (
     recipe_files,
     validated,
 )
+from atropos_launcher.run_file.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
 from atropos_launcher.runs import RUNS, find_run
 from atropos_launcher.sections import SectionFlags
-from atropos_launcher.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config

@@ -12,7 +12,7 @@ from atropos_launcher import paths
 from atropos_launcher.arguments import Parser
 from atropos_launcher.cli import COMMANDS
 from atropos_launcher.env import NEW
-from atropos_launcher.run_file import recipe_files
+from atropos_launcher.run_file.run_file import recipe_files
 from atropos_launcher.runs import RUNS
 from atroposlib.errors import AtroposError, loading
 from atroposlib.flags import keys_of

@@ -32,9 +32,9 @@ from atropos_launcher.events import (
 )
 from atropos_launcher.log_files import printable
 from atropos_launcher.repeated import Repeated
+from atropos_launcher.run_file.servers import NAME as SERVER
+from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.sample_lines import latest_sample
-from atropos_launcher.servers import NAME as SERVER
-from atropos_launcher.servers import is_server
 from atropos_launcher.service import TRAINER, is_trainer
 from atroposlib.logs import keep_exit_status
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from atropos_launcher.servers import is_for_each
+from atropos_launcher.run_file.servers import is_for_each
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError
 from example_trainer.settings.cpu_cores import Cores, distinct, expect_cores, parse_cores, shared_out, shown_cores

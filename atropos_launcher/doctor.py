@@ -48,7 +48,7 @@ from atropos_launcher.machine import (
 )
 from atropos_launcher.model_files import read_model
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.servers import is_server
+from atropos_launcher.run_file.servers import is_server
 from atroposlib.addresses import netloc
 from atroposlib.config import load_config
 from atroposlib.errors import reading

@@ -16,8 +16,8 @@ from itertools import combinations, groupby
 from typing import Any
 
 from atropos_launcher.machines import THIS_ONE, Machines
-from atropos_launcher.run_file import RunFile
-from atropos_launcher.servers import is_for_each, server_name
+from atropos_launcher.run_file.run_file import RunFile
+from atropos_launcher.run_file.servers import is_for_each, server_name
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import ModelSize
 from example_trainer.memory.plan import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from atropos_launcher.events import Died, Ended, Event, LogLine, Restarted, Started, Up, Waiting
 from atropos_launcher.log_files import printable
-from atropos_launcher.servers import is_server
+from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import is_trainer
 
 STARTING = "starting"

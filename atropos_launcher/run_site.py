@@ -11,8 +11,8 @@ from atropos_launcher.core_layout import CorePlacement, thread_bindings
 from atropos_launcher.layout import Placement, device_flags, device_variables, seen
 from atropos_launcher.machines import LOOPBACK as HOST
 from atropos_launcher.machines import THIS_ONE, Machines
-from atropos_launcher.run_file import RunFile
-from atropos_launcher.servers import Tree, server_name
+from atropos_launcher.run_file.run_file import RunFile
+from atropos_launcher.run_file.servers import Tree, server_name
 from example_trainer.settings.bridges import MODES, Adapter, Mode
 
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.

@@ -33,11 +33,11 @@ from atropos_launcher.machines import MachineFlags, Machines
 from atropos_launcher.plot import draw
 from atropos_launcher.ports import Ports, holder
 from atropos_launcher.records import Records
+from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import write_record
 from atropos_launcher.run_site import Site, tensor_parallel_size, variables
 from atropos_launcher.runs import steps_done
 from atropos_launcher.sections import KEY, resolve_trainer
-from atropos_launcher.servers import server_name
 from atropos_launcher.service import Service
 from atropos_launcher.services import Plan, machine_lines, make_plan
 from atropos_launcher.summary import summary

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.cli import COMMANDS
-from atropos_launcher.run_file import recipe_files
+from atropos_launcher.run_file.run_file import recipe_files
 from example_trainer.settings.bridges import LAUNCHED
 from tests.unit.launcher.processes import PYTHON_PATH
 

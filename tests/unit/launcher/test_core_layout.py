@@ -9,7 +9,7 @@ import pytest
 
 from atropos_launcher import become, train
 from atropos_launcher.core_layout import CoreLayout, CorePlacement, place_cores
-from atropos_launcher.run_file import validated
+from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.service import Service
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan

@@ -17,7 +17,7 @@ from atropos_launcher.gpu_record import RECORD, GpuRecord, read_gpu_record
 from atropos_launcher.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Models, checks
 from atropos_launcher.gpu_table import Result, Table
 from atropos_launcher.peak_memory import PeakMemory
-from atropos_launcher.run_file import find_run_file
+from atropos_launcher.run_file.run_file import find_run_file
 from atroposlib.flags import ConfigError
 from example_trainer.ranks.ranks import shards_alone
 from example_trainer.settings.config import TrainerConfig

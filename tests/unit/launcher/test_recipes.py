@@ -7,8 +7,8 @@ import yaml
 
 from atropos_launcher import train
 from atropos_launcher.command_line import description
-from atropos_launcher.run_file import recipe_files
-from atropos_launcher.servers import is_server
+from atropos_launcher.run_file.run_file import recipe_files
+from atropos_launcher.run_file.servers import is_server
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError

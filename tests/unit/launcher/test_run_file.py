@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.run_file import Choice, RunFile, merge, read_run, validated
+from atropos_launcher.run_file.run_file import Choice, RunFile, merge, read_run, validated
 from atroposlib.flags import ConfigError
 
 CPU = Choice("cpu")

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from atropos_launcher import paths
 from atropos_launcher.core_layout import CoreLayout
-from atropos_launcher.servers import (
+from atropos_launcher.run_file.servers import (
     Servers,
     Tree,
     each_server,

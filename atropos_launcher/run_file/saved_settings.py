@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from atropos_launcher import paths
-from atropos_launcher.run_file import EnvironmentSection, RunFile
-from atropos_launcher.servers import Tree
+from atropos_launcher.run_file.run_file import EnvironmentSection, RunFile
+from atropos_launcher.run_file.servers import Tree
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of, parse
 
