@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from atropos_launcher.machines import THIS_ONE, MachineFlags, Machines, read_machines
+from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
 from atropos_launcher.run_file.run_file import (
     LOCAL_FILES,
     Choice,

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from atropos_launcher.doctor_checks import Finding
-from atropos_launcher.layout import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
-from atropos_launcher.machine import Gpu
 from atropos_launcher.model_files import Model
+from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
+from atropos_launcher.placement.this_machine import Gpu
 from example_trainer.memory.model_size import ModelSize, size_of
 from example_trainer.memory.plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
 from example_trainer.memory.tp_plans import family_refusal, size_refusal, sizes

@@ -31,7 +31,9 @@ from atropos_launcher import device_checks
 from atropos_launcher import doctor_checks as checks
 from atropos_launcher.doctor_checks import Answer, Finding
 from atropos_launcher.gpu_record import RECORD, read_gpu_record
-from atropos_launcher.machine import (
+from atropos_launcher.model_files import read_model
+from atropos_launcher.paths import PACKAGES
+from atropos_launcher.placement.this_machine import (
     Gpu,
     Listener,
     declared_by,
@@ -46,8 +48,6 @@ from atropos_launcher.machine import (
     resolve,
     torch_cuda,
 )
-from atropos_launcher.model_files import read_model
-from atropos_launcher.paths import PACKAGES
 from atropos_launcher.run_file.servers import is_server
 from atroposlib.addresses import netloc
 from atroposlib.config import load_config

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from atropos_launcher.command_line import Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.console import PlainConsole
-from atropos_launcher.ports import Ports
+from atropos_launcher.placement.ports import Ports
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import Service

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_launcher.log_files import printable
-from atropos_launcher.machine import gpu_names, installed, processor
+from atropos_launcher.placement.this_machine import gpu_names, installed, processor
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import psutil
 
-from atropos_launcher.machine import MIB, printed_by
+from atropos_launcher.placement.this_machine import MIB, printed_by
 
 INTERVAL_S = 1.0
 

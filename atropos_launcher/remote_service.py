@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from atropos_launcher import far_end
-from atropos_launcher.run_site import Site
+from atropos_launcher.placement.addresses import Site
 from atropos_launcher.service import Service
 from atroposlib.flags import ConfigError
 

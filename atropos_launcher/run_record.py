@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from atropos_launcher.machine import gpu_names, installed, printed_by, processor
 from atropos_launcher.paths import PACKAGES
+from atropos_launcher.placement.this_machine import gpu_names, installed, printed_by, processor
 from atropos_launcher.service import Service
 from atroposlib.files import write_whole
 from atroposlib.flags import package_version

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from atropos_launcher.layout import device_bridge
-from atropos_launcher.machines import LOOPBACK as HOST
 from atropos_launcher.paths import environment_file, environment_names, environments
+from atropos_launcher.placement.addresses import Site, argv, variables, vllm_flags
+from atropos_launcher.placement.gpus import device_bridge
+from atropos_launcher.placement.machines import LOOPBACK as HOST
 from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree
-from atropos_launcher.run_site import Site, argv, variables, vllm_flags
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import MODES

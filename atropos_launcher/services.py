@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atropos_launcher.core_layout import expect_ranks_share
-from atropos_launcher.layout import seen, trainer_ranks
-from atropos_launcher.machines import LOOPBACK
 from atropos_launcher.paths import PACKAGES
+from atropos_launcher.placement.addresses import Site, argv, server_variables, variables, vllm_flags
+from atropos_launcher.placement.cores import expect_ranks_share
+from atropos_launcher.placement.gpus import seen, trainer_ranks
+from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.remote_service import on_machine
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
 from atropos_launcher.run_file.servers import server_name
-from atropos_launcher.run_site import Site, argv, server_variables, variables, vllm_flags
 from atropos_launcher.sections import (
     VLLM_START_S,
     EnvironmentPlan,

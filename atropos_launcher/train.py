@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from atropos_launcher.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.console import PlainConsole, is_terminal, shown_lines
-from atropos_launcher.core_layout import place_cores
 from atropos_launcher.diagnosis import Diagnosis
-from atropos_launcher.layout import (
+from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
+from atropos_launcher.placement.cores import place_cores
+from atropos_launcher.placement.gpus import (
     Need,
     Placement,
     ServerNeed,
@@ -29,13 +30,12 @@ from atropos_launcher.layout import (
     ranks_of_single_copy,
     served_dtype,
 )
-from atropos_launcher.machines import MachineFlags, Machines
+from atropos_launcher.placement.machines import MachineFlags, Machines
+from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.plot import draw
-from atropos_launcher.ports import Ports, holder
 from atropos_launcher.records import Records
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import write_record
-from atropos_launcher.run_site import Site, tensor_parallel_size, variables
 from atropos_launcher.runs import steps_done
 from atropos_launcher.sections import KEY, resolve_trainer
 from atropos_launcher.service import Service

@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 from atropos_launcher.arguments import Parser, add_runs
 from atropos_launcher.log_files import printable
-from atropos_launcher.ports import Ports
+from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun, find_run
 from atropos_launcher.service import Service
 from atroposlib.view.flags import HOST, PORT, add_flags
 
 if TYPE_CHECKING:
-    from atropos_launcher.run_site import Site
+    from atropos_launcher.placement.addresses import Site
 
 NAME = "view"
 RESTARTS = 3

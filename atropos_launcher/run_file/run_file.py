@@ -20,7 +20,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atropos_launcher import paths
-from atropos_launcher.core_layout import CoreLayout
+from atropos_launcher.placement.cores import CoreLayout
 from atropos_launcher.run_file.servers import (
     Servers,
     Tree,

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher import layout, train
-from atropos_launcher.layout import Need, Placement, ServerNeed, ServerPlace
-from atropos_launcher.ports import Ports
+from atropos_launcher import train
+from atropos_launcher.placement import gpus as layout
+from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
+from atropos_launcher.placement.ports import Ports
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import PUBLISHED, model_size, published

@@ -29,7 +29,7 @@ PLANTED = {
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
     "The trainer loads nothing that only": ("example_trainer.loss.batch_gradients", "vllm_patching.worker"),
     "The launcher stands above all": ("example_trainer.plot", "atropos_launcher.runs"),
-    "The launcher loads neither": ("atropos_launcher.layout", "torch"),
+    "The launcher loads neither": ("atropos_launcher.placement.gpus", "torch"),
     "--help and --dry-run load no torch": ("example_trainer.settings.servers", "transformers"),
 }
 

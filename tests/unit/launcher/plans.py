@@ -13,7 +13,7 @@ import yaml
 
 from atropos_launcher import command_line, sections, train
 from atropos_launcher.command_line import Asked, read_command_line
-from atropos_launcher.ports import Ports
+from atropos_launcher.placement.ports import Ports
 from atropos_launcher.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import load_tree

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.run_site import argv, variables, vllm_flags
+from atropos_launcher.placement.addresses import argv, variables, vllm_flags
 from atroposlib.config import resolve_config
 from example_trainer.settings.bridges import MODES, Restarting
 from example_trainer.settings.config import TrainerConfig

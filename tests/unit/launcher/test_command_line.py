@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atropos_launcher import cli, layout, quickstart, train
+from atropos_launcher import cli, quickstart, train
 from atropos_launcher.command_line import read_command_line
+from atropos_launcher.placement import gpus
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import Broadcast
@@ -197,7 +198,7 @@ def test_the_host_memory_that_is_named_takes_the_place_of_this_machines(
 ) -> None:
     """7B on one GPU of 80 GB keeps 122 GB of states in host memory."""
     argv = ["gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "1x80", "--dry-run"]
-    monkeypatch.setattr(layout, "available_memory", lambda: 64 * 10**9)
+    monkeypatch.setattr(gpus, "available_memory", lambda: 64 * 10**9)
     with pytest.raises(ConfigError, match=r"training Qwen/Qwen2\.5-7B-Instruct needs "):
         train.main(argv)
     capsys.readouterr()

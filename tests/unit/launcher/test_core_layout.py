@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher import become, train
-from atropos_launcher.core_layout import CoreLayout, CorePlacement, place_cores
+from atropos_launcher.placement.cores import CoreLayout, CorePlacement, place_cores
 from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.service import Service
 from atroposlib.flags import ConfigError

@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from atropos_launcher import device_checks, doctor, doctor_checks, layout
+from atropos_launcher import device_checks, doctor, doctor_checks
 from atropos_launcher.doctor_checks import Answer, Finding
 from atropos_launcher.gpu_record import RECORD as RECORD_FILE
 from atropos_launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
-from atropos_launcher.machine import (
+from atropos_launcher.model_files import Model, read_model
+from atropos_launcher.placement import gpus as layout
+from atropos_launcher.placement.this_machine import (
     MIB,
     Gpu,
     Listener,
@@ -29,7 +31,6 @@ from atropos_launcher.machine import (
     peer_access,
     python_header,
 )
-from atropos_launcher.model_files import Model, read_model
 from atroposlib.extras import install
 from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.memory.model_size import published

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from atropos_launcher import train
-from atropos_launcher.machines import SSH, Machine, read_machines
+from atropos_launcher.placement.machines import SSH, Machine, read_machines
 from atropos_launcher.service import Service
 from atropos_launcher.services import machine_lines
 from atroposlib.flags import ConfigError

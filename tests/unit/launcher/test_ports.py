@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atropos_launcher.ports import Ports, PortTaken, holder
+from atropos_launcher.placement.ports import Ports, PortTaken, holder
 from tests.unit.launcher.processes import free_port
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from atropos_launcher import evaluate, train
-from atropos_launcher.ports import Ports, PortTaken
+from atropos_launcher.placement.ports import Ports, PortTaken
 from atropos_launcher.run_file.run_file import Choice, merge, read_run, validated
 from atropos_launcher.run_file.saved_settings import MASKED, without_secrets
 from atropos_launcher.run_file.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports

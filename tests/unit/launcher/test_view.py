@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from atropos_launcher import view
-from atropos_launcher.ports import Ports
+from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.view.flags import PORT
 from atroposlib.view.serve import CannotServe, address, listen, page_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.machines import read_machines, remote_words
+from atropos_launcher.placement.machines import read_machines, remote_words
 
 pytestmark = pytest.mark.services
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_launcher.core_layout import CorePlacement, thread_bindings
-from atropos_launcher.layout import Placement, device_flags, device_variables, seen
-from atropos_launcher.machines import LOOPBACK as HOST
-from atropos_launcher.machines import THIS_ONE, Machines
+from atropos_launcher.placement.cores import CorePlacement, thread_bindings
+from atropos_launcher.placement.gpus import Placement, device_flags, device_variables, seen
+from atropos_launcher.placement.machines import LOOPBACK as HOST
+from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree, server_name
 from example_trainer.settings.bridges import MODES, Adapter, Mode

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Any
 
-from atropos_launcher.machines import THIS_ONE, Machines
+from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_for_each, server_name
 from atroposlib.flags import ConfigError
