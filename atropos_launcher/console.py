@@ -11,7 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from atropos_launcher.events import (
+from atropos_launcher.repeated import Repeated
+from atropos_launcher.run_file.servers import NAME as SERVER
+from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.sample_lines import latest_sample
+from atropos_launcher.service import TRAINER, is_trainer
+from atropos_launcher.services.events import (
     Died,
     Ended,
     Ending,
@@ -30,12 +35,7 @@ from atropos_launcher.events import (
     Up,
     Waiting,
 )
-from atropos_launcher.log_files import printable
-from atropos_launcher.repeated import Repeated
-from atropos_launcher.run_file.servers import NAME as SERVER
-from atropos_launcher.run_file.servers import is_server
-from atropos_launcher.sample_lines import latest_sample
-from atropos_launcher.service import TRAINER, is_trainer
+from atropos_launcher.services.log_files import printable
 from atroposlib.logs import keep_exit_status
 
 TROUBLE = r"(WARNING|ERROR|CRITICAL) "

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from atropos_launcher.events import Event, Quiet
-from atropos_launcher.health import answers
-from atropos_launcher.records import Records
+from atropos_launcher.services.events import Event, Quiet
+from atropos_launcher.services.health import answers
+from atropos_launcher.services.records import Records
 
 if TYPE_CHECKING:  # loads an HTTP client
     from atroposlib.wire.batching import Activity

@@ -27,11 +27,11 @@ from atropos_launcher.arguments import Parser, add_runs
 from atropos_launcher.gpu_record import RECORD, GpuRecord, UserCache, write_gpu_record
 from atropos_launcher.gpu_rows import LARGE, Check, Models, checks
 from atropos_launcher.gpu_table import Result, Table
-from atropos_launcher.log_files import last_lines, printable
 from atropos_launcher.model_files import read_model
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.peak_memory import PeakMemory, of_gpus, of_processes
 from atropos_launcher.placement.this_machine import gpu_names, installed
+from atropos_launcher.services.log_files import last_lines, printable
 from atropos_launcher.train import find_model
 from atroposlib.config import load_config
 from atroposlib.errors import reading

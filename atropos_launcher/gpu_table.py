@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atropos_launcher.log_files import printable
 from atropos_launcher.placement.this_machine import gpu_names, installed, processor
+from atropos_launcher.services.log_files import printable
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError

@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos_launcher.console import PlainConsole, shown_lines
-from atropos_launcher.events import Event, Up
 from atropos_launcher.progress import Bar, RunProgress
+from atropos_launcher.services.events import Event, Up
 
 if TYPE_CHECKING:
     from atropos_launcher.services import Plan

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from atropos_launcher import arguments
-from atropos_launcher.log_files import Follower, last_lines, printable
-from atropos_launcher.records import Records
 from atropos_launcher.runs import NoSuchRun, find_run, latest_run
+from atropos_launcher.services.log_files import Follower, last_lines, printable
+from atropos_launcher.services.records import Records
 
 POLL_S = 0.3
 

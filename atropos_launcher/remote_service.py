@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from atropos_launcher import far_end
 from atropos_launcher.placement.addresses import Site
 from atropos_launcher.service import Service
+from atropos_launcher.services import remote_agent
 from atroposlib.flags import ConfigError
 
 
@@ -20,7 +20,7 @@ def on_machine(
     machines = site.machines
     if not machines.elsewhere(host):
         return service
-    for path in (sys.executable, far_end.__file__):
+    for path in (sys.executable, remote_agent.__file__):
         if shlex.quote(path) != path:
             raise ConfigError(
                 f"--hosts: the shell on {host} would not take the path {path!r} literally: install Atropos under a path"
@@ -31,5 +31,5 @@ def on_machine(
     flags += ["--variables", ",".join(sorted(service.environment)), "--cores", ",".join(map(str, service.cores))]
     flags += [word for name in files for word in ("--file", str(site.run_dir / name))]
     flags += [word for path, remedy in (sees or {}).items() for word in ("--sees", path, remedy)]
-    command = (sys.executable, "-u", "-m", "atropos_launcher.remote", *flags, "--", *service.command)
+    command = (sys.executable, "-u", "-m", "atropos_launcher.services.remote_client", *flags, "--", *service.command)
     return replace(service, command=command, cores=(), host=host)

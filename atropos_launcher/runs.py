@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atropos_launcher.log_files import last_lines, printable
-from atropos_launcher.records import FOLDER
-from atropos_launcher.run_log import why_it_ended
+from atropos_launcher.services.log_files import last_lines, printable
+from atropos_launcher.services.records import FOLDER
+from atropos_launcher.services.run_log import why_it_ended
 from atroposlib.errors import AtroposError
 
 RUNS = Path("runs")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from atropos_launcher import arguments
 from atropos_launcher.console import PlainConsole
-from atropos_launcher.ending import end
-from atropos_launcher.log_files import printable
-from atropos_launcher.records import Record, Records, RunInUse
 from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
-from atropos_launcher.shared_memory import SharedMemory
+from atropos_launcher.services.log_files import printable
+from atropos_launcher.services.records import Record, Records, RunInUse
+from atropos_launcher.services.shared_memory import SharedMemory
+from atropos_launcher.services.stop_services import end
 from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import print_error
 

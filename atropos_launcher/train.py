@@ -33,15 +33,15 @@ from atropos_launcher.placement.gpus import (
 from atropos_launcher.placement.machines import MachineFlags, Machines
 from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.plot import draw
-from atropos_launcher.records import Records
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import write_record
 from atropos_launcher.runs import steps_done
 from atropos_launcher.sections import KEY, resolve_trainer
 from atropos_launcher.service import Service
 from atropos_launcher.services import Plan, machine_lines, make_plan
+from atropos_launcher.services.records import Records
+from atropos_launcher.services.supervisor import Supervisor
 from atropos_launcher.summary import summary
-from atropos_launcher.supervisor import Supervisor
 from atropos_launcher.view import beside, page
 from atroposlib.errors import AtroposError
 from atroposlib.extras import need

@@ -1,5 +1,5 @@
 """Why a run ended, as the last lines of its launcher.log say. The window and `atropos status` read it here; the
-launcher writes it (atropos_launcher/run_log.py).
+launcher writes it (atropos_launcher/services/run_log.py).
 """
 
 import re

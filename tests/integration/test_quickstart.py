@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.records import Records
+from atropos_launcher.services.records import Records
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 

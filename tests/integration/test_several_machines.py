@@ -171,7 +171,7 @@ def agents(machines: Machines, drill: str) -> list[dict[str, object]]:
         if host is far:
             remote = ["--host", far.address, "--remote-command", machines.remote_command, "--name", "trainer-2"]
             remote += ["--silence-s", str(SILENCE_S), "--folder", str(machines.run), "--variables", "DRILL"]
-            words = [sys.executable, "-u", "-m", "atropos_launcher.remote", *remote, "--", *words]
+            words = [sys.executable, "-u", "-m", "atropos_launcher.services.remote_client", *remote, "--", *words]
         found.append(
             {
                 "name": trainer_name(number),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher.records import Records
+from atropos_launcher.services.records import Records
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_launcher_drills import processes_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from atropos_launcher.records import Records
+from atropos_launcher.services.records import Records
 from tests.integration.conftest import free_port
 from tests.integration.test_launcher_drills import COMMAND, SHORT_STEPS, VARIABLES, processes_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from atropos_launcher.console import PlainConsole
 from atropos_launcher.service import Service
-from atropos_launcher.supervisor import Limits, Supervisor
+from atropos_launcher.services.supervisor import Limits, Supervisor
 
 SHOWN = {"": "Held-out accuracy", "trainer": "Step [0-9]+/"}
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from atropos_launcher.console import PlainConsole, shown_lines, text
-from atropos_launcher.events import (
+from atropos_launcher.services.events import (
     Died,
     Ended,
     Ending,

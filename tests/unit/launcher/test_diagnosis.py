@@ -16,10 +16,10 @@ import requests
 from atropos_launcher import diagnosis
 from atropos_launcher.console import text
 from atropos_launcher.diagnosis import Diagnosis, Silence, asking
-from atropos_launcher.events import Event, Quiet, Started
-from atropos_launcher.records import Record
 from atropos_launcher.service import Service
-from atropos_launcher.supervisor import Supervisor
+from atropos_launcher.services.events import Event, Quiet, Started
+from atropos_launcher.services.records import Record
+from atropos_launcher.services.supervisor import Supervisor
 from atroposlib.clients.batching_api import ApiUnreachable
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer

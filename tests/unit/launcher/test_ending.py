@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.ending import end
-from atropos_launcher.events import Ending, Event
-from atropos_launcher.records import Record, Records
-from atropos_launcher.shared_memory import SharedMemory
+from atropos_launcher.services.events import Ending, Event
+from atropos_launcher.services.records import Record, Records
+from atropos_launcher.services.shared_memory import SharedMemory
+from atropos_launcher.services.stop_services import end
 
 pytestmark = pytest.mark.services
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher import train
-from atropos_launcher.child import Child
-from atropos_launcher.events import Died, Event, Interrupted
-from atropos_launcher.oom import OomKills
-from atropos_launcher.run_log import RunLog
 from atropos_launcher.runs import outcome
 from atropos_launcher.service import Service
-from atropos_launcher.supervisor import CannotStart, Limits, Supervisor
+from atropos_launcher.services.child import Child
+from atropos_launcher.services.events import Died, Event, Interrupted
+from atropos_launcher.services.oom import OomKills
+from atropos_launcher.services.run_log import RunLog
+from atropos_launcher.services.supervisor import CannotStart, Limits, Supervisor
 from atroposlib.view.run_files import RunFiles
 from tests.unit.launcher.memory_group import memory_group
 from tests.unit.launcher.processes import launched, python

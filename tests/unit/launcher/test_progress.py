@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.events import Died, Event, Interrupted, LogLine, Started, Up, Waiting
 from atropos_launcher.progress import (
     VLLM_STAGES,
     Bar,
@@ -18,6 +17,7 @@ from atropos_launcher.progress import (
     seconds_left,
     vllm_stage,
 )
+from atropos_launcher.services.events import Died, Event, Interrupted, LogLine, Started, Up, Waiting
 
 LOG = Path("runs/a/vllm.log")
 HEALTH = "http://127.0.0.1:9001/health"

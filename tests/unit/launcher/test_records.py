@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.processes import boot_id, first_ticks
-from atropos_launcher.records import ForeignRecord, Record, Records, RunInUse
 from atropos_launcher.runs import ended_runs, recorded_runs
+from atropos_launcher.services.processes import boot_id, first_ticks
+from atropos_launcher.services.records import ForeignRecord, Record, Records, RunInUse
 from tests.unit.launcher.processes import DEAF, atropos, await_record, launch, lives, python, wait_until
 
 pytestmark = pytest.mark.services

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_launcher import far_end
-from atropos_launcher.far_end import FIRST_S
+from atropos_launcher.services import remote_agent
+from atropos_launcher.services.remote_agent import FIRST_S
 
 pytestmark = pytest.mark.services
 
@@ -108,7 +108,7 @@ def test_the_service_ends_when_a_silent_launcher_has_let_its_output_fill_up(tmp_
         **{"name": "vllm-2", "command": [sys.executable, "-c", endless], "environment": {}, "cores": []},
         **{"files": {}, "sees": {}, "folder": str(tmp_path), "directory": str(tmp_path), "silence_s": SILENCE_S},
     }
-    words = [sys.executable, "-I", "-S", far_end.__file__]
+    words = [sys.executable, "-I", "-S", remote_agent.__file__]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as far:
         assert far.stdin is not None
         try:

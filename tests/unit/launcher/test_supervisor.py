@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import become
-from atropos_launcher.child import describe
+from atropos_launcher.services import exec_child
+from atropos_launcher.services.child import describe
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,
@@ -393,7 +393,7 @@ def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_
         "command = [sys.executable, sys.argv[1], str(os.getpid()), '', 'touch', sys.argv[2]]\n"
         "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    command = [sys.executable, "-c", script, become.__file__, str(tmp_path / "ran")]
+    command = [sys.executable, "-c", script, exec_child.__file__, str(tmp_path / "ran")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
     wait_until(lambda: not lives(int(done.stdout)))
     assert not (tmp_path / "ran").exists()

@@ -7,9 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher.console import text
-from atropos_launcher.events import Died, Event, Interrupted, Killed, LogLine, Lost, NotUp, Outlived, StillThere
-from atropos_launcher.log_files import last_lines
 from atropos_launcher.service import LAUNCHER
+from atropos_launcher.services.events import (
+    Died,
+    Event,
+    Interrupted,
+    Killed,
+    LogLine,
+    Lost,
+    NotUp,
+    Outlived,
+    StillThere,
+)
+from atropos_launcher.services.log_files import last_lines
 from atroposlib.files import open_regular
 from atroposlib.view.run_end import end_of
 

@@ -8,11 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from atropos_launcher import become
-from atropos_launcher.health import HealthWatch
-from atropos_launcher.log_files import Follower
-from atropos_launcher.records import Record, Records
 from atropos_launcher.service import Service
+from atropos_launcher.services import exec_child
+from atropos_launcher.services.health import HealthWatch
+from atropos_launcher.services.log_files import Follower
+from atropos_launcher.services.records import Record, Records
 from atroposlib.files import open_regular
 from atroposlib.logs import RUN
 
@@ -43,7 +43,7 @@ class Child:
         with open_regular(self.log, "ab") as output:
             process = subprocess.Popen(
                 # without what PYTHON variables and site-packages would load: it is only there to exec
-                [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), cores, *self.service.command],
+                [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), cores, *self.service.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

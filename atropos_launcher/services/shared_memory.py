@@ -14,8 +14,8 @@ import msgspec
 import psutil
 from msgspec import Meta
 
-from atropos_launcher.processes import boot_id
-from atropos_launcher.records import ForeignRecord, Record, Records
+from atropos_launcher.services.processes import boot_id
+from atropos_launcher.services.records import ForeignRecord, Record, Records
 from example_trainer.bridges.server_process import SHARED_MEMORY, mapped_shared_memory
 
 NOTES = ".shared"  # in the directory of records

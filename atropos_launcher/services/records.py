@@ -24,8 +24,8 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
-from atropos_launcher.processes import boot_id, first_ticks, is_alive, living_members, stopped_members
 from atropos_launcher.service import LAUNCHER, NAME
+from atropos_launcher.services.processes import boot_id, first_ticks, is_alive, living_members, stopped_members
 from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import escape

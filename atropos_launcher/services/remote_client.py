@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from atropos_launcher import far_end
 from atropos_launcher.placement.machines import remote_words
+from atropos_launcher.services import remote_agent
 
 FIRST_S = 60.0  # until the first sign of life
 LEAVE_S = 4.0  # for the far end to end the service in order, once we have been asked to end
@@ -50,7 +50,7 @@ def run(asked: argparse.Namespace) -> int:
     """What `main` returns. Raises Asked when the service is not to start at all."""
     host = asked.host
     entering = remote_words(asked.remote_command, host)
-    words = [*entering, sys.executable, "-I", "-S", far_end.__file__]
+    words = [*entering, sys.executable, "-I", "-S", remote_agent.__file__]
     wait = f"waiting at most {FIRST_S:.0f} s for a sign of life"
     print(f"Starting {asked.name} on {host}, {wait}: {shlex.join(words)}", flush=True)
     started = time.monotonic()
@@ -107,7 +107,7 @@ def job_of(asked: argparse.Namespace, environ: Mapping[str, str]) -> bytes:
         "environment": {name: value for name, value in environ.items() if name in own or name.startswith(FORWARDED)},
         "cores": [int(core) for core in asked.cores.split(",") if core],
         "files": {path: Path(path).read_text(encoding="utf-8") for path in asked.file},
-        "sees": {path: (far_end.digest_of(path), remedy) for path, remedy in asked.sees},
+        "sees": {path: (remote_agent.digest_of(path), remedy) for path, remedy in asked.sees},
         "folder": asked.folder,
         "directory": os.getcwd(),
         "silence_s": asked.silence_s,
@@ -127,17 +127,17 @@ def converse(process: "subprocess.Popen[bytes]", job: bytes, silence_s: float) -
         now = time.monotonic()
         if left or now >= beat:
             if not left:
-                beat, left = now + far_end.BEAT_S, b"\n"
+                beat, left = now + remote_agent.BEAT_S, b"\n"
             with suppress(BlockingIOError, BrokenPipeError):
                 left = left[os.write(process.stdin.fileno(), left) :]
         if now - heard > limit_s:
             return f"no sign of life for {limit_s:g} s"
-        if select.select([process.stdout], [], [], far_end.BEAT_S / 4)[0]:
+        if select.select([process.stdout], [], [], remote_agent.BEAT_S / 4)[0]:
             found = os.read(process.stdout.fileno(), 1 << 16)
             if not found:
                 return "" if reached else "the remote command ended without a sign of life"
             found = held + found
-            if far_end.BEAT in found:
+            if remote_agent.BEAT in found:
                 limit_s, reached = silence_s, True
             heard, held = now, _copy(found)
 
@@ -155,8 +155,8 @@ def _drain(process: "subprocess.Popen[bytes]", seconds: float) -> None:
 
 def _copy(found: bytes) -> bytes:
     """Write all but the signs of life. Returns what may be the first half of one."""
-    held = far_end.BEAT[:1] if found.endswith(far_end.BEAT[:1]) else b""
-    if text := found.removesuffix(held).replace(far_end.BEAT, b""):
+    held = remote_agent.BEAT[:1] if found.endswith(remote_agent.BEAT[:1]) else b""
+    if text := found.removesuffix(held).replace(remote_agent.BEAT, b""):
         with suppress(OSError):  # the log's disk is full: the far process must not end for that
             sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from atropos_launcher.child import Child, describe
-from atropos_launcher.ending import end
-from atropos_launcher.events import (
+from atropos_launcher.service import LAUNCHER, Service
+from atropos_launcher.services.child import Child, describe
+from atropos_launcher.services.events import (
     Died,
     Ended,
     Event,
@@ -44,13 +44,13 @@ from atropos_launcher.events import (
     Up,
     Waiting,
 )
-from atropos_launcher.health import HealthWatch
-from atropos_launcher.log_files import last_lines
-from atropos_launcher.oom import OomKills
-from atropos_launcher.records import Record, Records
-from atropos_launcher.run_log import RunLog
-from atropos_launcher.service import LAUNCHER, Service
-from atropos_launcher.shared_memory import SharedMemory
+from atropos_launcher.services.health import HealthWatch
+from atropos_launcher.services.log_files import last_lines
+from atropos_launcher.services.oom import OomKills
+from atropos_launcher.services.records import Record, Records
+from atropos_launcher.services.run_log import RunLog
+from atropos_launcher.services.shared_memory import SharedMemory
+from atropos_launcher.services.stop_services import end
 from atroposlib.errors import AtroposError, reading
 
 POLL_S = 0.2

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from atropos_launcher.events import Ending, Event, Killed, Listener, StillThere
-from atropos_launcher.records import Record, Records
-from atropos_launcher.shared_memory import SharedMemory
+from atropos_launcher.services.events import Ending, Event, Killed, Listener, StillThere
+from atropos_launcher.services.records import Record, Records
+from atropos_launcher.services.shared_memory import SharedMemory
 
 GRACE_S = 5.0  # from TERM to KILL
 KILL_S = 2.0  # in which the kernel ends what was killed
