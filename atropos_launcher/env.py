@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from atropos_launcher import new_environment
 from atropos_launcher.arguments import Parser
-from atropos_launcher.sections import environment_program, no_program
+from atropos_launcher.plan.sections import environment_program, no_program
 from atroposlib.flags import ConfigError
 
 NEW = "new"  # in place of a FILE

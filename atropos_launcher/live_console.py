@@ -29,7 +29,7 @@ from atropos_launcher.progress import Bar, RunProgress
 from atropos_launcher.services.events import Event, Up
 
 if TYPE_CHECKING:
-    from atropos_launcher.services import Plan
+    from atropos_launcher.plan.services import Plan
 
 DRAW_S = 0.25
 ASK_S = 1.0

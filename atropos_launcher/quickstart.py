@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from atropos_launcher import train
-from atropos_launcher.command_line import make_parser
+from atropos_launcher.plan.command_line import make_parser
 
 PROG = "atropos quickstart"
 

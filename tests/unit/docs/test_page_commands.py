@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.command_line import read_command_line
 from atropos_launcher.doctor import DoctorConfig
 from atropos_launcher.evaluate import EvaluateFlags, asking
+from atropos_launcher.plan.command_line import read_command_line
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.envs.cli import load_tree
@@ -96,7 +96,7 @@ READERS = {
 def train(argv: list[str]) -> None:
     """`atropos train`, planned to the last flag of each service."""
     if "--resume" in argv:
-        known_in("atropos_launcher/command_line.py", argv)
+        known_in("atropos_launcher/plan/command_line.py", argv)
         return
     plan(*[READERS.get(word, word) for word in argv])
 

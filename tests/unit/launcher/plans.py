@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher import command_line, sections, train
-from atropos_launcher.command_line import Asked, read_command_line
+from atropos_launcher import train
 from atropos_launcher.placement.ports import Ports
-from atropos_launcher.services import Plan, make_plan
+from atropos_launcher.plan import command_line, sections
+from atropos_launcher.plan.command_line import Asked, read_command_line
+from atropos_launcher.plan.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import load_tree
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from atropos_launcher import cli, quickstart, train
-from atropos_launcher.command_line import read_command_line
 from atropos_launcher.placement import gpus
+from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import Broadcast

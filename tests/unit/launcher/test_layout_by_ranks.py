@@ -9,7 +9,7 @@ import pytest
 
 from atropos_launcher import train
 from atropos_launcher.placement.gpus import Need
-from atropos_launcher.services import Plan
+from atropos_launcher.plan.services import Plan
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import ask_for, no_processes, plan
 

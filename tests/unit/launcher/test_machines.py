@@ -7,8 +7,8 @@ import pytest
 
 from atropos_launcher import train
 from atropos_launcher.placement.machines import SSH, Machine, read_machines
+from atropos_launcher.plan.services import machine_lines
 from atropos_launcher.service import Service
-from atropos_launcher.services import machine_lines
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
 

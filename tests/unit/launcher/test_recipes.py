@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from atropos_launcher import train
-from atropos_launcher.command_line import description
+from atropos_launcher.plan.command_line import description
 from atropos_launcher.run_file.run_file import recipe_files
 from atropos_launcher.run_file.servers import is_server
 from atroposlib.api.settings import RunApiConfig

@@ -9,11 +9,11 @@ import yaml
 
 from atropos_launcher import evaluate, train
 from atropos_launcher.placement.ports import Ports, PortTaken
+from atropos_launcher.plan.services import Plan
 from atropos_launcher.run_file.run_file import Choice, merge, read_run, validated
 from atropos_launcher.run_file.saved_settings import MASKED, without_secrets
 from atropos_launcher.run_file.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
 from atropos_launcher.service import Service
-from atropos_launcher.services import Plan
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan

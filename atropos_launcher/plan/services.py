@@ -13,11 +13,8 @@ from atropos_launcher.placement.addresses import Site, argv, server_variables, v
 from atropos_launcher.placement.cores import expect_ranks_share
 from atropos_launcher.placement.gpus import seen, trainer_ranks
 from atropos_launcher.placement.machines import LOOPBACK
-from atropos_launcher.remote_service import on_machine
-from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
-from atropos_launcher.run_file.servers import server_name
-from atropos_launcher.sections import (
+from atropos_launcher.plan.on_machine import on_machine
+from atropos_launcher.plan.sections import (
     VLLM_START_S,
     EnvironmentPlan,
     SectionFlags,
@@ -26,6 +23,9 @@ from atropos_launcher.sections import (
     resolve_trainer,
     samples_off_policy,
 )
+from atropos_launcher.run_file.run_file import RunFile
+from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
+from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.service import TRAINER, Service, trainer_name
 from atroposlib.config import config_yaml
 from atroposlib.flags import ConfigError

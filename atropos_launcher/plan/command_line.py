@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
+from atropos_launcher.plan.sections import SectionFlags
 from atropos_launcher.run_file.run_file import (
     LOCAL_FILES,
     Choice,
@@ -33,7 +34,6 @@ from atropos_launcher.run_file.run_file import (
 )
 from atropos_launcher.run_file.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
 from atropos_launcher.runs import RUNS, find_run
-from atropos_launcher.sections import SectionFlags
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
