@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from atropos_launcher.console import PlainConsole
+from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher import arguments
-from atropos_launcher.console import PlainConsole
+from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
 from atropos_launcher.services.log_files import printable
 from atropos_launcher.services.records import Record, Records, RunInUse

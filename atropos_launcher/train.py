@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atropos_launcher.console import PlainConsole, is_terminal, shown_lines
-from atropos_launcher.diagnosis import Diagnosis
+from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
+from atropos_launcher.console.idle_reason import Diagnosis
+from atropos_launcher.console.summary import summary
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
 from atropos_launcher.placement.cores import place_cores
 from atropos_launcher.placement.gpus import (
@@ -41,7 +42,6 @@ from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
-from atropos_launcher.summary import summary
 from atropos_launcher.view import beside, page
 from atroposlib.errors import AtroposError
 from atroposlib.extras import need
@@ -231,7 +231,7 @@ def find_model(model: str | None, dry_run: bool) -> str:
             return str(folder.absolute())
         if not is_terminal(sys.stderr):
             return str(ensure_model(folder))
-        from atropos_launcher.live_console import one_bar
+        from atropos_launcher.console.live_console import one_bar
 
         with one_bar("model", "tensors unpacked") as advance:
             return str(ensure_model(folder, advance))
@@ -334,7 +334,7 @@ def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
     """Bars on a terminal, lines anywhere else."""
     if not is_terminal(sys.stdout):
         return PlainConsole(plan.site.run_dir, shown_lines(with_bridge))
-    from atropos_launcher.live_console import live_console
+    from atropos_launcher.console.live_console import live_console
 
     return live_console(plan, with_bridge)
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from atropos_launcher.console import text
+from atropos_launcher.console.console import text
 from atropos_launcher.service import LAUNCHER
 from atropos_launcher.services.events import (
     Died,

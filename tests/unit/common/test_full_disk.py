@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher.console import PlainConsole
+from atropos_launcher.console.console import PlainConsole
 from atroposlib import record_file
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.metrics import JsonlSink as EnvironmentMetrics

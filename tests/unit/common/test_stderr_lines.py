@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.console.progress import Part, part_of
 from atropos_launcher.placement.addresses import BARS
-from atropos_launcher.progress import Part, part_of
 from atroposlib.stderr_lines import BAR_FIRST_S, Bars
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?P<level>[A-Z]+) +\[(?P<process>[^\]]+)\] (?P<text>.*)")

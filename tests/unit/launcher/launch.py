@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from atropos_launcher.console import PlainConsole
+from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.service import Service
 from atropos_launcher.services.supervisor import Limits, Supervisor
 

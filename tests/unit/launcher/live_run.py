@@ -11,9 +11,9 @@ import termios
 import time
 from pathlib import Path
 
-from atropos_launcher.console import PlainConsole, is_terminal, shown_lines
-from atropos_launcher.live_console import LiveConsole
-from atropos_launcher.progress import RunProgress
+from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
+from atropos_launcher.console.live_console import LiveConsole
+from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.services.events import Died, Ended, Ending, Interrupted, LogLine, Started, Up, Waiting
 
 PAUSE_S = 0.3  # longer than the time between two drawings

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from atropos_launcher.console import PlainConsole, shown_lines, text
+from atropos_launcher.console.console import PlainConsole, shown_lines, text
 from atropos_launcher.services.events import (
     Died,
     Ended,

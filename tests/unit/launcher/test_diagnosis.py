@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from atropos_launcher import diagnosis
-from atropos_launcher.console import text
-from atropos_launcher.diagnosis import Diagnosis, Silence, asking
+from atropos_launcher.console import idle_reason
+from atropos_launcher.console.console import text
+from atropos_launcher.console.idle_reason import Diagnosis, Silence, asking
 from atropos_launcher.service import Service
 from atropos_launcher.services.events import Event, Quiet, Started
 from atropos_launcher.services.records import Record
@@ -72,8 +72,8 @@ def test_a_trainer_that_works_on_its_batch_is_given_three_minutes() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "FIRST_S", 0.0)
-    monkeypatch.setattr(diagnosis, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(idle_reason, "FIRST_S", 0.0)
+    monkeypatch.setattr(idle_reason, "ASK_EVERY_S", 0.05)
 
 
 @pytest.mark.usefixtures("soon")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.live_console import Advance, QueuedGroups, drawn, one_bar
-from atropos_launcher.progress import Bar
+from atropos_launcher.console.live_console import Advance, QueuedGroups, drawn, one_bar
+from atropos_launcher.console.progress import Bar
 
 PROGRAM = Path(__file__).with_name("live_run.py")
 SEQUENCE = re.compile(r"\x1b\[(?P<parameters>[0-9;?]*)(?P<final>[A-Za-z])")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.progress import (
+from atropos_launcher.console.progress import (
     VLLM_STAGES,
     Bar,
     Part,

@@ -1,6 +1,6 @@
 """Lines that are alike are shown once a minute."""
 
-from atropos_launcher.repeated import Repeated
+from atropos_launcher.console.rate_limit import Repeated
 
 
 def test_alike_lines_are_counted_and_none_is_lost() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher.sample_lines import FIRST_READ_BYTES, few_lines, last_rows, latest_sample, sample_lines
+from atropos_launcher.console.sample_text import FIRST_READ_BYTES, few_lines, last_rows, latest_sample, sample_lines
 
 ROW: dict[str, Any] = {
     "scores": [1.0, 0.0],

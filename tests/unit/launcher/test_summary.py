@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import summary
 from atropos_launcher.cli import COMMANDS
+from atropos_launcher.console import summary
 
 ROOT = Path(__file__).resolve().parents[3]
 

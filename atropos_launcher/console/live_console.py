@@ -24,8 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atropos_launcher.console import PlainConsole, shown_lines
-from atropos_launcher.progress import Bar, RunProgress
+from atropos_launcher.console.console import PlainConsole, shown_lines
+from atropos_launcher.console.progress import Bar, RunProgress
 from atropos_launcher.services.events import Event, Up
 
 if TYPE_CHECKING:

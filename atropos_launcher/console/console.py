@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from atropos_launcher.repeated import Repeated
+from atropos_launcher.console.rate_limit import Repeated
+from atropos_launcher.console.sample_text import latest_sample
 from atropos_launcher.run_file.servers import NAME as SERVER
 from atropos_launcher.run_file.servers import is_server
-from atropos_launcher.sample_lines import latest_sample
 from atropos_launcher.service import TRAINER, is_trainer
 from atropos_launcher.services.events import (
     Died,
