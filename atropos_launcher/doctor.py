@@ -27,11 +27,10 @@ import msgspec
 import requests
 from pydantic import Field
 
-from atropos_launcher import device_checks
-from atropos_launcher import doctor_checks as checks
-from atropos_launcher.doctor_checks import Answer, Finding
-from atropos_launcher.gpu_record import RECORD, read_gpu_record
-from atropos_launcher.model_files import read_model
+from atropos_launcher.checks import checks, device_checks
+from atropos_launcher.checks.checks import Answer, Finding
+from atropos_launcher.checks.gpu_record import RECORD, read_gpu_record
+from atropos_launcher.checks.model_files import read_model
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement.this_machine import (
     Gpu,

@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 
 from atropos_launcher.arguments import Parser, add_runs
-from atropos_launcher.gpu_record import RECORD, GpuRecord, UserCache, write_gpu_record
-from atropos_launcher.gpu_rows import LARGE, Check, Models, checks
-from atropos_launcher.gpu_table import Result, Table
-from atropos_launcher.model_files import read_model
+from atropos_launcher.checks.gpu_record import RECORD, GpuRecord, UserCache, write_gpu_record
+from atropos_launcher.checks.gpu_rows import LARGE, Check, Models, checks
+from atropos_launcher.checks.gpu_table import Result, Table
+from atropos_launcher.checks.model_files import read_model
+from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus, of_processes
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.peak_memory import PeakMemory, of_gpus, of_processes
 from atropos_launcher.placement.this_machine import gpu_names, installed
 from atropos_launcher.services.log_files import last_lines, printable
 from atropos_launcher.train import find_model

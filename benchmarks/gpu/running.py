@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import requests
 
-from atropos_launcher.peak_memory import PeakMemory, of_gpus
+from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus
 from benchmarks.gpu.random_model import ROOT, ensure_random_model
 from example_trainer.settings.gpus import visible_gpus
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.doctor_checks import check_proxies, check_tmpdir
+from atropos_launcher.checks.checks import check_proxies, check_tmpdir
 from example_trainer import socket_folder as module
 from example_trainer.socket_folder import LONGEST_PARENT, NoSocketFolder, socket_folder, usable_parent
 

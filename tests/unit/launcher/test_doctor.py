@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from atropos_launcher import device_checks, doctor, doctor_checks
-from atropos_launcher.doctor_checks import Answer, Finding
-from atropos_launcher.gpu_record import RECORD as RECORD_FILE
-from atropos_launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
-from atropos_launcher.model_files import Model, read_model
+from atropos_launcher import doctor
+from atropos_launcher.checks import checks, device_checks
+from atropos_launcher.checks.checks import Answer, Finding
+from atropos_launcher.checks.gpu_record import RECORD as RECORD_FILE
+from atropos_launcher.checks.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
+from atropos_launcher.checks.model_files import Model, read_model
 from atropos_launcher.placement import gpus as layout
 from atropos_launcher.placement.this_machine import (
     MIB,
@@ -78,53 +79,53 @@ def manifest(rows: int = 1000) -> Manifest:
 
 
 def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: bool = True) -> Finding:
-    return doctor_checks.check_server(MODES[mode], "localhost:9001", local, listener, status)
+    return checks.check_server(MODES[mode], "localhost:9001", local, listener, status)
 
 
 @pytest.mark.parametrize(
     ("finding", "fragment"),
     [
-        (doctor_checks.check_python((3, 10)), "3.10, needs 3.11"),
+        (checks.check_python((3, 10)), "3.10, needs 3.11"),
         (
-            doctor_checks.check_package("torch", None, "2.6"),
+            checks.check_package("torch", None, "2.6"),
             f"needs 2.6 or newer: {install('trainer')}, or",
         ),
-        (doctor_checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
-        (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
+        (checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
+        (checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
         (
-            doctor_checks.check_plugins({"one": ["atroposlib", "atropos"], "two": ["atropos", "atroposlib"]}),
+            checks.check_plugins({"one": ["atroposlib", "atropos"], "two": ["atropos", "atroposlib"]}),
             "declared by atroposlib and by atropos: pip uninstall atropos atroposlib, then install",
         ),
-        (doctor_checks.check_plugins({"one": ["atroposlib"], "two": []}), "two not installed: run scripts/setup.sh"),
+        (checks.check_plugins({"one": ["atroposlib"], "two": []}), "two not installed: run scripts/setup.sh"),
         (
-            doctor_checks.check_driver("550.90.07", "12.4", "13.0"),
+            checks.check_driver("550.90.07", "12.4", "13.0"),
             "driver 550.90.07 (CUDA 12.4), PyTorch built for CUDA 13.0, which needs 580 or newer: update the driver",
         ),
-        (doctor_checks.check_driver("575.57.08", None, "13.0"), "driver 575.57.08 (CUDA unknown), PyTorch built"),
-        (doctor_checks.check_driver("580.65.06", "13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
-        (doctor_checks.check_compiler(None, Path(__file__)), "install gcc, or set CC to yours"),
+        (checks.check_driver("575.57.08", None, "13.0"), "driver 575.57.08 (CUDA unknown), PyTorch built"),
+        (checks.check_driver("580.65.06", "13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
+        (checks.check_compiler(None, Path(__file__)), "install gcc, or set CC to yours"),
         (
-            doctor_checks.check_compiler("/usr/bin/gcc", Path("/nowhere/Python.h")),
+            checks.check_compiler("/usr/bin/gcc", Path("/nowhere/Python.h")),
             "/usr/bin/gcc, but not /nowhere/Python.h, which Triton includes: install Python's headers (python3-dev",
         ),
-        (doctor_checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
-        (doctor_checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
-        (doctor_checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
-        (doctor_checks.check_master("nowhere", None, []), "nowhere has no address here"),
+        (checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
+        (checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
+        (checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
+        (checks.check_master("nowhere", None, []), "nowhere has no address here"),
         (
-            doctor_checks.check_master("localhost", "127.0.0.1", ["node2"]),
+            checks.check_master("localhost", "127.0.0.1", ["node2"]),
             "localhost is 127.0.0.1, which node2 cannot reach",
         ),
         (
-            doctor_checks.check_hosts(["node2"], shared_memory=True),
+            checks.check_hosts(["node2"], shared_memory=True),
             "node2: one copy is shared within a machine: drop the remote hosts",
         ),
         (
-            doctor_checks.check_api(8000, OTHER, Answer(404)),
+            checks.check_api(8000, OTHER, Answer(404)),
             "in use by python -m http.server (pid 7): end that process, or choose another --api-port",
         ),
-        (doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "else"})), "in use by python -m http.server"),
-        (doctor_checks.check_master_port(29500, OTHER), "29500 is in use by python -m http.server (pid 7)"),
+        (checks.check_api(8000, OTHER, Answer(200, {"message": "else"})), "in use by python -m http.server"),
+        (checks.check_master_port(29500, OTHER), "29500 is in use by python -m http.server (pid 7)"),
         (server("broadcast", Answer(0)), "does not answer: wait for it to load, end it, or choose --vllm-port"),
         (server("broadcast", Answer(0), None, local=False), "nobody answers: start vLLM there"),
         (server("broadcast", Answer(401)), "vLLM refuses the key: set VLLM_API_KEY"),
@@ -149,9 +150,9 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             server("broadcast", Answer(200, STATUS | {"max_lora_rank": 16})),
             "accepts only adapters: restart it without --enable-lora",
         ),
-        (doctor_checks.check_ranks(2, 1), "--tensor-parallel-size 2, but vLLM runs with 1"),
+        (checks.check_ranks(2, 1), "--tensor-parallel-size 2, but vLLM runs with 1"),
         (
-            doctor_checks.check_same_model(MODEL, manifest(rows=999)),
+            checks.check_same_model(MODEL, manifest(rows=999)),
             "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]",
         ),
         (
@@ -176,7 +177,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "2 visible, 1 rank(s) of each of 3 servers of vLLM and the trainer: 2 server(s), or widen",
         ),
         (
-            doctor_checks.check_several(MODES["reload"], 2),
+            checks.check_several(MODES["reload"], 2),
             "2, but reload (--weight-bridge-mode reload) supports only one: name one, or choose mode broadcast",
         ),
         (
@@ -231,18 +232,18 @@ def test_staging_in_host_memory_is_counted_there(
 @pytest.mark.parametrize(
     "finding",
     [
-        doctor_checks.check_driver(None, None, "13.0"),
-        doctor_checks.check_driver("525.60.13", None, "11.8"),
-        doctor_checks.check_proven(None, NAMES),
-        doctor_checks.check_proven("gpu-check.json cannot be read: invalid", NAMES),
-        doctor_checks.check_proven(RECORD, ["NVIDIA H200, 590.10"]),
-        doctor_checks.check_proven(RECORD, NAMES[:1]),
-        doctor_checks.check_proven(msgspec.structs.replace(RECORD, failed=["reload"]), NAMES),
+        checks.check_driver(None, None, "13.0"),
+        checks.check_driver("525.60.13", None, "11.8"),
+        checks.check_proven(None, NAMES),
+        checks.check_proven("gpu-check.json cannot be read: invalid", NAMES),
+        checks.check_proven(RECORD, ["NVIDIA H200, 590.10"]),
+        checks.check_proven(RECORD, NAMES[:1]),
+        checks.check_proven(msgspec.structs.replace(RECORD, failed=["reload"]), NAMES),
         device_checks.check_shared_memory(512 * MIB, True, nccl=True),
         device_checks.check_peers([H200, GPUS[1]], {}),
         device_checks.check_peers([H200, GPUS[1]], {(0, 1): "CNS", (1, 0): "CNS"}),
-        doctor_checks.check_open_files(1024, 20_000),
-        doctor_checks.check_switch(MODES["broadcast"], "", running=False),
+        checks.check_open_files(1024, 20_000),
+        checks.check_switch(MODES["broadcast"], "", running=False),
         device_checks.check_gpus(MODES["broadcast"], 1, 1),
         server("broadcast", Answer(200, STATUS | {"poisoned": "commit failed"})),
     ],
@@ -255,32 +256,32 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
 @pytest.mark.parametrize(
     "finding",
     [
-        doctor_checks.check_python((3, 11)),
-        doctor_checks.check_package("vllm", "0.33.1", "0.26", "0.34"),
-        doctor_checks.check_plugins({"one": ["atroposlib"], "two": ["atroposlib"]}),
-        doctor_checks.check_driver("590.10", "13.1", "13.0"),
-        doctor_checks.check_driver("550.90.07", "13.0", "13.0"),  # by NVIDIA's forward compatibility
-        doctor_checks.check_driver("580.65.06", None, "13.0"),
-        doctor_checks.check_compiler("/usr/bin/gcc", Path(__file__)),
-        doctor_checks.check_proven(RECORD, NAMES[::-1]),
+        checks.check_python((3, 11)),
+        checks.check_package("vllm", "0.33.1", "0.26", "0.34"),
+        checks.check_plugins({"one": ["atroposlib"], "two": ["atroposlib"]}),
+        checks.check_driver("590.10", "13.1", "13.0"),
+        checks.check_driver("550.90.07", "13.0", "13.0"),  # by NVIDIA's forward compatibility
+        checks.check_driver("580.65.06", None, "13.0"),
+        checks.check_compiler("/usr/bin/gcc", Path(__file__)),
+        checks.check_proven(RECORD, NAMES[::-1]),
         device_checks.check_shared_memory(GIB, True, nccl=True),
         device_checks.check_peers([H200, GPUS[1]], {(0, 1): "OK", (1, 0): "OK"}),
-        doctor_checks.check_open_files(1024, 65_535),
-        doctor_checks.check_switch(MODES["broadcast"], "1", running=False),
-        doctor_checks.check_switch(MODES["restart"], "", running=False),
-        doctor_checks.check_allocator(False, 1, "expandable_segments:True", ""),
-        doctor_checks.check_allocator(True, 0, "expandable_segments:True", ""),
-        doctor_checks.check_master("localhost", "127.0.0.1", []),
-        doctor_checks.check_hosts([], True),
-        doctor_checks.check_api(8000, None, Answer(0)),
-        doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "AtroposLib API"})),
-        doctor_checks.check_master_port(0, None),
+        checks.check_open_files(1024, 65_535),
+        checks.check_switch(MODES["broadcast"], "1", running=False),
+        checks.check_switch(MODES["restart"], "", running=False),
+        checks.check_allocator(False, 1, "expandable_segments:True", ""),
+        checks.check_allocator(True, 0, "expandable_segments:True", ""),
+        checks.check_master("localhost", "127.0.0.1", []),
+        checks.check_hosts([], True),
+        checks.check_api(8000, None, Answer(0)),
+        checks.check_api(8000, OTHER, Answer(200, {"message": "AtroposLib API"})),
+        checks.check_master_port(0, None),
         server("broadcast", Answer(200, STATUS)),
         server("broadcast", Answer(0), None),
         server("restart", Answer(0), None),
         server("lora", Answer(200, STATUS | {"max_lora_rank": 16, "enabled": False})),
-        doctor_checks.check_ranks(2, 2),
-        doctor_checks.check_same_model(MODEL, manifest()),
+        checks.check_ranks(2, 2),
+        checks.check_same_model(MODEL, manifest()),
         device_checks.check_heads(3, MODEL),
         device_checks.check_gpus(MODES["single_copy"], 2, 2),
         device_checks.check_shared_memory(64 * MIB, False),

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from atropos_launcher.model_files import read_model
+from atropos_launcher.checks.model_files import read_model
 from atroposlib.wire.published import in_files, in_memory
 from example_trainer.model.files import WeightFiles
 from example_trainer.model.loading import ModelError, prepare_for_training

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from atropos_launcher.doctor_checks import Finding
-from atropos_launcher.model_files import Model
+from atropos_launcher.checks.checks import Finding
+from atropos_launcher.checks.model_files import Model
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
 from atropos_launcher.placement.this_machine import Gpu
 from example_trainer.memory.model_size import ModelSize, size_of

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from atropos_launcher.gpu_record import GpuRecord
-from atropos_launcher.model_files import Model
+from atropos_launcher.checks.gpu_record import GpuRecord
+from atropos_launcher.checks.model_files import Model
 from atropos_launcher.placement.this_machine import Listener
 from atroposlib.extras import install
 from atroposlib.logs import escape
