@@ -26,20 +26,20 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("atropos_launcher.train", "run a recipe or a run file, changed by flags"),
-    "quickstart": Command("atropos_launcher.quickstart", "train a small model on two CPU cores, in minutes"),
-    "status": Command("atropos_launcher.status", "show running and finished runs"),
-    "stop": Command("atropos_launcher.stop", "end a run and only its own processes"),
-    "logs": Command("atropos_launcher.logs", "show the logs of a run's services"),
-    "view": Command("atropos_launcher.view", "runs in the browser: curves, every group, every token"),
-    "evaluate": Command("atropos_launcher.evaluate", "measure a model on a recipe's held-out problems"),
-    "plot": Command("atropos_launcher.plot", "plot a run so far, or compare several"),
-    "env": Command("atropos_launcher.env", "write a new environment, or run one: serve, process, evaluate"),
-    "doctor": Command("atropos_launcher.doctor", "check machine, ports and servers before a run"),
-    "gpu-check": Command("atropos_launcher.gpu_check", "run every check that needs a GPU, and print a table"),
-    "export": Command("atropos_launcher.export", "convert a sharded checkpoint to a Hugging Face model"),
-    "push": Command("atropos_launcher.push", "push a trained model to a hub or into a directory"),
-    "completion": Command("atropos_launcher.completion", "print the shell completion of these commands"),
+    "train": Command("atropos_launcher.commands.train", "run a recipe or a run file, changed by flags"),
+    "quickstart": Command("atropos_launcher.commands.quickstart", "train a small model on two CPU cores, in minutes"),
+    "status": Command("atropos_launcher.commands.status", "show running and finished runs"),
+    "stop": Command("atropos_launcher.commands.stop", "end a run and only its own processes"),
+    "logs": Command("atropos_launcher.commands.logs", "show the logs of a run's services"),
+    "view": Command("atropos_launcher.commands.view", "runs in the browser: curves, every group, every token"),
+    "evaluate": Command("atropos_launcher.commands.evaluate", "measure a model on a recipe's held-out problems"),
+    "plot": Command("atropos_launcher.commands.plot", "plot a run so far, or compare several"),
+    "env": Command("atropos_launcher.commands.env", "write a new environment, or run one: serve, process, evaluate"),
+    "doctor": Command("atropos_launcher.commands.doctor", "check machine, ports and servers before a run"),
+    "gpu-check": Command("atropos_launcher.commands.gpu_check", "run every check that needs a GPU, and print a table"),
+    "export": Command("atropos_launcher.commands.export", "convert a sharded checkpoint to a Hugging Face model"),
+    "push": Command("atropos_launcher.commands.push", "push a trained model to a hub or into a directory"),
+    "completion": Command("atropos_launcher.commands.completion", "print the shell completion of these commands"),
 }
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from atropos_launcher.doctor import ask
+from atropos_launcher.commands.doctor import ask
 from atroposlib.addresses import (
     is_loopback_url,
     netloc,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.placement import gpus as layout
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
 from atropos_launcher.placement.ports import Ports

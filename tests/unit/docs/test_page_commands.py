@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.doctor import DoctorConfig
-from atropos_launcher.evaluate import EvaluateFlags, asking
+from atropos_launcher.commands.doctor import DoctorConfig
+from atropos_launcher.commands.evaluate import EvaluateFlags, asking
 from atropos_launcher.plan.command_line import read_command_line
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
@@ -211,7 +211,7 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     if command == "doctor":
         return lambda: doctor(flags)
     if command == "env" and flags[0] == "new":
-        return lambda: known_in("atropos_launcher/new_environment.py", flags)
+        return lambda: known_in("atropos_launcher/commands/new_environment.py", flags)
     if command == "env":
         return lambda: environment(f"environments/{Path(flags[0]).stem.removesuffix('_server')}_server.py")(flags[1:])
     file = f"example_trainer/launcher/{command.replace('-', '_')}.py"

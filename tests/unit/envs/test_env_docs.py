@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import requests
 
-from atropos_launcher import new_environment
+from atropos_launcher.commands import new_environment
 from atroposlib.config import resolve_config
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.cli import build, load_tree

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import command_line, sections
 from atropos_launcher.plan.command_line import Asked, read_command_line

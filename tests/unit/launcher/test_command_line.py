@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atropos_launcher import cli, quickstart, train
+from atropos_launcher import cli
+from atropos_launcher.commands import quickstart, train
 from atropos_launcher.placement import gpus
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.runs import NoSuchRun

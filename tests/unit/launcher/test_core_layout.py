@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.placement.cores import CoreLayout, CorePlacement, place_cores
 from atropos_launcher.plan.services import exec_child
 from atropos_launcher.run_file.run_file import validated

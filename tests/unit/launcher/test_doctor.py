@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from atropos_launcher import doctor
 from atropos_launcher.checks import checks, device_checks
 from atropos_launcher.checks.checks import Answer, Finding
 from atropos_launcher.checks.gpu_record import RECORD as RECORD_FILE
 from atropos_launcher.checks.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
 from atropos_launcher.checks.model_files import Model, read_model
+from atropos_launcher.commands import doctor
 from atropos_launcher.placement import gpus as layout
 from atropos_launcher.placement.this_machine import (
     MIB,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.runs import outcome
 from atropos_launcher.service import Service
 from atropos_launcher.services.child import Child

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from atropos_launcher import gpu_check
 from atropos_launcher.checks import gpu_table, peak_memory
 from atropos_launcher.checks.gpu_record import RECORD, GpuRecord, read_gpu_record
 from atropos_launcher.checks.gpu_rows import DRILLS, LARGE, ONE_RANK, Check, Models, checks
 from atropos_launcher.checks.gpu_table import Result, Table
 from atropos_launcher.checks.peak_memory import PeakMemory
-from atropos_launcher.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
+from atropos_launcher.commands import gpu_check
+from atropos_launcher.commands.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
 from atropos_launcher.run_file.run_file import find_run_file
 from atroposlib.flags import ConfigError
 from example_trainer.ranks.ranks import shards_alone

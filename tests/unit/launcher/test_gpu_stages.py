@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher import doctor
+from atropos_launcher.commands import doctor
 from benchmarks.gpu import kernels, stages, trainer_speed
 from benchmarks.gpu.random_model import SHAPES, TOKENIZER_FILES, tokenizer_files, work_folder
 from benchmarks.gpu.running import Command, Failed, Found, Generation, Program, Site, Together, Training, Work

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.placement.gpus import Need
 from atropos_launcher.plan.services import Plan
 from atroposlib.flags import ConfigError

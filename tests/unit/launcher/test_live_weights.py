@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atropos_launcher import doctor
+from atropos_launcher.commands import doctor
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import LiveWeights, ServerStatus, write_policy_version
 from example_trainer.bridges.vllm_client import VllmClient

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.placement.machines import SSH, Machine, read_machines
 from atropos_launcher.plan.services import machine_lines
 from atropos_launcher.service import Service

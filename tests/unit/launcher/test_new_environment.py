@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher import cli
-from atropos_launcher.new_environment import new_environment
+from atropos_launcher.commands.new_environment import new_environment
 from atropos_launcher.paths import environments
 from tests.unit.launcher.plans import ROOT
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.plan.command_line import description
 from atropos_launcher.run_file.run_file import recipe_files
 from atropos_launcher.run_file.servers import is_server

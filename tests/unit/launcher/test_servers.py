@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher import evaluate, train
+from atropos_launcher.commands import evaluate, train
 from atropos_launcher.placement.ports import Ports, PortTaken
 from atropos_launcher.plan.services import Plan
 from atropos_launcher.run_file.run_file import Choice, merge, read_run, validated

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher import evaluate, plot
+from atropos_launcher.commands import evaluate, plot
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.launcher.plans import ROOT, no_processes, plan

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from atropos_launcher import view
+from atropos_launcher.commands import view
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.view.flags import PORT

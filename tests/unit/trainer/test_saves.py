@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_launcher.train import find_model
+from atropos_launcher.commands.train import find_model
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable

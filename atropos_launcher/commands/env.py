@@ -8,8 +8,8 @@ import sys
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Sequence
 
-from atropos_launcher import new_environment
 from atropos_launcher.arguments import Parser
+from atropos_launcher.commands import new_environment
 from atropos_launcher.plan.sections import environment_program, no_program
 from atroposlib.flags import ConfigError
 

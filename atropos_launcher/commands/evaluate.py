@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from atropos_launcher.commands.train import AUTO, choose_folder, described, find_site, start
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
@@ -22,7 +23,6 @@ from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import Service
-from atropos_launcher.train import AUTO, choose_folder, described, find_site, start
 from atroposlib.config import Config
 from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES, TABLE
 from atroposlib.envs.sampling_fields import SampleFlags

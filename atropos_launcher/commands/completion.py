@@ -11,7 +11,7 @@ from importlib import import_module
 from atropos_launcher import paths
 from atropos_launcher.arguments import Parser
 from atropos_launcher.cli import COMMANDS
-from atropos_launcher.env import NEW
+from atropos_launcher.commands.env import NEW
 from atropos_launcher.run_file.run_file import recipe_files
 from atropos_launcher.runs import RUNS
 from atroposlib.errors import AtroposError, loading

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from atropos_launcher import train
+from atropos_launcher.commands import train
 from atropos_launcher.plan.command_line import make_parser
 
 PROG = "atropos quickstart"

@@ -29,10 +29,10 @@ from atropos_launcher.checks.gpu_rows import LARGE, Check, Models, checks
 from atropos_launcher.checks.gpu_table import Result, Table
 from atropos_launcher.checks.model_files import read_model
 from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus, of_processes
+from atropos_launcher.commands.train import find_model
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement.this_machine import gpu_names, installed
 from atropos_launcher.services.log_files import last_lines, printable
-from atropos_launcher.train import find_model
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError

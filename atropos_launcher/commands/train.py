@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atropos_launcher.commands.plot import draw
+from atropos_launcher.commands.view import beside, page
 from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
 from atropos_launcher.console.idle_reason import Diagnosis
 from atropos_launcher.console.summary import summary
@@ -35,14 +37,12 @@ from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.sections import KEY, resolve_trainer
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan
-from atropos_launcher.plot import draw
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import write_record
 from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
-from atropos_launcher.view import beside, page
 from atroposlib.errors import AtroposError
 from atroposlib.extras import need
 from atroposlib.files import write_whole
