@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from atropos_launcher.placement.addresses import Site
-from atropos_launcher.plan.services import remote_agent
 from atropos_launcher.service import Service
+from atropos_launcher.services import remote_agent
 from atroposlib.flags import ConfigError
 
 

@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from atropos_launcher.plan.services import exec_child
 from atropos_launcher.service import Service
+from atropos_launcher.services import exec_child
 from atropos_launcher.services.health import HealthWatch
 from atropos_launcher.services.log_files import Follower
 from atropos_launcher.services.records import Record, Records

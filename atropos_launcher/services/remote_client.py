@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from atropos_launcher.placement.machines import remote_words
-from atropos_launcher.plan.services import remote_agent
+from atropos_launcher.services import remote_agent
 
 FIRST_S = 60.0  # until the first sign of life
 LEAVE_S = 4.0  # for the far end to end the service in order, once we have been asked to end

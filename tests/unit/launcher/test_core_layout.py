@@ -9,9 +9,9 @@ import pytest
 
 from atropos_launcher.commands import train
 from atropos_launcher.placement.cores import CoreLayout, CorePlacement, place_cores
-from atropos_launcher.plan.services import exec_child
 from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.service import Service
+from atropos_launcher.services import exec_child
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_launcher.plan.services import remote_agent
+from atropos_launcher.services import remote_agent
 from atropos_launcher.services.remote_agent import FIRST_S
 
 pytestmark = pytest.mark.services

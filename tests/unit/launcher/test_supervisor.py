@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.plan.services import exec_child
+from atropos_launcher.services import exec_child
 from atropos_launcher.services.child import describe
 from tests.unit.launcher.processes import (
     DEAF,
