@@ -8,7 +8,7 @@ environments/          atropos_environments/
 
 from pathlib import Path, PurePath
 
-PACKAGES = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
+PACKAGES = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 ENVIRONMENTS = "environments"
 
 

@@ -1,4 +1,4 @@
-"""One process of a run as the supervisor starts it. `services/plan.py` makes these from a run file."""
+"""One process of a run as the supervisor starts it. `plan/services.py` makes these from a run file."""
 
 import re
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM_LIMIT_S = 600
-TYPED = ["atroposlib", "environments", "example_trainer", "vllm_patching", "benchmarks", "tests"]
+TYPED = ["atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "benchmarks", "tests"]
 
 
 def main() -> None:

@@ -1,6 +1,4 @@
-"""`atropos export`: a Hugging Face directory from a sharded checkpoint, by example_trainer/export.py, which loads
-torch.
-"""
+"""`atropos export` makes a Hugging Face directory from a sharded checkpoint; weights/export.py does it, with torch."""
 
 import subprocess
 import sys
@@ -21,5 +19,5 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Export. Returns the exit status."""
     options = parser().parse_args(argv)
-    command = [sys.executable, "-m", "example_trainer.export", options.checkpoint, options.directory]
+    command = [sys.executable, "-m", "example_trainer.weights.export", options.checkpoint, options.directory]
     return subprocess.run(command, check=False).returncode

@@ -16,24 +16,16 @@ from atropos_launcher.console.sample_text import latest_sample
 from atropos_launcher.run_file.servers import NAME as SERVER
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import TRAINER, is_trainer
+from atropos_launcher.services.event_text import text
 from atropos_launcher.services.events import (
     Died,
-    Ended,
     Ending,
     Event,
     Interrupted,
-    Killed,
     LogLine,
-    Lost,
     NotUp,
     Outlived,
-    Quiet,
-    Restarted,
-    Started,
-    StillThere,
-    StillWaiting,
     Up,
-    Waiting,
 )
 from atropos_launcher.services.log_files import printable
 from atroposlib.logs import keep_exit_status
@@ -159,40 +151,3 @@ def is_terminal(out: TextIO) -> bool:
         return os.tcgetpgrp(out.fileno()) == os.getpgrp()
     except OSError:  # not our session's
         return False
-
-
-def text(event: Event) -> str:  # noqa: C901  # one line an event
-    """What happened, in a sentence."""
-    match event:
-        case Started(service, pid, log):
-            return f"Started {service} (pid {pid}, log {log})"
-        case Waiting(service, url, limit_s, log):
-            return f"Waiting for {service} at {url}, at most {limit_s:.0f} s (log {log})"
-        case StillWaiting(service, url, left_s):
-            return f"Still waiting for {service} at {url}, {left_s:.0f} s left"
-        case Up(service, after_s):
-            return f"{service} is up after {after_s:.0f} s"
-        case NotUp(service, url, limit_s):
-            return f"{service} did not answer at {url} within {limit_s:.0f} s."
-        case Ended(service):
-            return f"{service} has ended"
-        case Died(service, pid, how, host=host):
-            return f"{service}{f' on {host}' if host else ''} (pid {pid}) died: {how}."
-        case Lost(service, how, log):
-            return f"{service} died: {how}. The run continues without it (log {log})"
-        case Restarted(service, pid, attempt, attempts):
-            return f"Restarted {service} (pid {pid}), restart {attempt} of {attempts}"
-        case Outlived(services, limit_s):
-            return f"Still running {limit_s:.0f} s after the others ended: {' '.join(services)}."
-        case LogLine(service, line):
-            return f"{service} {printable(line)}"
-        case Quiet(for_s, lines):
-            return f"No step for {for_s:.0f} s: {printable('. '.join(lines))}"
-        case Interrupted(number):
-            return f"Interrupted by {number.name}"
-        case Ending(services, limit_s):
-            return f"Ending {' '.join(services)} (at most {limit_s:.0f} s)"
-        case Killed(services, after_s):
-            return f"Killed, still running after {after_s:.0f} s: {' '.join(services)}"
-        case StillThere(services):
-            return f"Still running after SIGKILL: {' '.join(services)}"

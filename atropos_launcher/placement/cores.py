@@ -1,56 +1,21 @@
-"""Which CPU cores each service gets: `layout.cores` of a run file.
+"""Shares the CPU cores of a run out, as `layout.cores` of its run file asks (run_file/core_settings.py).
 
-    cores: {vllm: 4, trainer: 0-3, environments: [8]}
-
-A set names cores (`0-3,8`, or a list). A number takes that many of the cores that no set names, lowest first. vLLM's
-servers, their tensor-parallel ranks, and the trainer's ranks share theirs out evenly, a thread per core; environments
-run on all of theirs. Sets may overlap where services take turns. `auto` pins nothing.
+vLLM's servers, their tensor-parallel ranks, and the trainer's ranks share theirs out evenly, a thread per core;
+environments run on all of theirs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
-from typing import Annotated, Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from pydantic import BeforeValidator, Field
-
+from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.servers import is_for_each
-from atroposlib.config import Config
 from atroposlib.flags import ConfigError
-from example_trainer.settings.cpu_cores import Cores, distinct, expect_cores, parse_cores, shared_out, shown_cores
+from example_trainer.settings.cpu_cores import Cores, expect_cores, shared_out, shown_cores
 
-Asked = Literal["auto"] | int | list[int]
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _one_set(value: object) -> object:
-    """`0-3`, `[0, 1]` and `[0-1, 4]` as a list; a number and `auto` as they are."""
-    if value == "auto":
-        return value
-    if isinstance(value, str):
-        return [*parse_cores(value)]
-    parts = value if isinstance(value, list) else []
-    if parts and all(isinstance(part, int | str) and not isinstance(part, bool) for part in parts):
-        return [*distinct([*chain(*(parse_cores(str(part)) for part in parts))])]
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise ValueError("expected auto, a number of cores from 1 on, or a set such as 0-3,8 (core 0 alone is [0])")
-
-
-def _set_for_each_server(value: object) -> object:
-    return [_one_set(part) for part in value] if is_for_each(value) else _one_set(value)
-
-
-class CoreLayout(Config):
-    """CPU cores of each service: a number of them, or a set."""
-
-    vllm: Annotated[Asked | list[list[int]], BeforeValidator(_set_for_each_server)] = Field(
-        "auto", description="of all vLLM servers, or a list with a set for each"
-    )
-    trainer: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of all trainer ranks")
-    environments: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of every environment")
-    api: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of the batching API")
 
 
 @dataclass(frozen=True)

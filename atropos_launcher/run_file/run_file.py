@@ -6,9 +6,9 @@ A file on top of another is merged over it key by key. Its overlays apply at its
 `by_dataset: {arithmetic: ...}` and `by_bridge: {lora: ...}` hold what one of these changes, and a file on top, like
 every flag, beats them. An overlay may have a `base` of its own.
 
-The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services/plan.py adds the settings
-that connect the programs, and each program checks its own section. `vllm` may be a list (servers.py), and `layout`
-assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
+The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. plan/services.py adds the
+settings that connect the programs, and each program checks its own section. `vllm` may be a list (servers.py), and
+`layout` assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atropos_launcher import paths
-from atropos_launcher.placement.cores import CoreLayout
+from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.servers import (
     Servers,
     Tree,

@@ -1,6 +1,6 @@
 """The far end of a service on another machine: a script that needs nothing but Python.
 
-    services/remote_client.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
+    remote_client.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
               ◀─stdout── what the service writes; and a line with NUL a second: this machine lives
 
 It ends the service when no sign of life comes: the launcher has ended, was killed, or cannot be reached. So nothing
@@ -34,11 +34,11 @@ def main() -> int:
     if why := prepare(job):
         print(f"{job['name']}: error: {why}", flush=True)
         return REFUSED
-    # services/exec_child.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
-    become = str(Path(__file__).with_name("become.py"))
+    # exec_child.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
+    exec_child = str(Path(__file__).with_name("exec_child.py"))
     cores = ",".join(map(str, job["cores"]))
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", become, str(os.getpid()), cores, *job["command"]],
+        [sys.executable, "-I", "-S", exec_child, str(os.getpid()), cores, *job["command"]],
         stdin=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **job["environment"]},
@@ -69,7 +69,9 @@ def read_job() -> dict[str, Any]:
         ready, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
         byte = os.read(0, 1) if ready else b""
         if not byte:
-            raise SystemExit(f"far_end: error: no job on stdin within {FIRST_S:.0f} s; remote.py starts this")
+            raise SystemExit(
+                f"remote_agent: error: no job on stdin within {FIRST_S:.0f} s; remote_client.py starts this program"
+            )
         line += byte
     job: dict[str, Any] = json.loads(line)
     return job

@@ -83,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of this program, which services/plan.py writes the command line of."""
+    """Of this program, which plan/services.py writes the command line of."""
     found = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
     found.add_argument("--host", required=True)
     found.add_argument("--name", required=True)

@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from atropos_launcher.console.console import text
 from atropos_launcher.service import LAUNCHER
+from atropos_launcher.services.event_text import text
 from atropos_launcher.services.events import (
     Died,
     Event,

@@ -8,8 +8,8 @@
                  └ all that may end have ended with status 0 ────────────────────▶ 0 ───────────┘
 
 - All start at once. Each waits for the services that it needs.
-- Every service leads a session of its own, and is recorded before it runs (services/exec_child.py, records.py): when a launcher is
-killed, the kernel sends its services TERM, and `atropos stop` ends those that ignore it.
+- Every service leads a session of its own, and is recorded before it runs (exec_child.py, records.py): when a launcher
+  is killed, the kernel sends its services TERM, and `atropos stop` ends those that ignore it.
 - A signal only sets a flag, so it is safe at any moment; the flag is checked several times a second.
 - The leader of a group that we started stays unreaped until the group is gone: until then the kernel gives its number
   to nobody else.

@@ -32,10 +32,10 @@ from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, Weig
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_process import ServerProcess
 from example_trainer.bridges.vllm_client import vllm_clients
-from example_trainer.export import export
 from example_trainer.ranks.place import without_ranks
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.export import export
 from example_trainer.weights.written import TrainedModel, remove_folder
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"

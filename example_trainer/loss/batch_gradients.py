@@ -1,10 +1,10 @@
 """The gradient of one batch: every micro-batch adds its share of one weighted mean over all sampled tokens, so
 accumulation is exact.
 
-What each token counts is decided with the batch (data/loss_weights.py). Groups of equal scores count in the divisor. Their
-policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few groups
-still teach something therefore has a proportionally small gradient. AdamW does not depend on the gradient's scale, so
-its step is hardly smaller (docs/trainer.md).
+What each token counts is decided with the batch (data/loss_weights.py). Groups of equal scores count in the divisor.
+Their policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few
+groups still teach something therefore has a proportionally small gradient. AdamW does not depend on the gradient's
+scale, so its step is hardly smaller (docs/trainer.md).
 """
 
 from collections.abc import Callable, Sequence

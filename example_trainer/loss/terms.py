@@ -13,7 +13,7 @@ Metrics = dict[str, Tensor]
 
 
 class TokenTerms:
-    """What batch_gradients.py calls for each chunk of one micro-batch: the loss of each token, and metrics of each token by name.
+    """Computes the loss of each token, and metrics of each token by name, for each chunk of one micro-batch.
 
     `see` comes before the first chunk where the settings need whole sequences. `reference` [R] are log-probabilities
     under the start model, None where there is no KL term.

@@ -525,10 +525,12 @@ def _meet(store: dist.Store, place: Place, where: str, timeout_s: float) -> None
 
 
 def _digest() -> str:
-    folder = Path(__file__).parent
+    """SHA-256 of the three packages that every rank runs."""
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for package in ("atroposlib", "example_trainer", "vllm_patching"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@
       final_model/  the Hugging Face directory alone, at the end of the run
 
 Where the weights are spread over ranks, or large, `step_4/` has no model.safetensors: the ranks write `shards/` beside
-training (loop/saves.py), from which example_trainer/export.py makes a Hugging Face directory.
+training (loop/saves.py), from which example_trainer/weights/export.py makes a Hugging Face directory.
 
 A directory is written completely or not at all (weights/written.py), and `latest` is replaced after that: a failure
 before that leaves the previous checkpoint and `latest` unchanged. A LoRA run keeps only the adapter, as
@@ -53,8 +53,8 @@ class Progress:
     the batching API.
 
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
-    matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes, since
-    another way rounds differently; None in a checkpoint of before there was a choice.
+    matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
+    since another way rounds differently; None in a checkpoint of before there was a choice.
     """
 
     step: int = 0

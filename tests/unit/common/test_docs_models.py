@@ -311,7 +311,17 @@ def test_the_page_has_the_usual_machines() -> None:
 
 
 CODE = subprocess.run(
-    ["git", "ls-files", "recipes", "scripts", "example_trainer", "environments", "atroposlib", "vllm_patching"],
+    [
+        "git",
+        "ls-files",
+        "recipes",
+        "scripts",
+        "atropos_launcher",
+        "example_trainer",
+        "environments",
+        "atroposlib",
+        "vllm_patching",
+    ],
     cwd=ROOT,
     capture_output=True,
     text=True,

@@ -21,14 +21,15 @@ TYPES: dict[str, type[Contract]] = {
 }
 # By how a contract's name begins: an import that breaks it, and no other.
 PLANTED = {
-    "Environments and the trainer stand on": ("vllm_patching.transport", "example_trainer.errors"),
+    "The launcher stands on the trainer": ("vllm_patching.transport", "example_trainer.errors"),
+    "Inside the trainer imports go down": ("example_trainer.data.packing", "example_trainer.loss.terms"),
+    "Inside the launcher imports go down": ("atropos_launcher.services.records", "atropos_launcher.console.progress"),
     "Inside atroposlib imports go down": ("atroposlib.wire.batching", "atroposlib.names"),
     "The wire is msgspec": ("atroposlib.wire.batching", "pydantic"),
     "atroposlib and the environments load neither": ("atroposlib.grading.extraction", "torch"),
     "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
     "The trainer loads nothing that only": ("example_trainer.loss.batch_gradients", "vllm_patching.worker"),
-    "The launcher stands above all": ("example_trainer.plot", "atropos_launcher.runs"),
     "The launcher loads neither": ("atropos_launcher.placement.gpus", "torch"),
     "--help and --dry-run load no torch": ("example_trainer.settings.servers", "transformers"),
 }

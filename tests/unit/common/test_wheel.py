@@ -20,7 +20,15 @@ pytestmark = [pytest.mark.services, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALLED_AS = {"environments": "atropos_environments", "recipes": "example_trainer/recipes"}
-BUILT_FROM = ["atroposlib", "environments", "example_trainer", "recipes", "scripts", "vllm_patching"]
+BUILT_FROM = [
+    "atropos_launcher",
+    "atroposlib",
+    "environments",
+    "example_trainer",
+    "recipes",
+    "scripts",
+    "vllm_patching",
+]
 MODULES = ["example_trainer.vllm_api_server", "atropos_environments.gsm8k_server"]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
@@ -65,10 +73,11 @@ def metadata(wheel: Path) -> Message:
         return message_from_string(archive.read(f"{PROJECT['name']}-{PROJECT['version']}.dist-info/METADATA").decode())
 
 
-def test_its_top_level_names_are_the_four_packages(installed: Path) -> None:
+def test_its_top_level_names_are_the_five_packages(installed: Path) -> None:
     names = {path.name for path in installed.iterdir()}
     assert names - {"bin", f"{PROJECT['name']}-{PROJECT['version']}.dist-info"} == {
         "atropos_environments",
+        "atropos_launcher",
         "atroposlib",
         "example_trainer",
         "vllm_patching",
@@ -78,7 +87,7 @@ def test_its_top_level_names_are_the_four_packages(installed: Path) -> None:
 def test_it_holds_every_module_recipe_and_batch_script(installed: Path) -> None:
     expected = [
         INSTALLED_AS.get(path.parts[0], path.parts[0]) + str(path)[len(path.parts[0]) :]
-        for folder in ("atroposlib", "environments", "example_trainer", "vllm_patching", "recipes")
+        for folder in ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "recipes")
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*"))
         if path.suffix in (".py", ".yaml", ".html", ".js", ".css", ".svg") or path.name == "py.typed"
     ]

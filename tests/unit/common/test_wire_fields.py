@@ -129,7 +129,7 @@ def parsed(source: str) -> ast.Module:
 def attributes_read() -> set[str]:
     """Names that the product reads of some object, or names by a string."""
     found: set[str] = set()
-    for package in ("atroposlib", "example_trainer", "environments", "vllm_patching"):
+    for package in ("atropos_launcher", "atroposlib", "example_trainer", "environments", "vllm_patching"):
         for file in (ROOT / package).rglob("*.py"):
             if file.name == "batching.py" and file.parent.name == "wire":
                 continue

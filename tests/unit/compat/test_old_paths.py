@@ -11,7 +11,7 @@ import pytest
 from atroposlib.old_paths import MOVED
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
+ROOMS = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
 MODULES = [*MOVED, "atroposlib.frontend.jsonl2html", "atroposlib.envs.reward_fns.accuracy_reward"]
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 RULES = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text())
 PATTERNS = [(re.compile(rule["pattern"], re.IGNORECASE), rule["use"]) for rule in RULES["rule"]]
 TOPS: tuple[str, ...] = (".ci", ".github", "atroposlib", "atropos_environments", "benchmarks", "docs", "environments")
-TOPS += ("example_trainer", "recipes", "scripts", "tests", "vllm_patching")
+TOPS += ("atropos_launcher", "example_trainer", "recipes", "scripts", "tests", "vllm_patching")
 KINDS = (".py", ".md", ".sh", ".yaml", ".yml")
 
 # What stands between two words of a text that Python's source splits: quotes, line ends, comment signs.

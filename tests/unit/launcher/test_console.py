@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from atropos_launcher.console.console import PlainConsole, shown_lines, text
+from atropos_launcher.console.console import PlainConsole, shown_lines
+from atropos_launcher.services.event_text import text
 from atropos_launcher.services.events import (
     Died,
     Ended,

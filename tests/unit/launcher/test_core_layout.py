@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.commands import train
-from atropos_launcher.placement.cores import CoreLayout, CorePlacement, place_cores
+from atropos_launcher.placement.cores import CorePlacement, place_cores
+from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.service import Service
 from atropos_launcher.services import exec_child

@@ -14,9 +14,9 @@ import pytest
 import requests
 
 from atropos_launcher.console import idle_reason
-from atropos_launcher.console.console import text
 from atropos_launcher.console.idle_reason import Diagnosis, Silence, asking
 from atropos_launcher.service import Service
+from atropos_launcher.services.event_text import text
 from atropos_launcher.services.events import Event, Quiet, Started
 from atropos_launcher.services.records import Record
 from atropos_launcher.services.supervisor import Supervisor

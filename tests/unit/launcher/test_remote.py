@@ -1,4 +1,4 @@
-"""A service on another machine, by both ends of services/remote_client.py; the remote command is one that runs on this machine."""
+"""A service on another machine, by services/remote_client.py and remote_agent.py; the remote command runs here."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def test_what_must_be_shared_is_looked_for_before_anything_starts(tmp_path: Path
     witness.write_text(json.dumps({"starts": [1]}))
     own = [sys.executable, "-c", "print('started')"]
     assert "started" in run(near_end(tmp_path, own, "--sees", str(witness), "share it")).stdout
-    other = "remote.far_end.digest_of = lambda path: 'of another file'"
+    other = "remote_client.remote_agent.digest_of = lambda path: 'of another file'"
     done = run(near_end(tmp_path, own, "--sees", str(witness), "share it", patch=other))
     assert done.returncode == 2
     assert f"the launcher's {witness} is not on " in done.stdout

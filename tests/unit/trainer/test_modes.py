@@ -146,5 +146,6 @@ def test_an_unknown_key_of_a_mode_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.services
 def test_the_modes_import_neither_torch_nor_vllm() -> None:
-    code = "import sys, example_trainer.settings.config; sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    heavy = {"torch", "vllm", "transformers"}
+    code = f"import sys, example_trainer.settings.config; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

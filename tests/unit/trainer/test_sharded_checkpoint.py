@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atropos_launcher.cli import main
-from example_trainer.export import export
-from example_trainer.export import main as export_main
 from example_trainer.weights.checkpoint import find_checkpoint
+from example_trainer.weights.export import export
+from example_trainer.weights.export import main as export_main
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError, remove_leftovers
 from tests.unit.trainer.checkpoint_child import MOMENTS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from example_trainer.export import export
+from example_trainer.weights.export import export
 from example_trainer.weights.shards import ShardFiles
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.test_sharded_checkpoint import train
