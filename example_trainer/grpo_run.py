@@ -20,8 +20,8 @@ from atroposlib.clients.waiting import Wait, wait_for
 from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
-from example_trainer.bridges.server_process import ServerProcess
 from example_trainer.errors import TrainerError
+from example_trainer.server_process import ServerProcess
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 

@@ -1,4 +1,4 @@
 """`atropos COMMAND`: one file per command, with `parser()` and `main(argv)`.
 
-Imports all other folders; nothing imports a command but another command.
+Imports every other room; only a command imports a command.
 """

@@ -30,9 +30,9 @@ from atroposlib.wire.bridge import ServerStatus, read_policy_version
 from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.server_process import ServerProcess
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.ranks.place import without_ranks
+from example_trainer.server_process import ServerProcess
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.export import export

@@ -1,4 +1,4 @@
 """One step after another: fetch a batch, update, save, hand the weights over.
 
-Imports all other folders. `grpo.py` runs it.
+Imports every other room. `grpo.py` runs it.
 """

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from example_trainer.bridges.server_process import mapped_shared_memory
+from example_trainer.server_process import mapped_shared_memory
 from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]

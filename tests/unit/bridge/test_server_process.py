@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.bridges.server_process import ServerProcess
+from example_trainer.server_process import ServerProcess
 from tests.integration.conftest import session_members
 
 pytestmark = pytest.mark.services
@@ -90,7 +90,7 @@ def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path)
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from example_trainer.bridges.server_process import ServerProcess\n"
+        "from example_trainer.server_process import ServerProcess\n"
         f"server = ServerProcess([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
         "print(server.pid, flush=True); time.sleep(600)"
     )

@@ -13,9 +13,9 @@ from atroposlib.envs.html_report import write_html
 from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
 from atroposlib.envs.records import JsonlWriter, append_jsonl
 from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
-from example_trainer.bridges.server_process import ServerProcess
 from example_trainer.output.metrics import JsonlSink
 from example_trainer.plot import plot_rewards
+from example_trainer.server_process import ServerProcess
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.test_trainer_run import BROADCAST
 

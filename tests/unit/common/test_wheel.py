@@ -142,9 +142,9 @@ def test_a_recipe_is_found_by_name(installed: Path, tmp_path: Path) -> None:
 
 def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from atropos_launcher import folders;"
-        "print(folders.recipes());"
-        "print(folders.environment_file('environments/gsm8k_server.py', Path()))"
+        "from pathlib import Path; from atropos_launcher import paths;"
+        "print(paths.recipes());"
+        "print(paths.environment_file('environments/gsm8k_server.py', Path()))"
     )
     shown = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(installed)).stdout.splitlines()
     assert shown == [

@@ -214,7 +214,7 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
         return lambda: known_in("atropos_launcher/commands/new_environment.py", flags)
     if command == "env":
         return lambda: environment(f"environments/{Path(flags[0]).stem.removesuffix('_server')}_server.py")(flags[1:])
-    file = f"example_trainer/launcher/{command.replace('-', '_')}.py"
+    file = f"atropos_launcher/commands/{command.replace('-', '_')}.py"
     assert (ROOT / file).is_file(), f"atropos has no command {command}"
     return lambda: known_in(file, flags)
 

@@ -20,6 +20,7 @@ from atropos_launcher.commands import gpu_check
 from atropos_launcher.commands.gpu_check import Place, check_all, digest_of, find_large, keep, result, rows_named
 from atropos_launcher.run_file.run_file import find_run_file
 from atroposlib.flags import ConfigError
+from example_trainer import grpo_run
 from example_trainer.ranks.ranks import shards_alone
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.device_drills import DRILLS as DRILLED
@@ -70,7 +71,7 @@ def test_what_a_log_says_of_the_weights(said: str, verdict: str) -> None:
 
 
 def test_the_trainer_says_what_is_looked_for() -> None:
-    source = (Path(gpu_check.__file__).parents[1] / "grpo.py").read_text()
+    source = Path(grpo_run.__file__).with_name("grpo.py").read_text()
     assert "\"Digest: every word of vLLM's weights" in source
     assert "of the tensors that vLLM computes with are not the trainer's" in source
 

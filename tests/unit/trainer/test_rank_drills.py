@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from atroposlib.wire.bridge import PROTOCOL
-from example_trainer.bridges.server_process import mapped_shared_memory
+from example_trainer.server_process import mapped_shared_memory
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
 
