@@ -8,6 +8,7 @@ from atropos_launcher.services.log_files import last_lines, printable
 from atropos_launcher.services.records import FOLDER
 from atropos_launcher.services.run_log import why_it_ended
 from atroposlib.errors import AtroposError
+from atroposlib.files import is_open
 
 RUNS = Path("runs")
 
@@ -22,6 +23,9 @@ def find_run(runs: Path, name: str) -> Path:
     """A run by its name, or its directory. Raises NoSuchRun."""
     for path in (runs / name, Path(name)):
         if path.is_dir():
+            if not is_open(path):
+                shown = printable(str(path))
+                raise NoSuchRun(f"{shown} may be read by its owner alone, who can let you with `chmod go+rx {shown}`")
             return path
     raise NoSuchRun(f"no such run: neither {printable(str(runs / name))} nor {printable(name)} is a directory")
 
@@ -97,8 +101,12 @@ def _last_value(rows: Path, key: str) -> float | None:
 
 
 def _directories(runs: Path) -> list[Path]:
-    """A name with control characters is nobody's: on a terminal or in a list it could look like another."""
-    return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable()] if runs.is_dir() else []
+    """Those that this user may read. A name with control characters is nobody's: on a terminal or in a list it could
+    look like another.
+    """
+    if not runs.is_dir():
+        return []
+    return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable() and is_open(path)]
 
 
 def _newest_first(found: list[Path], part: str) -> list[Path]:

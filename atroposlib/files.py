@@ -61,6 +61,16 @@ def make_private(path: Path) -> None:
         os.close(file)
 
 
+def make_private_directory(path: Path) -> None:
+    """Make a directory that this user alone may enter; one that is there stays as it is. Raises OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def is_open(path: Path) -> bool:
+    """Whether this user may list and enter a directory, such as somebody else's run."""
+    return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write `path` so that it is either the old file or the new one, on the disk, whatever happens meanwhile. Raises
     OSError.

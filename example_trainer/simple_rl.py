@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from atroposlib.config import Config, load_config
 from atroposlib.envs.problems import Problem, arithmetic_problems
 from atroposlib.errors import one_line_errors
-from atroposlib.files import open_regular
+from atroposlib.files import make_private_directory, open_regular
 from atroposlib.grading import last_number
 from atroposlib.utils.tokenizers import chat_ids
 from example_trainer.errors import TrainerError
@@ -246,7 +246,7 @@ def train(config: SimpleConfig) -> Path:
     problems = arithmetic_problems(held_out=16, seed=config.seed).train
     order = torch.Generator().manual_seed(config.seed)
 
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_private_directory(config.out)
     board = SummaryWriter(str(config.out))
     with open_regular(config.out / "metrics.jsonl", "w") as metrics:
         for step in range(1, config.steps + 1):

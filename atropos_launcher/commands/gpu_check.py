@@ -35,6 +35,7 @@ from atropos_launcher.placement.this_machine import gpu_names, installed
 from atropos_launcher.services.log_files import last_lines, printable
 from atroposlib.config import load_config
 from atroposlib.errors import reading
+from atroposlib.files import make_private_directory
 from atroposlib.flags import ConfigError
 from example_trainer.settings.gpus import visible_gpus
 
@@ -123,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     place = Place(tuple(gpus), (options.out or runs / stamp).absolute(), runs)
     with reading(f"making {place.folder}", ConfigError, remedy="name another directory with --out"):
-        place.folder.mkdir(parents=True, exist_ok=True)
+        make_private_directory(place.folder)
     table = Table(place.folder / "table.md", shlex.join(["atropos", "gpu-check", *argv]), place.rehearses)
     models = Models(find_model(options.model, dry_run=False), find_large(options.large_model))
     every = _every(stamp, runs, models, place.rehearses)

@@ -45,7 +45,7 @@ from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
 from atroposlib.errors import AtroposError
 from atroposlib.extras import need
-from atroposlib.files import write_whole
+from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.memory.model_size import model_size
@@ -362,7 +362,7 @@ class End(NamedTuple):
 def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> End:
     """Write what is kept of the plan, start its services, and `more`, and watch them."""
     run_dir = plan.site.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private_directory(run_dir)
     token = plan.trainer.atropos_token
     others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
     watch = Diagnosis(

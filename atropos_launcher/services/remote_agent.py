@@ -88,7 +88,7 @@ def prepare(job: dict[str, Any]) -> str:
             os.write(1, BEAT)
             time.sleep(0.5)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # as atroposlib/files.py makes the first machine's
         for path, text in job["files"].items():
             file = Path(path)
             if not file.is_file() or file.read_bytes() != text.encode():

@@ -117,7 +117,7 @@ def flatten(folder: Path) -> None:
     """Move the directories in `folder` up into it, however deep they are: no path of a program's choice is too long
     then, nor any tree too deep, for what removes them.
     """
-    with contextlib.suppress(OSError):  # what is left then is for whoever cleans the system's temporary directory
+    with contextlib.suppress(OSError):  # the system cleans what stays in its temporary directory
         pending = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
         while pending:
             os.chmod(parent := pending.pop(), 0o700)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from atroposlib.files import is_open
 from atroposlib.view.group_files import GroupFiles
 from atroposlib.view.jsonl_index import Indexer
 from atroposlib.view.run_files import RunFiles
@@ -67,14 +68,17 @@ class Runs:
                     oldest.groups.forget()
 
     def _found(self) -> Iterator[Path]:
-        """Directories of the directory of runs, newest first. A name with control characters is left out."""
+        """Directories of the directory of runs, newest first. Left out are names with control characters, and those
+        that this user may not read.
+        """
         if self._parent is None:
             return
         entries = []
         with suppress(OSError):
             for entry in self._parent.iterdir():
                 with suppress(OSError):
-                    if entry.name.isprintable() and not entry.name.startswith(".") and entry.is_dir():
+                    is_run = entry.name.isprintable() and not entry.name.startswith(".") and entry.is_dir()
+                    if is_run and is_open(entry):
                         entries.append((entry.stat().st_mtime, entry))
         for _, entry in sorted(entries, reverse=True)[:MAX_RUNS]:
             if not entry.is_symlink():
