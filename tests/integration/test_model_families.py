@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.nightly]
 REPOSITORY = Path(__file__).parents[2]
@@ -42,4 +43,6 @@ def test_fused_families_take_new_weights(tp: str) -> None:
 def test_families_whose_weights_would_not_all_arrive_are_refused() -> None:
     gpt2, deepseek = measured("--families", "gpt2,deepseek_v2")
     assert gpt2["refused"].startswith("UnsupportedModel: GPT2LMHeadModel: vLLM fuses 3 blocks in transformer.h.0.attn")
-    assert "mla_attn.W_UV [4, 64, 32] from the loaded weights" in deepseek["refused"]
+    ours, of_vllm = "mla_attn.W_UV [4, 64, 32] from the loaded weights", "expect weight to be bfloat16, float16"
+    on_amx = torch.cpu._is_amx_tile_supported()  # there vLLM's own kernel refuses this model's float32 before we can
+    assert (of_vllm if on_amx else ours) in deepseek["refused"]

@@ -28,6 +28,7 @@ from example_trainer.ranks import ranks
 from example_trainer.ranks.place import Place
 from tests.unit.trainer.process_memory import anonymous_memory
 
+RECEIVING_S = 1.0  # until a worker has begun to receive: Gloo buffers a small send, whose end says nothing of the peer
 SLOW_S = 7.0  # that a rank sends for longer than the others
 ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("drilled"), "MemoryError": MemoryError()}
 
@@ -80,6 +81,7 @@ def drill_sending(act: str) -> None:
             def packing(*arguments: Any) -> Any:
                 for transfer in begun:
                     transfer.wait()
+                time.sleep(RECEIVING_S)
                 return packed(*arguments)
 
             joined.groups.begin, sender._bytes = beginning, packing
