@@ -12,7 +12,7 @@ from fastapi import Depends, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
 from atroposlib.api.admission import HOLD, RETRY_AFTER_S
-from atroposlib.api.decoding import RefusedBody, decode_body, gunzip, too_large
+from atroposlib.api.groups.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.journal_file import JournalError
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService

@@ -25,7 +25,7 @@ from atroposlib.api.activity import Reports
 from atroposlib.api.changes import Change, PostedGroup, StoredGroup, encode_change
 from atroposlib.api.counters import Counters
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
-from atroposlib.api.group_checks import flaw
+from atroposlib.api.groups.group_checks import flaw
 from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
 from atroposlib.api.leases import Lease

@@ -7,7 +7,8 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from msgspec import Raw
 
-from atroposlib.api.decoding import check_names
+from atroposlib.api.groups.decoding import check_names
+from atroposlib.api.groups.posted_groups import as_json, with_weight
 from atroposlib.api.http import (
     NO_BROWSER,
     beside,
@@ -18,7 +19,6 @@ from atroposlib.api.http import (
     service_of,
 )
 from atroposlib.api.openapi import serves
-from atroposlib.api.posted_groups import as_json, with_weight
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire

@@ -1,7 +1,7 @@
 """Every request and reply body of the batching API as a typed record.
 
 The API decodes requests into these records, and its clients decode replies into them. The API also takes numeric
-strings, integral floats and booleans as numbers (`atroposlib/api/decoding.py`). Unknown fields are ignored.
+strings, integral floats and booleans as numbers (`atroposlib/api/groups/decoding.py`). Unknown fields are ignored.
 """
 
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args

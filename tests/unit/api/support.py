@@ -8,7 +8,7 @@ from typing import Any
 import requests
 from fastapi.testclient import TestClient
 
-from atroposlib.api.posted_groups import read_groups
+from atroposlib.api.groups.posted_groups import read_groups
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.wire.batching import PostedData
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.posted_groups import read_groups
+from atroposlib.api.groups.posted_groups import read_groups
 from tests.unit.api.support import ITEM_KEYS, group, read_group
 
 CODECS: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}

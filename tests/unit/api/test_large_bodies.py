@@ -16,9 +16,9 @@ import pytest
 import requests
 from fastapi.testclient import TestClient
 
-from atroposlib.api import posted_groups
-from atroposlib.api.decoding import MAX_GZIP_MEMBERS, RefusedBody, gunzip
-from atroposlib.api.posted_groups import as_json, read_groups, with_weight
+from atroposlib.api.groups import posted_groups
+from atroposlib.api.groups.decoding import MAX_GZIP_MEMBERS, RefusedBody, gunzip
+from atroposlib.api.groups.posted_groups import as_json, read_groups, with_weight
 from tests.unit.api.support import DEADLINE_S, group, read_group, register
 
 MSGPACK = {"Content-Type": "application/msgpack"}

@@ -261,7 +261,7 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
         post(url, *mine, shaped("negative id"), *map(good, range(2, 8)))
 
     with monkeypatch.context() as patch:
-        patch.setattr("atroposlib.api.group_checks.check", lambda group, needs: None)
+        patch.setattr("atroposlib.api.groups.group_checks.check", lambda group, needs: None)
         with real_api(journal) as url:
             threading.Thread(target=environment, daemon=True).start()
             with pytest.raises(KeyboardInterrupt):

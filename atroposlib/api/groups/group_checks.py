@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.api.decoding import RefusedBody, shown
+from atroposlib.api.groups.decoding import RefusedBody, shown
 from atroposlib.groups import Needs, Untrainable, check, expect_count, expect_lengths, failed_rollouts
 from atroposlib.wire.batching import PostedData, ScoredData
 

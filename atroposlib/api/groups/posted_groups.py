@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import UNSET, Meta, Raw
 
-from atroposlib.api.decoding import (
+from atroposlib.api.groups.decoding import (
     UNREADABLE,
     RefusedBody,
     at,
