@@ -7,13 +7,13 @@ from typing import NamedTuple
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from atroposlib.api.changes import PostedGroup
 from atroposlib.api.groups.decoding import RefusedBody, check_names
 from atroposlib.api.groups.group_checks import check_group
 from atroposlib.api.groups.posted_groups import read_groups
 from atroposlib.api.http import beside, is_packed, read_body, read_record, reply, say_once, service_of
 from atroposlib.api.openapi import serves
-from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
+from atroposlib.api.state.changes import PostedGroup
+from atroposlib.api.state.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.groups import Needs, oldest_version, size_of
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire

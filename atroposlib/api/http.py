@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from atroposlib.api.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.groups.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.journal_file import JournalError
-from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService
+from atroposlib.api.state.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.http_guard import is_from_browser, is_loopback
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import MSGPACK

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from atroposlib.api.changes import GroupsRejected, encode_change
 from atroposlib.api.journal import own
 from atroposlib.api.journal_file import (
     JournalDamaged,
@@ -24,6 +23,7 @@ from atroposlib.api.journal_file import (
 )
 from atroposlib.api.journal_head import HeadRecord, chained, head_path
 from atroposlib.api.replay import replay
+from atroposlib.api.state.changes import GroupsRejected, encode_change
 
 
 def accept_loss(path: Path) -> str:

@@ -6,9 +6,9 @@ For the API at its start, and for the commands of `run-api journal`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atroposlib.api.changes import decode_change
 from atroposlib.api.journal_file import Body, JournalReader
-from atroposlib.api.state import REFUSALS, RolloutState
+from atroposlib.api.state.changes import decode_change
+from atroposlib.api.state.state import REFUSALS, RolloutState
 
 
 @dataclass(frozen=True, slots=True)

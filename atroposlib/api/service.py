@@ -20,22 +20,22 @@ from typing import Any
 
 from msgspec import Struct
 
-from atroposlib.api import changes
-from atroposlib.api.activity import Reports
-from atroposlib.api.changes import Change, PostedGroup, StoredGroup, encode_change
-from atroposlib.api.counters import Counters
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
 from atroposlib.api.groups.group_checks import flaw
 from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
-from atroposlib.api.leases import Lease
-from atroposlib.api.liveness import Liveness
-from atroposlib.api.long_poll import LongPoll
-from atroposlib.api.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.replay import bodies_of, replay
-from atroposlib.api.selection import Group
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.api.state import Batch, RolloutState
+from atroposlib.api.state import changes
+from atroposlib.api.state.activity import Reports
+from atroposlib.api.state.changes import Change, PostedGroup, StoredGroup, encode_change
+from atroposlib.api.state.counters import Counters
+from atroposlib.api.state.leases import Lease
+from atroposlib.api.state.liveness import Liveness
+from atroposlib.api.state.long_poll import LongPoll
+from atroposlib.api.state.queue import NOT_REGISTERED, Environment, NotRegistered
+from atroposlib.api.state.selection import Group
+from atroposlib.api.state.state import Batch, RolloutState
 from atroposlib.groups import Needs, staleness_weight
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (

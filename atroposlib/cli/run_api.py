@@ -21,9 +21,9 @@ from uvicorn.supervisors import ChangeReload
 
 from atroposlib.addresses import netloc
 from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
-from atroposlib.api.long_poll import LongPoll
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
+from atroposlib.api.state.long_poll import LongPoll
 from atroposlib.cli import journal as journal_commands
 from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors, reaching

@@ -2,13 +2,13 @@
 `atroposlib.api.utils`.
 
 An item is a mapping with `tokens` (a list of sequences) and optionally `env_id`. Items are never split and never
-changed. The server itself works on `atroposlib.api.selection`, whose rules these are.
+changed. The server itself works on `atroposlib.api.state.selection`, whose rules these are.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.selection import Group, Lanes, indices_summing_to, packed_batch
+from atroposlib.api.state.selection import Group, Lanes, indices_summing_to, packed_batch
 
 Item = Mapping[str, Any]
 

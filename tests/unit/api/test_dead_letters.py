@@ -12,8 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api import dead_letters
-from atroposlib.api.selection import Lanes
 from atroposlib.api.server import create_app
+from atroposlib.api.state.selection import Lanes
 from atroposlib.routing import pack
 from tests.unit.api.support import environment, registration
 

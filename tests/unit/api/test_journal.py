@@ -422,7 +422,7 @@ def test_posts_that_wait_together_share_a_transaction(path: Path) -> None:
     running.journal._commit = counting
 
     async def post_many() -> None:
-        from atroposlib.api.changes import PostedGroup
+        from atroposlib.api.state.changes import PostedGroup
 
         await asyncio.gather(*(running.post([PostedGroup(4, None, None)], [(b"{}", False)], None) for _ in range(100)))
         await running.close()

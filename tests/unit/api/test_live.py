@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api.liveness import Liveness
 from atroposlib.api.server import create_app
+from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 

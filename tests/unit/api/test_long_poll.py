@@ -12,10 +12,10 @@ import uvicorn
 from fastapi.testclient import TestClient
 from starlette.requests import ClientDisconnect
 
-from atroposlib.api.long_poll import LongPoll
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import RunApiConfig
+from atroposlib.api.state.long_poll import LongPoll
 from atroposlib.cli.run_api import Server
 from tests.unit.api.support import api_settings, environment, group, registration
 
@@ -85,7 +85,7 @@ def over_http(test: Callable[[Api], Awaitable[None]], settings: RunApiConfig | N
 
 @pytest.fixture(autouse=True)
 def only_changes_wake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.api.long_poll.LOOK_EVERY_S", DEADLINE_S)
+    monkeypatch.setattr("atroposlib.api.state.long_poll.LOOK_EVERY_S", DEADLINE_S)
 
 
 def test_the_reply_comes_when_the_batch_is_complete() -> None:
@@ -232,7 +232,7 @@ def test_a_stranger_does_not_end_the_trainers_wait() -> None:
 
 def test_what_only_time_makes_possible_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The minimum of an environment without groups keeps the batch back until the environment counts as silent."""
-    monkeypatch.setattr("atroposlib.api.long_poll.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("atroposlib.api.state.long_poll.LOOK_EVERY_S", 0.05)
 
     async def test(api: Api) -> None:
         await api.register()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import UNSET
 
-from atroposlib.api.queue import (
+from atroposlib.api.state.queue import (
     MAX_EVALUATION_METRICS,
     MAX_EVALUATIONS,
     MAX_OVERTAKEN,
@@ -19,7 +19,7 @@ from atroposlib.api.queue import (
     NotRegistered,
     UnknownEnvironment,
 )
-from atroposlib.api.selection import R
+from atroposlib.api.state.selection import R
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api.changes import Snapshot, decode_change, encode_change
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
+from atroposlib.api.state.changes import Snapshot, decode_change, encode_change
 from tests.unit.api.support import api_settings, group, marks, register, register_env
 from tests.unit.api.test_live import Clock
 

@@ -5,7 +5,15 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.selection import Group, Lanes, can_sum, choose_batch, exact_batch, indices_summing_to, packed_batch
+from atroposlib.api.state.selection import (
+    Group,
+    Lanes,
+    can_sum,
+    choose_batch,
+    exact_batch,
+    indices_summing_to,
+    packed_batch,
+)
 
 SIZES = st.lists(st.integers(1, 9), max_size=14)
 POWERS = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=24)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from atroposlib.api import changes
-from atroposlib.api.changes import Change, PostedGroup, decode_change, encode_change
-from atroposlib.api.leases import Lease, LeaseBook
-from atroposlib.api.queue import GroupTooLarge
-from atroposlib.api.selection import Group, R
-from atroposlib.api.state import MAX_ANSWERED, REFUSALS, RolloutState
+from atroposlib.api.state import changes
+from atroposlib.api.state.changes import Change, PostedGroup, decode_change, encode_change
+from atroposlib.api.state.leases import Lease, LeaseBook
+from atroposlib.api.state.queue import GroupTooLarge
+from atroposlib.api.state.selection import Group, R
+from atroposlib.api.state.state import MAX_ANSWERED, REFUSALS, RolloutState
 from tests.unit.api.test_queue import env, run
 
 

@@ -9,12 +9,12 @@ state. Posts may come between changes that were decided one after the other; pos
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from atroposlib.api import changes
-from atroposlib.api.changes import Change, GroupsPosted, StoredGroup
-from atroposlib.api.leases import Lease, LeaseBook
-from atroposlib.api.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
-from atroposlib.api.selection import Group
-from atroposlib.api.staleness import WaitingVersions
+from atroposlib.api.state import changes
+from atroposlib.api.state.changes import Change, GroupsPosted, StoredGroup
+from atroposlib.api.state.leases import Lease, LeaseBook
+from atroposlib.api.state.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
+from atroposlib.api.state.selection import Group
+from atroposlib.api.state.staleness import WaitingVersions
 from atroposlib.wire.batching import Registration
 
 MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones

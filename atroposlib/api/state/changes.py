@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from atroposlib.api.leases import Lease
-from atroposlib.api.queue import QueueDump
+from atroposlib.api.state.leases import Lease
+from atroposlib.api.state.queue import QueueDump
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 

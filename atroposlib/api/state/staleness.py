@@ -7,8 +7,8 @@ have no age.
 import heapq
 from collections.abc import Iterable
 
-from atroposlib.api.changes import StoredGroup
-from atroposlib.api.selection import Group
+from atroposlib.api.state.changes import StoredGroup
+from atroposlib.api.state.selection import Group
 
 
 class WaitingVersions:

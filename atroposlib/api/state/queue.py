@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from msgspec import UNSET, Struct
 
-from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
+from atroposlib.api.state.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
 from atroposlib.wire.batching import (
     BatchReply,
     EnvRegistration,

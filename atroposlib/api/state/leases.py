@@ -14,7 +14,7 @@ from typing import Generic
 
 from msgspec import Struct
 
-from atroposlib.api.selection import Group, R
+from atroposlib.api.state.selection import Group, R
 
 
 class Lease(Struct, Generic[R]):

@@ -1,0 +1,4 @@
+"""What the API knows: the queue, leases, who lives. Changes are values, so that the journal can replay them.
+
+Imports groups.
+"""
