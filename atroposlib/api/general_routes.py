@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.groups.posted_groups import as_json
 from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, service_of
+from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.openapi import serves
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire

@@ -12,13 +12,14 @@ from typing import Any
 import anyio
 from fastapi import FastAPI
 
-from atroposlib.api import environment_routes, general_routes, journal_rescue, trainer_routes
+from atroposlib.api import environment_routes, general_routes, trainer_routes
 from atroposlib.api.admission import Admission
 from atroposlib.api.auth import RequireToken, Tokens
 from atroposlib.api.docs_page import add_docs_page
 from atroposlib.api.http import ERROR_REPLIES
-from atroposlib.api.journal import Journal
-from atroposlib.api.journal_file import JournalDamaged
+from atroposlib.api.journal import rescue
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import JournalDamaged
 from atroposlib.api.metrics import Measured, Metrics
 from atroposlib.api.openapi import with_components
 from atroposlib.api.service import RolloutService
@@ -76,7 +77,7 @@ def _service(settings: RunApiConfig, journal: Path | None, accept_loss: bool) ->
         if journal is None or not accept_loss:
             raise
         log.warning("%s", damage)
-        log.warning("%s", journal_rescue.accept_loss(journal))
+        log.warning("%s", rescue.accept_loss(journal))
         return RolloutService(settings, Journal(journal))
 
 

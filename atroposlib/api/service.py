@@ -20,11 +20,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
 from atroposlib.api.groups.group_checks import flaw
-from atroposlib.api.journal import Journal
-from atroposlib.api.journal_file import Body, DeadLetter, JournalError
-from atroposlib.api.replay import bodies_of, replay
+from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import Body, DeadLetter, JournalError
+from atroposlib.api.journal.replay import bodies_of, replay
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.state import changes
 from atroposlib.api.state.activity import Reports

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from atroposlib.api.journal_file import (
+from atroposlib.api.journal.journal_file import (
     AsFound,
     Body,
     JournalError,
@@ -30,8 +30,8 @@ from atroposlib.api.journal_file import (
     shm_path,
     wal_path,
 )
-from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
-from atroposlib.api.replay import Replayed, bodies_of, replay
+from atroposlib.api.journal.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
+from atroposlib.api.journal.replay import Replayed, bodies_of, replay
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import escape
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api import dead_letters
+from atroposlib.api.journal import dead_letters
 from atroposlib.api.server import create_app
 from atroposlib.api.state.selection import Lanes
 from atroposlib.routing import pack

@@ -16,9 +16,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api import service
-from atroposlib.api.journal import Journal
-from atroposlib.api.journal_file import Body, JournalDamaged, JournalError
-from atroposlib.api.journal_head import Head, head_path, read_head
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import Body, JournalDamaged, JournalError
+from atroposlib.api.journal.journal_head import Head, head_path, read_head
 from atroposlib.api.server import create_app
 from tests.unit.api.support import group, marks, register, register_env, registration
 from tests.unit.common.disk import watch_disk
@@ -331,7 +331,7 @@ def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
 
 
 def test_two_apis_cannot_share_a_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.api.journal_file.LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("atroposlib.api.journal.journal_file.LOCK_TIMEOUT_S", 0.1)
     with (
         api(path),
         pytest.raises(JournalError, match="in use by another batching API; end it, or give this one a path of its own"),

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api.journal import Journal
-from atroposlib.api.journal_file import JournalDamaged, JournalError, JournalReader
-from atroposlib.api.journal_head import SLOT_BYTES, Head, chained, read_head
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import JournalDamaged, JournalError, JournalReader
+from atroposlib.api.journal.journal_head import SLOT_BYTES, Head, chained, read_head
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
 from tests.unit.api.support import DEADLINE_S, api_settings, command, group, marks, register, register_env
@@ -511,4 +511,4 @@ def test_a_device_is_left_alone() -> None:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.api.journal_file.LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("atroposlib.api.journal.journal_file.LOCK_TIMEOUT_S", 0.1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.journal_file import create
+from atroposlib.api.journal.journal_file import create
 from atroposlib.view import server
 from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, tokens_of, write_rows
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
+from atroposlib.api.journal.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
 from atroposlib.errors import AtroposError
 from atroposlib.files import make_private
 from atroposlib.groups import Needs

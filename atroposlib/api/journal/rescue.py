@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from atroposlib.api.journal import own
-from atroposlib.api.journal_file import (
+from atroposlib.api.journal.journal import own
+from atroposlib.api.journal.journal_file import (
     JournalDamaged,
     JournalReader,
     insert_change,
     reading,
     wal_path,
 )
-from atroposlib.api.journal_head import HeadRecord, chained, head_path
-from atroposlib.api.replay import replay
+from atroposlib.api.journal.journal_head import HeadRecord, chained, head_path
+from atroposlib.api.journal.replay import replay
 from atroposlib.api.state.changes import GroupsRejected, encode_change
 
 

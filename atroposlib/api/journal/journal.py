@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atroposlib.api import dead_letters, journal_file
-from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalError, JournalReader
-from atroposlib.api.journal_head import ID_BYTES, Head, HeadInUse, HeadRecord, Mark, chain_start, chained
+from atroposlib.api.journal import dead_letters, journal_file
+from atroposlib.api.journal.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalError, JournalReader
+from atroposlib.api.journal.journal_head import ID_BYTES, Head, HeadInUse, HeadRecord, Mark, chain_start, chained
 from atroposlib.files import make_private
 
 MAX_TOGETHER = 256  # writes in one transaction

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from atroposlib.api.journal_file import DeadLetter
+from atroposlib.api.journal.journal_file import DeadLetter
 
 MAX_LETTERS = 10_000
 MAX_BYTES = 2**30

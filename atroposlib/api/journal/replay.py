@@ -6,7 +6,7 @@ For the API at its start, and for the commands of `run-api journal`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atroposlib.api.journal_file import Body, JournalReader
+from atroposlib.api.journal.journal_file import Body, JournalReader
 from atroposlib.api.state.changes import decode_change
 from atroposlib.api.state.state import REFUSALS, RolloutState
 
