@@ -12,16 +12,16 @@ from typing import Any
 import anyio
 from fastapi import FastAPI
 
-from atroposlib.api import environment_routes, general_routes, trainer_routes
-from atroposlib.api.admission import Admission
-from atroposlib.api.auth import RequireToken, Tokens
-from atroposlib.api.docs_page import add_docs_page
-from atroposlib.api.http import ERROR_REPLIES
+from atroposlib.api.http import environment_routes, general_routes, trainer_routes
+from atroposlib.api.http.admission import Admission
+from atroposlib.api.http.auth import RequireToken, Tokens
+from atroposlib.api.http.docs_page import add_docs_page
+from atroposlib.api.http.messages import ERROR_REPLIES
+from atroposlib.api.http.metrics import Measured, Metrics
+from atroposlib.api.http.openapi import with_components
 from atroposlib.api.journal import rescue
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import JournalDamaged
-from atroposlib.api.metrics import Measured, Metrics
-from atroposlib.api.openapi import with_components
 from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.http_guard import HostGuard, OwnHosts

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from atroposlib.addresses import netloc
-from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
+from atroposlib.api.http.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.state.long_poll import LongPoll

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from atroposlib.api.docs_page import add_docs_page
+from atroposlib.api.http.docs_page import add_docs_page
 from atroposlib.config import Config, load_config
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.managed_server import ManagedServer

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
+from atroposlib.api.http.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config

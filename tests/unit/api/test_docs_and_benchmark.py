@@ -95,7 +95,7 @@ def test_the_operators_commands_start_an_api_with_two_tokens(tmp_path: Path, por
 
 
 def test_the_operators_page_names_every_flag_and_every_metric() -> None:
-    from atroposlib.api.metrics import Metrics
+    from atroposlib.api.http.metrics import Metrics
     from atroposlib.api.service import RolloutService
     from atroposlib.api.settings import RunApiConfig
 

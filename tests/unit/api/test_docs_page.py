@@ -4,7 +4,7 @@ import re
 
 from fastapi.testclient import TestClient
 
-from atroposlib.api.docs_page import docs_page
+from atroposlib.api.http.docs_page import docs_page
 from atroposlib.api.server import create_app
 
 

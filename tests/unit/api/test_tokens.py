@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr, ValidationError
 
-from atroposlib.api.auth import OPEN_PATHS, POST_PATHS
+from atroposlib.api.http.auth import OPEN_PATHS, POST_PATHS
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.token_file import TokenFile, read_token

@@ -89,7 +89,7 @@ async def full_queue(timeout_s: float) -> AsyncIterator[tuple[Api, ApiLink]]:
 
 async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_link, "REPOST_PAUSE_S", 0.01)  # without Retry-After it would ask a hundred times
-    monkeypatch.setattr("atroposlib.api.http.RETRY_AFTER_S", 1)
+    monkeypatch.setattr("atroposlib.api.http.messages.RETRY_AFTER_S", 1)
     async with full_queue(timeout_s=20) as (api, link):
         start = time.monotonic()
         waiting = asyncio.create_task(link.post_groups([group(2)]))
@@ -140,7 +140,7 @@ async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refus
 
 
 async def test_an_api_that_is_asked_too_often_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
+    monkeypatch.setattr("atroposlib.api.http.admission.BURST_S", 0.0)
     async with running_api(api_settings(max_requests_per_second=0.5)) as api, api_client(api.url) as client:
 
         async def ask_too_often() -> None:

@@ -241,7 +241,7 @@ def test_an_api_without_leases_gives_its_batches_for_good() -> None:
 
 
 def test_an_api_that_takes_no_more_for_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
+    monkeypatch.setattr("atroposlib.api.http.admission.BURST_S", 0.0)
     with real_api(settings=api_settings(max_requests_per_second=5)) as url:
         trainer, _ = trainer_of(url)
         for step in range(3):

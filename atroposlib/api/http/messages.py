@@ -11,8 +11,8 @@ import msgspec
 from fastapi import Depends, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
-from atroposlib.api.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.groups.decoding import RefusedBody, decode_body, gunzip, too_large
+from atroposlib.api.http.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.journal.journal_file import JournalError
 from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService
 from atroposlib.api.state.queue import GroupTooLarge, NotRegistered, UnknownEnvironment

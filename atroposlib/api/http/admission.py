@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.api.auth import OPEN_PATHS, ROLE
+from atroposlib.api.http.auth import OPEN_PATHS, ROLE
 from atroposlib.api.settings import RunApiConfig
 
 HOLD = "atropos.hold"  # in a request's scope: the function that counts more bytes of its body, or raises Overloaded

@@ -9,9 +9,9 @@ from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from atroposlib.api.groups.posted_groups import as_json
-from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, service_of
+from atroposlib.api.http.messages import NO_BROWSER, beside, encode, large_reply, reply, service_of
+from atroposlib.api.http.openapi import serves
 from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
-from atroposlib.api.openapi import serves
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes

@@ -9,7 +9,7 @@ from msgspec import Raw
 
 from atroposlib.api.groups.decoding import check_names
 from atroposlib.api.groups.posted_groups import as_json, with_weight
-from atroposlib.api.http import (
+from atroposlib.api.http.messages import (
     NO_BROWSER,
     beside,
     large_reply,
@@ -18,7 +18,7 @@ from atroposlib.api.http import (
     say_once,
     service_of,
 )
-from atroposlib.api.openapi import serves
+from atroposlib.api.http.openapi import serves
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire

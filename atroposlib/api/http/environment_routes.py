@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query, Request, Response
 from atroposlib.api.groups.decoding import RefusedBody, check_names
 from atroposlib.api.groups.group_checks import check_group
 from atroposlib.api.groups.posted_groups import read_groups
-from atroposlib.api.http import beside, is_packed, read_body, read_record, reply, say_once, service_of
-from atroposlib.api.openapi import serves
+from atroposlib.api.http.messages import beside, is_packed, read_body, read_record, reply, say_once, service_of
+from atroposlib.api.http.openapi import serves
 from atroposlib.api.state.changes import PostedGroup
 from atroposlib.api.state.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.groups import Needs, oldest_version, size_of
