@@ -16,8 +16,8 @@ from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBat
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import WandbSink, open_wandb
-from atroposlib.envs.waits import wait_for_peer
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.wire.routes import STATUS, WANDB_INFO

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, UnexpectedReply
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs.waits import wait_for_peer
+from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.logs import get_logger
 from atroposlib.wire import routes
 from atroposlib.wire.batching import (

@@ -37,6 +37,8 @@ from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, Pe
 from atroposlib.envs.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.former_attributes import FormerAttributes
+from atroposlib.envs.limits.time_limit import time_limit
+from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
 from atroposlib.envs.outcomes import Outcomes
 from atroposlib.envs.pacing import batch_share
@@ -62,8 +64,6 @@ from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.envs.time_limit import time_limit
-from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import RunningItem
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.kept_rows import parse_keep

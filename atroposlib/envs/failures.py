@@ -16,8 +16,8 @@ from typing import TypeVar
 from atroposlib.clients.activity import ROLLOUTS_FAILED
 from atroposlib.envs.author_errors import origin
 from atroposlib.envs.errors import EnvError, Unscored
+from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.server_handling.errors import ServerError
-from atroposlib.envs.time_limit import time_limit
 from atroposlib.type_definitions import Messages
 from atroposlib.wire.batching import Cause
 

@@ -20,10 +20,10 @@ from pydantic import Field, field_validator
 
 from atroposlib.config import Config
 from atroposlib.envs.errors import EnvError, PeerError
+from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.time_limit import time_limit
 from atroposlib.grading.extraction import extract_tagged
 from atroposlib.logs import get_logger
 
