@@ -25,7 +25,7 @@ from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import Service
 from atroposlib.config import Config
 from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES, TABLE
-from atroposlib.envs.sampling_fields import SampleFlags
+from atroposlib.envs.sampling.sampling_fields import SampleFlags
 from atroposlib.flags import ConfigError
 
 PROG = "atropos evaluate"

@@ -32,7 +32,7 @@ from atroposlib.envs import author_checks, compat_mode
 from atroposlib.envs.author_errors import needed
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors

@@ -29,7 +29,6 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import author_checks, checkpoints
 from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
 from atroposlib.envs.author_methods import settled
-from atroposlib.envs.chat_template import with_template
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
@@ -57,8 +56,9 @@ from atroposlib.envs.payloads import (
 )
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.sample_rows import Sampled, SampleRows
-from atroposlib.envs.sampled_with import with_settings
-from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.sampling.chat_template import with_template
+from atroposlib.envs.sampling.sampled_with import with_settings
+from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig

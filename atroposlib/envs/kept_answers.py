@@ -23,7 +23,7 @@ from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampled_evaluation import Questions, header_of, is_of_samples, plain, sample_rows
-from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)

@@ -39,7 +39,7 @@ from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.sampled_evaluation import evaluate_samples
-from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.grading.length import soft_overlong_punishment

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.envs.payloads import ScoredDataGroup
-from atroposlib.envs.sampled_with import fields_of, one_setting
+from atroposlib.envs.sampling.sampled_with import fields_of, one_setting
 from atroposlib.envs.server_handling.sequence_book import SequenceNode, trained_once
 from atroposlib.type_definitions import Messages
 
