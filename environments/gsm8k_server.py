@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from atroposlib.envs.dataset import OVERLAP, Overlap
-from atroposlib.envs.errors import DataError
-from atroposlib.envs.known_answers import gradable
-from atroposlib.envs.problems import (
+from atroposlib.envs.data.dataset import OVERLAP, Overlap
+from atroposlib.envs.data.known_answers import gradable
+from atroposlib.envs.data.problems import (
     Problem,
     ProblemSet,
     ProblemStream,
@@ -25,6 +24,7 @@ from atroposlib.envs.problems import (
     hub_problem_set,
     read_problem_set,
 )
+from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, last_number
 from atroposlib.logs import get_logger

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.dataset import OVERLAP, Overlap
-from atroposlib.envs.known_answers import gradable
-from atroposlib.envs.problems import (
+from atroposlib.envs.data.dataset import OVERLAP, Overlap
+from atroposlib.envs.data.known_answers import gradable
+from atroposlib.envs.data.problems import (
     Fields,
     Problem,
     ProblemSet,

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import Config, load_config
-from atroposlib.envs.problems import Problem, arithmetic_problems
+from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.errors import one_line_errors
 from atroposlib.files import make_private_directory, open_regular
 from atroposlib.grading import last_number

@@ -30,7 +30,7 @@ from atroposlib.envs import author_checks, checkpoints
 from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.data_report import LoadedData, noted_data, write_reports
+from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation import held_out_row

@@ -24,15 +24,15 @@ from atroposlib.envs import author_checks
 from atroposlib.envs.author_errors import location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.data_report import LoadedData
+from atroposlib.envs.data.data_report import LoadedData
+from atroposlib.envs.data.problems import Problem
+from atroposlib.envs.data.prompt_limits import leave_out_long
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.evaluation import Answered, Unanswered
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.kept_answers import KeptAnswers, keep_answers
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
-from atroposlib.envs.problems import Problem
-from atroposlib.envs.prompt_limits import leave_out_long
 from atroposlib.envs.rewards import reward as reward  # authors import these from here
 from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.rollouts import Rollout as Rollout

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from atroposlib.child_processes.math_child import judge
-from atroposlib.envs.problems import Problem
+from atroposlib.envs.data.problems import Problem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.math_server import MathEnv, make_problem
 from tests.unit.environments.support import running_env

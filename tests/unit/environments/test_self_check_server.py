@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.payloads import defect
-from atroposlib.envs.problems import Problem
 from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import CHATML, THINK_DROPPING_CHATML, save_tiny_tokenizer

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.data_report import DataReport, question_key, write_reports
-from atroposlib.envs.dataset import DatasetConfig, read_rows, split
+from atroposlib.envs.data.data_report import DataReport, question_key, write_reports
+from atroposlib.envs.data.dataset import DatasetConfig, read_rows, split
+from atroposlib.envs.data.known_answers import gradable
+from atroposlib.envs.data.problems import Fields, Problem, read_problem_set, read_problems
 from atroposlib.envs.errors import DataError
-from atroposlib.envs.known_answers import gradable
-from atroposlib.envs.problems import Fields, Problem, read_problem_set, read_problems
 from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.grading import Grader
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

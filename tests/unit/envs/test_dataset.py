@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.config import resolve_config
-from atroposlib.envs.dataset import DatasetConfig, ItemSet, read_rows
+from atroposlib.envs.data.dataset import DatasetConfig, ItemSet, read_rows
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnvConfig
 
@@ -120,7 +120,7 @@ def as_hub(tmp_path: Path) -> str:
 @pytest.mark.services
 async def test_the_hub_gives_the_splits_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = as_hub(tmp_path)
-    monkeypatch.setattr("atroposlib.envs.dataset.is_local", lambda source: False)
+    monkeypatch.setattr("atroposlib.envs.data.dataset.is_local", lambda source: False)
     items = await load(source, columns=COLUMNS)
     assert [item["answer"] for item in items.train] == list("012345")
     assert {item["answer"] for item in items.held_out} < set("6789")

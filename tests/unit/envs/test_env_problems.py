@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.errors import DataError
-from atroposlib.envs.problems import (
+from atroposlib.envs.data.problems import (
     Fields,
     Problem,
     ProblemStream,
@@ -15,6 +14,7 @@ from atroposlib.envs.problems import (
     read_problem_set,
     read_problems,
 )
+from atroposlib.envs.errors import DataError
 
 
 def write(path: Path, count: int) -> Path:

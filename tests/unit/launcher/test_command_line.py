@@ -128,7 +128,9 @@ def test_a_setting_in_a_tree_of_an_environment_is_kept_with_the_run(tmp_path: Pa
     text = (ROOT / "environments/template_server.py").read_text()
     text = text.replace("    largest: int", "    data: DatasetConfig = DatasetConfig(name='main')\n    largest: int")
     mine = tmp_path / "my_server.py"
-    mine.write_text(text.replace("from pydantic", "from atroposlib.envs.dataset import DatasetConfig\nfrom pydantic"))
+    mine.write_text(
+        text.replace("from pydantic", "from atroposlib.envs.data.dataset import DatasetConfig\nfrom pydantic")
+    )
     made = plan("arithmetic", "--env.file", str(mine), "--env.data.source", "my.csv")
     (tmp_path / "run.yaml").write_text(made.files["run.yaml"])
     again = plan(str(tmp_path / "run.yaml"))

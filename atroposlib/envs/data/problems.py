@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.dataset import (
+from atroposlib.envs.data.dataset import (
     Flaw,
     ItemSet,
     ItemStream,
@@ -20,7 +20,7 @@ from atroposlib.envs.dataset import (
     local_tables,
     read_rows,
 )
-from atroposlib.envs.dataset import split as split
+from atroposlib.envs.data.dataset import split as split
 from atroposlib.envs.errors import DataError
 from atroposlib.grading.extraction import extract_boxed
 

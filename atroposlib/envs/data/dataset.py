@@ -26,7 +26,7 @@ import orjson
 from pydantic import Field
 
 from atroposlib.config import Config
-from atroposlib.envs.data_report import DataReport, note_report, note_stream, question_key
+from atroposlib.envs.data.data_report import DataReport, note_report, note_stream, question_key
 from atroposlib.envs.errors import DataError
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger

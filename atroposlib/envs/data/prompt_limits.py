@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from atroposlib.envs.data_report import DataReport, LoadedData
+from atroposlib.envs.data.data_report import DataReport, LoadedData
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from atroposlib.envs.data_report import DataReport
-from atroposlib.envs.dataset import ItemSet
-from atroposlib.envs.problems import Problem
+from atroposlib.envs.data.data_report import DataReport
+from atroposlib.envs.data.dataset import ItemSet
+from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.grading import Grader, Outcome
 from atroposlib.logs import get_logger
