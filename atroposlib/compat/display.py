@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from atroposlib.envs.records import markdown_table
+from atroposlib.envs.files.records import markdown_table
 
 
 def display_metrics_table(task_name: str, metrics: Mapping[str, float], start_time: float, end_time: float) -> None:

@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import Field, SecretStr
 
 from atroposlib.config import Config, load_config
-from atroposlib.envs.records import markdown_table, write_eval_results
+from atroposlib.envs.files.records import markdown_table, write_eval_results
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import InferenceCalls

@@ -15,7 +15,7 @@ from pydantic import Field
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, BatchingApi, Flags
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.config import Config, load_config
-from atroposlib.envs.records import append_jsonl
+from atroposlib.envs.files.records import append_jsonl
 from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.groups import rollouts_of
 from atroposlib.logs import configure_logging, get_logger

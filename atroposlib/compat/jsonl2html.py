@@ -1,5 +1,5 @@
 """`python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]`: a page out of a file of groups. See
-`atroposlib.envs.html_report`.
+`atroposlib.envs.files.html_report`.
 """
 
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.html_report import group_html, write_html
+from atroposlib.envs.files.html_report import group_html, write_html
 from atroposlib.errors import one_line_errors
 
 

@@ -24,7 +24,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from atroposlib.envs.html_report import STYLE, group_html
+from atroposlib.envs.files.html_report import STYLE, group_html
 from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger

@@ -35,6 +35,7 @@ from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
+from atroposlib.envs.files.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.former_attributes import FormerAttributes
 from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.limits.waits import wait_for_peer
@@ -54,7 +55,6 @@ from atroposlib.envs.payloads import (
     wire_form,
     with_failed,
 )
-from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.sample_rows import Sampled, SampleRows
 from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.sampling.sampled_with import with_settings

@@ -19,8 +19,8 @@ import orjson
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.evaluation import Answered
 from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES
+from atroposlib.envs.files.records import append_jsonl
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import append_jsonl
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampled_evaluation import Questions, header_of, is_of_samples, plain, sample_rows
 from atroposlib.envs.sampling.sampling_fields import SamplingFields

@@ -8,7 +8,7 @@ from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.fake_servers import FakeServers, fake_servers
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from atroposlib.envs.failures import Failure
+from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.envs.payloads import Item, Rejection, ScoredDataGroup, completion_lengths
-from atroposlib.envs.records import JsonlWriter
 from atroposlib.groups import group_id
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Protocol
 from atroposlib.envs.errors import DataError, EnvError
 from atroposlib.envs.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.files.records import append_jsonl, write_eval_results
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import append_jsonl, write_eval_results
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel

@@ -23,11 +23,11 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, evaluate_version, evaluations_file, finite_numbers
+from atroposlib.envs.files.records import crossed
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.loop_watch import LoopWatch
 from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import crossed
 from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.worker_pool import WorkerPool

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.files.records import JsonlWriter, append_jsonl
 from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
-from atroposlib.envs.records import JsonlWriter, append_jsonl
 from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
 from example_trainer.output.metrics import JsonlSink
 from example_trainer.plot import plot_rewards

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.records import JsonlWriter
+from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.kept_rows import DEFAULT, Keep, Parts, compress, parse_keep, read_removed
 from atroposlib.packed_rows import HEAD, MAGIC, TEXT_BYTES, Packed, pack
 from atroposlib.view import rows

@@ -6,9 +6,9 @@ import pytest
 
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, finite_numbers
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.files.records import JsonlWriter, append_line, crossed
 from atroposlib.envs.metrics import Durations, JsonlSink, length_metrics, open_wandb
-from atroposlib.envs.records import JsonlWriter, append_line, crossed
 
 
 def test_existing_group_file_is_kept_and_the_next_gets_a_number(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs.cli import EnvTree, build
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, Split, reward
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel

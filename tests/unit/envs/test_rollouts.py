@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from atroposlib.envs.html_report import group_html
+from atroposlib.envs.files.html_report import group_html
 from atroposlib.envs.payloads import completion_lengths, defect, rejection, wire_form
 from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer

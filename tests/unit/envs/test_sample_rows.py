@@ -13,7 +13,7 @@ import pytest
 from atroposlib.clients.batching_api import ApiRefused
 from atroposlib.envs.author_errors import MalformedGroup
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.question_env import QuestionEnv, Scored
 from atroposlib.groups import Needs, group_id
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs.cli import load_tree, run
 from atroposlib.envs.evaluation_metrics import Prices, Sample, pass_at_k, summary
-from atroposlib.envs.html_report import write_html
+from atroposlib.envs.files.html_report import write_html
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.utils.tokenizers import load_tokenizer
 from environments.template_server import LargerNumberEnv

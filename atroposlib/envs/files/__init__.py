@@ -1,0 +1,1 @@
+"""Files that environments write for people: JSONL records and HTML pages. Imports errors alone."""
