@@ -24,7 +24,7 @@ from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import Service
 from atroposlib.config import Config
-from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES, TABLE
+from atroposlib.envs.evaluation.evaluation_metrics import ANSWERS, SAMPLES, TABLE
 from atroposlib.envs.sampling.sampling_fields import SampleFlags
 from atroposlib.flags import ConfigError
 

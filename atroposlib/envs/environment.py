@@ -33,7 +33,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
-from atroposlib.envs.evaluation import held_out_row
+from atroposlib.envs.evaluation.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.files.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.former_attributes import FormerAttributes

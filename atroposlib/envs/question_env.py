@@ -28,9 +28,10 @@ from atroposlib.envs.data.data_report import LoadedData
 from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.data.prompt_limits import leave_out_long
 from atroposlib.envs.errors import Unscored
-from atroposlib.envs.evaluation import Answered, Unanswered
+from atroposlib.envs.evaluation.evaluation import Answered, Unanswered
+from atroposlib.envs.evaluation.kept_answers import KeptAnswers, keep_answers
+from atroposlib.envs.evaluation.sampled_evaluation import evaluate_samples
 from atroposlib.envs.failures import Failure, attempt
-from atroposlib.envs.kept_answers import KeptAnswers, keep_answers
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.rewards import reward as reward  # authors import these from here
@@ -38,7 +39,6 @@ from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
-from atroposlib.envs.sampled_evaluation import evaluate_samples
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel

@@ -22,7 +22,13 @@ from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, evaluate_version, evaluations_file, finite_numbers
+from atroposlib.envs.evaluation.evaluation import (
+    Evaluation,
+    EvaluationFailed,
+    evaluate_version,
+    evaluations_file,
+    finite_numbers,
+)
 from atroposlib.envs.files.records import crossed
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.loop_watch import LoopWatch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.errors import DataError, PeerError
-from atroposlib.envs.evaluation import EvaluationFailed
+from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import GroupLost
 from atroposlib.envs.payloads import defect
 from atroposlib.groups import Needs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.errors import RecordError
-from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, finite_numbers
+from atroposlib.envs.evaluation.evaluation import Evaluation, evaluate_version, evaluations_file, finite_numbers
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.files.records import JsonlWriter, append_line, crossed
 from atroposlib.envs.metrics import Durations, JsonlSink, length_metrics, open_wandb

@@ -107,7 +107,7 @@ async def test_another_evaluation_is_refused(flags: list[str], said: str, caplog
 async def test_another_code_is_another_evaluation(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeInferenceServer(larger) as server:
         assert await evaluate(server, "--output", "mine.jsonl") == 0
-        monkeypatch.setattr("atroposlib.envs.kept_answers.code_of", lambda env_cls: "edited")
+        monkeypatch.setattr("atroposlib.envs.evaluation.kept_answers.code_of", lambda env_cls: "edited")
         assert await evaluate(server, "--output", "mine.jsonl") == 1
     assert "another code" in caplog.text
 

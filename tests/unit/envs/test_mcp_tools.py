@@ -19,7 +19,7 @@ import pytest
 from atroposlib import extras
 from atroposlib.envs import mcp_tools
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import EvaluationFailed
+from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.mcp_tools import McpServer
 from atroposlib.envs.tools import CallResult, Toolbox

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import EvaluationFailed
+from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.tool_env import ToolEnv, ToolEnvConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import EvaluationFailed, evaluate_version
+from atroposlib.envs.evaluation.evaluation import EvaluationFailed, evaluate_version
 from atroposlib.envs.evaluation_report import evaluate_once
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig

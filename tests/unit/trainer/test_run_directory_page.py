@@ -10,7 +10,7 @@ import pytest
 
 from atropos_launcher.run_record import record
 from atroposlib.envs.data.data_report import DataReport
-from atroposlib.envs.evaluation import Evaluation, EvaluationFailed, held_out_row
+from atroposlib.envs.evaluation.evaluation import Evaluation, EvaluationFailed, held_out_row
 from atroposlib.envs.payloads import WIRE_FIELDS
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, config, server_config

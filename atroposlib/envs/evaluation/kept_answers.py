@@ -17,12 +17,12 @@ from typing import Any
 import orjson
 
 from atroposlib.envs.errors import DataError
-from atroposlib.envs.evaluation import Answered
-from atroposlib.envs.evaluation_metrics import ANSWERS, SAMPLES
+from atroposlib.envs.evaluation.evaluation import Answered
+from atroposlib.envs.evaluation.evaluation_metrics import ANSWERS, SAMPLES
+from atroposlib.envs.evaluation.sampled_evaluation import Questions, header_of, is_of_samples, plain, sample_rows
 from atroposlib.envs.files.records import append_jsonl
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
-from atroposlib.envs.sampled_evaluation import Questions, header_of, is_of_samples, plain, sample_rows
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.logs import get_logger
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from atroposlib.envs.errors import DataError, EnvError
-from atroposlib.envs.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
+from atroposlib.envs.evaluation.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.files.records import append_jsonl, write_eval_results
