@@ -33,7 +33,7 @@ METHODS = {
 }
 # An author who overrides one of these makes groups, or sends them, by it.
 MAKE_GROUPS = ("collect_trajectory", "collect_trajectories", "handle_env", "add_train_workers", "env_manager")
-MAKE_NONE = ("atroposlib.envs.environment", "atroposlib.envs.base")  # modules whose methods of these names do not
+MAKE_NONE = ("atroposlib.envs.run.environment", "atroposlib.envs.base")  # modules whose methods of these names do not
 PLAIN = ("prompt",)  # called without `await`, by authors too
 CHECK_THEMSELVES = ("score",)  # its parameters may be more
 REQUIRED = ("tokens", "masks", "scores")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from atroposlib.envs.cli import main
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.environment import Environment
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 
 # What APIServerConfig was called; environments still use the name.

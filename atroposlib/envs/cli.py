@@ -30,8 +30,8 @@ from pydantic import BaseModel, Field, create_model
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs import author_checks, compat_mode
 from atroposlib.envs.author_errors import needed
-from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline

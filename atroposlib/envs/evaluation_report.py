@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from atroposlib.envs import author_checks
-from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation.evaluation_metrics import TABLE, table
 from atroposlib.envs.files.html_report import write_samples_html
+from atroposlib.envs.run.environment import Environment, EnvRun
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 

@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 
 from atroposlib.clients.replies import ReplyTooLong
-from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import NO_TOKENIZER

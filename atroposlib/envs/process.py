@@ -5,10 +5,10 @@ import itertools
 
 from atroposlib.envs.author_errors import ErrorBudget, shown
 from atroposlib.envs.author_methods import settled
-from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.run.environment import Environment, EnvRun
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
 

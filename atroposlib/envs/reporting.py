@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
-from atroposlib.envs.api_link import ApiLink
-from atroposlib.envs.environment import EnvRun
-from atroposlib.envs.outcomes import Outcomes
+from atroposlib.envs.run.api_link import ApiLink
+from atroposlib.envs.run.environment import EnvRun
+from atroposlib.envs.run.outcomes import Outcomes
 from atroposlib.wire import routes
 from atroposlib.wire.batching import EnvReport, Heartbeat
 

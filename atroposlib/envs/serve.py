@@ -16,11 +16,9 @@ from collections.abc import Awaitable, Callable
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import author_checks
-from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import (
     Evaluation,
@@ -32,11 +30,13 @@ from atroposlib.envs.evaluation.evaluation import (
 from atroposlib.envs.files.records import crossed
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.loop_watch import LoopWatch
-from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
+from atroposlib.envs.run.api_link import ApiLink
+from atroposlib.envs.run.environment import Environment, EnvRun
+from atroposlib.envs.run.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
+from atroposlib.envs.run.worker_pool import WorkerPool
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
-from atroposlib.envs import api_link
-from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.errors import PeerError
+from atroposlib.envs.run import api_link
+from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.wire.batching import EnvRegistration, PostedData
 from atroposlib.wire.routes import ROOT, SCORED_DATA
 from tests.unit.api.support import api_settings

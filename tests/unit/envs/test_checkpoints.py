@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs import checkpoints
+from atroposlib.envs.run import checkpoints
 
 DAMAGES = {
     "cut": b'{"taken": 3',

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.reporting import Reporting
+from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
@@ -155,7 +155,7 @@ async def test_drops_are_one_line_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("atroposlib.envs.environment.time.monotonic", lambda: now)
+    monkeypatch.setattr("atroposlib.envs.run.environment.time.monotonic", lambda: now)
     caplog.set_level(logging.INFO)
     async with FakeInferenceServer() as inference:
         env = CountingEnv(config(tmp_path, ""), server_config(inference))

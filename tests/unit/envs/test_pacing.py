@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.pacing import SURPLUS_PATIENCE_S, EvaluationSchedule, batch_share, plan
+from atroposlib.envs.run.pacing import SURPLUS_PATIENCE_S, EvaluationSchedule, batch_share, plan
 from atroposlib.wire.batching import EnvStatus
 
 

@@ -12,7 +12,7 @@ from atroposlib.api.settings import RunApiConfig
 from atroposlib.envs import cli
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.envs.errors import Unscored
-from atroposlib.envs.outcomes import FREE_DROPS, pause_s
+from atroposlib.envs.run.outcomes import FREE_DROPS, pause_s
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import Registration
@@ -178,8 +178,8 @@ async def test_the_queue_is_full(tmp_path: Path) -> None:
 async def test_nothing_is_sampled_at_full_speed_while_nothing_is_of_use(
     tmp_path: Path, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.outcomes.FREE_DROPS", 20)
-    monkeypatch.setattr("atroposlib.envs.outcomes.FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("atroposlib.envs.run.outcomes.FREE_DROPS", 20)
+    monkeypatch.setattr("atroposlib.envs.run.outcomes.FIRST_PAUSE_S", 60.0)
     async with FakeInferenceServer() as inference:
         env = SameScores(config(tmp_path, api.url), server_config(inference))
         async with asking(api, env) as why:

@@ -26,12 +26,11 @@ from msgspec import to_builtins
 
 from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs import author_checks, checkpoints
+from atroposlib.envs import author_checks
 from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
-from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
@@ -40,8 +39,6 @@ from atroposlib.envs.former_attributes import FormerAttributes
 from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
-from atroposlib.envs.outcomes import Outcomes
-from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import (
     Groups,
     Item,
@@ -55,7 +52,12 @@ from atroposlib.envs.payloads import (
     wire_form,
     with_failed,
 )
-from atroposlib.envs.sample_rows import Sampled, SampleRows
+from atroposlib.envs.run import checkpoints
+from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
+from atroposlib.envs.run.outcomes import Outcomes
+from atroposlib.envs.run.pacing import batch_share
+from atroposlib.envs.run.sample_rows import Sampled, SampleRows
+from atroposlib.envs.run.worker_pool import RunningItem
 from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.sampling.sampled_with import with_settings
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -64,7 +66,6 @@ from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.envs.worker_pool import RunningItem
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger, put
@@ -74,7 +75,7 @@ from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
-    from atroposlib.envs.api_link import ApiLink
+    from atroposlib.envs.run.api_link import ApiLink
 
 log = get_logger(__name__)
 
