@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
-from atroposlib.envs import author_checks, compat_mode
-from atroposlib.envs.author_errors import needed
+from atroposlib.envs import compat_mode
+from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_errors import needed
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.sampling.sampling_fields import SamplingFields

@@ -7,7 +7,7 @@ env.evaluate() ──▶ metrics ──▶ table, printed and in table.txt
 import time
 from pathlib import Path
 
-from atroposlib.envs import author_checks
+from atroposlib.envs.authors import author_checks
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation.evaluation_metrics import TABLE, table

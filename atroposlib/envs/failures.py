@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from atroposlib.clients.activity import ROLLOUTS_FAILED
-from atroposlib.envs.author_errors import origin
+from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.errors import EnvError, Unscored
 from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.server_handling.errors import ServerError

@@ -13,7 +13,7 @@ import traceback
 from types import FrameType
 from typing import Self
 
-from atroposlib.envs.author_errors import is_authors
+from atroposlib.envs.authors.author_errors import is_authors
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from atroposlib.envs import author_checks
-from atroposlib.envs.author_errors import location
-from atroposlib.envs.author_methods import settled
+from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_errors import location
+from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData
 from atroposlib.envs.data.problems import Problem

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs import author_checks
-from atroposlib.envs.author_errors import ErrorBudget, location
-from atroposlib.envs.author_methods import settled
+from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_errors import ErrorBudget, location
+from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import (

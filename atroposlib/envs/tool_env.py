@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.author_errors import origin
+from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import RolloutFailed

@@ -26,16 +26,16 @@ from msgspec import to_builtins
 
 from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs import author_checks
-from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
-from atroposlib.envs.author_methods import settled
+from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
+from atroposlib.envs.authors.author_methods import settled
+from atroposlib.envs.authors.former_attributes import FormerAttributes
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.files.records import JsonlWriter, markdown_table, write_eval_results
-from atroposlib.envs.former_attributes import FormerAttributes
 from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from atroposlib.clients.activity import CODE_FAILED, SERVER_FAILED
-from atroposlib.envs.author_errors import MalformedGroup, origin
+from atroposlib.envs.authors.author_errors import MalformedGroup, origin
 from atroposlib.envs.server_handling.errors import ServerError
 
 # An environment that finds nothing to train on samples on, more and more slowly: a policy that succeeds once in a

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypedDict
 
-from atroposlib.envs.author_errors import ErrorBudget, shown
+from atroposlib.envs.authors.author_errors import ErrorBudget, shown
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger

@@ -15,7 +15,7 @@ from atroposlib.addresses import (
     without_loopback_proxies,
 )
 from atroposlib.cli import run_api
-from atroposlib.envs.author_errors import CORRECT, NOT_THEIRS, ErrorBudget, TooManyFailures
+from atroposlib.envs.authors.author_errors import CORRECT, NOT_THEIRS, ErrorBudget, TooManyFailures
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerUnreachableError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig

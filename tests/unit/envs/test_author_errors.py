@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.author_errors import ErrorBudget, ErrorLog, TooManyFailures, origin, written_by_author
+from atroposlib.envs.authors.author_errors import ErrorBudget, ErrorLog, TooManyFailures, origin, written_by_author
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs import compat_mode
-from atroposlib.envs.author_errors import ErrorBudget
+from atroposlib.envs.authors.author_errors import ErrorBudget
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.process import process

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.clients.batching_api import ApiRefused
-from atroposlib.envs.author_errors import MalformedGroup
+from atroposlib.envs.authors.author_errors import MalformedGroup
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.question_env import QuestionEnv, Scored

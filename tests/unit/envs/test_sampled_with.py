@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.envs.author_errors import MalformedGroup
+from atroposlib.envs.authors.author_errors import MalformedGroup
 from atroposlib.envs.base import BaseEnv, ScoredDataGroup
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.question_env import QuestionEnv, Rollout

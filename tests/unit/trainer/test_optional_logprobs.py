@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from atroposlib.envs.author_errors import TooManyFailures
+from atroposlib.envs.authors.author_errors import TooManyFailures
 from atroposlib.envs.process import process
 from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.author_errors import AuthorError, WrongReturn, is_authors, location
-from atroposlib.envs.author_methods import settled
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location
+from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.rollouts import Rollout
 
 # How the framework calls what an author writes, and what it gives.
