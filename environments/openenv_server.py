@@ -40,11 +40,11 @@ from atroposlib.clients.openenv import (
 )
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.foreign.openenv_actions import Part, Unreadable, form_of, instructions
+from atroposlib.envs.foreign.openenv_observations import Observations
 from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.openenv_actions import Part, Unreadable, form_of, instructions
-from atroposlib.envs.openenv_observations import Observations
 from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, Scored, with_reply
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading

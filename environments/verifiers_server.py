@@ -32,6 +32,7 @@ from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.envs.errors import DataError, EnvError, PeerError
 from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.foreign.verifiers_episodes import Episode, Opened, Seat, check_sampling, decoded_episode, seats
 from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Groups, Item, with_failed
@@ -39,7 +40,6 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.verifiers_episodes import Episode, Opened, Seat, check_sampling, decoded_episode, seats
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, SessionCalls

@@ -21,7 +21,7 @@ from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.mcp_tools import McpServer
+from atroposlib.envs.foreign.mcp_tools import McpServer
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from atroposlib import extras
-from atroposlib.envs import mcp_tools
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.mcp_tools import McpServer
+from atroposlib.envs.foreign import mcp_tools
+from atroposlib.envs.foreign.mcp_tools import McpServer
 from atroposlib.envs.tools import CallResult, Toolbox
 from atroposlib.extras import MissingExtra
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.openenv_actions import Form, Unreadable, form_of, instructions, plain_kind
-from atroposlib.envs.openenv_observations import Observations
+from atroposlib.envs.foreign.openenv_actions import Form, Unreadable, form_of, instructions, plain_kind
+from atroposlib.envs.foreign.openenv_observations import Observations
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 
 
