@@ -3,8 +3,8 @@
     python -m benchmarks.api_environments [--environments 25,50,100,200,400]
 
 Every environment has one kept-alive connection, as those of this project have, and sends what they send while they
-sample: a heartbeat with a report every 5 s (atroposlib/envs/reporting.py), and /status-env ten times a second
-(atroposlib/envs/serve.py). The API runs with its journal, in a process of its own. Clients share one further process,
+sample: a heartbeat with a report every 5 s (atroposlib/envs/commands/reporting.py), and /status-env ten times a second
+(atroposlib/envs/commands/serve.py). The API runs with its journal, in a process of its own. Clients share one further process,
 so their times are upper bounds. Prints a Markdown table.
 """
 
@@ -24,7 +24,7 @@ import orjson
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from atroposlib.envs.reporting import INTERVAL_S
+from atroposlib.envs.commands.reporting import INTERVAL_S
 from atroposlib.logs import configure_logging, get_logger
 from benchmarks.api_throughput import cpu_seconds, machine, percentile, resident_bytes, served
 

@@ -32,8 +32,8 @@ NIC = 40e9  # bytes per second of a 400 Gbit/s card: 50 GB/s by its name, 80 % o
 PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed, as in docs/benchmarks/trainer_scale.md
 GPUS = (8, 64, 256, 1024)
 TP = 8  # --tp-size, for models that are too large without
-ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/serve.py
-HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/reporting.py
+ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/commands/serve.py
+HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/commands/reporting.py
 
 
 def _large(layers: int) -> ModelSize:

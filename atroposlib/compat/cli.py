@@ -1,6 +1,6 @@
 """Helpers for command lines of one's own: models with prefixed fields, nested dicts merged, flags as a dict.
 
-Environments need none of them: `atroposlib.envs.cli` reads their flags.
+Environments need none of them: `atroposlib.envs.commands.cli` reads their flags.
 """
 
 import sys

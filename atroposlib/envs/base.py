@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from atroposlib.envs.cli import main
+from atroposlib.envs.commands.cli import main
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.run.environment import Environment
@@ -32,13 +32,13 @@ class BaseEnv(Environment):
 
     async def env_manager(self) -> None:
         """Serve until the last step; see `serve.py`."""
-        from atroposlib.envs.serve import serve  # `--help` does not need its HTTP client
+        from atroposlib.envs.commands.serve import serve  # `--help` does not need its HTTP client
 
         await serve(self)
 
     async def process_manager(self) -> None:
         """Sample `total_steps` groups into files, without an API; see `process.py`."""
-        from atroposlib.envs.process import process
+        from atroposlib.envs.commands.process import process
 
         await process(self)
 

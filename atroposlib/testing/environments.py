@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.cli import build, load_tree
-from atroposlib.envs.process import process
+from atroposlib.envs.commands.cli import build, load_tree
+from atroposlib.envs.commands.process import process
 from atroposlib.testing.fake_answers import NO_ANSWER, REFERENCE, InTurn, Right
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer

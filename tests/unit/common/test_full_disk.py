@@ -17,10 +17,10 @@ import pytest
 
 from atropos_launcher.console.console import PlainConsole
 from atroposlib import record_file
+from atroposlib.envs.commands.serve import serve as serve_environment
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.envs.metrics import JsonlSink as EnvironmentMetrics
-from atroposlib.envs.serve import serve as serve_environment
 from atroposlib.kept_rows import Keep
 from atroposlib.record_file import RecordFile
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.cli import TeacherTree, load_tree
+from atroposlib.envs.commands.cli import TeacherTree, load_tree
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.test_teacher_distillation import TaughtEnv, taught, teacher_config, whole_group

@@ -20,7 +20,7 @@ from atropos_launcher.commands.evaluate import EvaluateFlags, asking
 from atropos_launcher.plan.command_line import read_command_line
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
-from atroposlib.envs.cli import load_tree
+from atroposlib.envs.commands.cli import load_tree
 from atroposlib.flags import ConfigError
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.environments.support import env_class

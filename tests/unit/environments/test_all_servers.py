@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.cli import load_tree
+from atroposlib.envs.commands.cli import load_tree
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.environments.support import env_class

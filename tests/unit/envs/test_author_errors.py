@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.authors.author_errors import ErrorBudget, ErrorLog, TooManyFailures, origin, written_by_author
+from atroposlib.envs.commands.process import process
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup
-from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.envs.server_handling.errors import NoLiveServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from atroposlib.envs import cli
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.process import process
+from atroposlib.envs.commands import cli
+from atroposlib.envs.commands.process import process
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.question_env import QuestionEnv
-from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import compat_mode
 from atroposlib.envs.authors.author_errors import ErrorBudget
 from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.commands import compat_mode
+from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import ProcessError
-from atroposlib.envs.process import process
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, config, server_config
 from tests.unit.envs.test_env_cli import load, refused

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.commands.reporting import Reporting
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.payloads import ScoredDataGroup
-from atroposlib.envs.reporting import Reporting
 from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
-from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.loop_watch import LoopWatch
-from atroposlib.envs.serve import serve
+from atroposlib.envs.commands.loop_watch import LoopWatch
+from atroposlib.envs.commands.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
 from tests.waiting import until
@@ -28,7 +28,7 @@ class Ending(CountingEnv):
 async def test_the_end_of_data_is_on_the_log_and_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.serve.NO_ITEMS_TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("atroposlib.envs.commands.serve.NO_ITEMS_TOLD_AFTER_S", 0.0)
     async with FakeInferenceServer() as server, running_api() as api:
         env = Ending(config(tmp_path, api.url), server_config(server))
         trainer = Trainer(api.url, num_steps=3)

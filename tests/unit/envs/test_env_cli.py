@@ -6,7 +6,7 @@ from pydantic import Field
 
 from atroposlib.config import config_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
-from atroposlib.envs.cli import EnvTree, build, load_tree, main, run
+from atroposlib.envs.commands.cli import EnvTree, build, load_tree, main, run
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.envs.fakes import CountingEnv

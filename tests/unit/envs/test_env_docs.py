@@ -23,10 +23,10 @@ import requests
 from atropos_launcher.commands import new_environment
 from atroposlib.config import resolve_config
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.cli import build, load_tree
+from atroposlib.envs.commands.cli import build, load_tree
+from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.judge import Judge, JudgeConfig
-from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv, Rollout, reward
 from atroposlib.envs.reward_fns import registry
 from atroposlib.grading import last_number

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import GroupTooLargeError, PeerError
 from atroposlib.envs.payloads import ScoredDataItem
-from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
 from tests.waiting import until
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop turns fifty times a second, not ten."""
-    monkeypatch.setattr("atroposlib.envs.serve.TURN_S", 0.02)
+    monkeypatch.setattr("atroposlib.envs.commands.serve.TURN_S", 0.02)
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ async def test_cancelled_environment_disconnects_within_seconds(
 async def test_finished_run_is_not_taken_for_a_new_one(
     tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.serve.REJOIN_S", 0.05)
+    monkeypatch.setattr("atroposlib.envs.commands.serve.REJOIN_S", 0.05)
     finished = Trainer(api.url, num_steps=3, starting_step=3)
     await finished.register()
     env = build(tmp_path, api, inference)
@@ -358,7 +358,7 @@ async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full
         async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             raise ValueError("cannot evaluate")
 
-    monkeypatch.setattr("atroposlib.envs.serve.EVALUATION_PAUSE_S", 0.0)
+    monkeypatch.setattr("atroposlib.envs.commands.serve.EVALUATION_PAUSE_S", 0.0)
     env = build(tmp_path, api, inference, Broken)
     trainer = Trainer(api.url, num_steps=2)
     serving = asyncio.create_task(serve(env))

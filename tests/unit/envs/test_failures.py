@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import EnvError, PeerError, Unscored
 from atroposlib.envs.failures import Failure, GroupLost, RolloutFailed, attempt, survivors
 from atroposlib.envs.limits.time_limit import paused, time_limit
-from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config

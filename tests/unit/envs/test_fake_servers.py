@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import cli
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.commands import cli
+from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.process import process
 from atroposlib.testing.fake_answers import InTurn, Right
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.utils.tokenizers import load_tokenizer

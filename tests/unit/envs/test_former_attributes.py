@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.serve import serve
+from atroposlib.envs.commands.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.cli import load_tree, run
+from atroposlib.envs.commands.cli import load_tree, run
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberEnv

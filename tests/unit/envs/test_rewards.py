@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.cli import EnvTree, build
+from atroposlib.envs.commands.cli import EnvTree, build
+from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.files.html_report import write_html
-from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, Split, reward
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_config import APIServerConfig

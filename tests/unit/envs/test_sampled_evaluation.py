@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.cli import load_tree, run
+from atroposlib.envs.commands.cli import load_tree, run
 from atroposlib.envs.evaluation.evaluation_metrics import Prices, Sample, pass_at_k, summary
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.commands.evaluation_report import evaluate_once
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed, evaluate_version
-from atroposlib.envs.evaluation_report import evaluate_once
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
-from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.testing.fake_answers import CannotAnswer
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

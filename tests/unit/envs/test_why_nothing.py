@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.envs import cli
 from atroposlib.envs.base import ScoredDataItem
+from atroposlib.envs.commands import cli
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.run.outcomes import FREE_DROPS, pause_s
-from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import Registration
 from example_trainer.loop.api_client import ApiClient
@@ -26,8 +26,8 @@ RUN = Registration("g", "p", 8, 512, "", 0, 0, 20)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atroposlib.envs.serve.TURN_S", 0.02)
-    monkeypatch.setattr("atroposlib.envs.reporting.INTERVAL_S", 0.05)
+    monkeypatch.setattr("atroposlib.envs.commands.serve.TURN_S", 0.02)
+    monkeypatch.setattr("atroposlib.envs.commands.reporting.INTERVAL_S", 0.05)
 
 
 @pytest.fixture

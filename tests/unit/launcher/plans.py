@@ -17,7 +17,7 @@ from atropos_launcher.plan import command_line, sections
 from atropos_launcher.plan.command_line import Asked, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.cli import load_tree
+from atroposlib.envs.commands.cli import load_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")

@@ -10,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.base import APIServer, APIServerConfig
-from atroposlib.envs.process import process
-from atroposlib.envs.serve import serve
+from atroposlib.envs.commands.process import process
+from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import RetryableServerError
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig

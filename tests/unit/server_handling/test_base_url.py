@@ -5,9 +5,9 @@ import re
 import pytest
 from aiohttp.test_utils import unused_port
 
-from atroposlib.envs.discovery import served_model
+from atroposlib.envs.commands.discovery import served_model
+from atroposlib.envs.commands.reporting import StartUp
 from atroposlib.envs.errors import PeerError
-from atroposlib.envs.reporting import StartUp
 from atroposlib.envs.server_handling.errors import PermanentServerError, WrongAddress, status_error
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

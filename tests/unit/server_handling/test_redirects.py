@@ -12,9 +12,9 @@ import pytest
 
 from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi
 from atroposlib.compat.generation import GenerationConfig, GenerationError, fetch_groups
-from atroposlib.envs.discovery import served_model
+from atroposlib.envs.commands.discovery import served_model
+from atroposlib.envs.commands.reporting import StartUp
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.reporting import StartUp
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atroposlib.envs.authors.author_errors import TooManyFailures
-from atroposlib.envs.process import process
+from atroposlib.envs.commands.process import process
 from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from example_trainer import grpo

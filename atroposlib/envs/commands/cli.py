@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
-from atroposlib.envs import compat_mode
 from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_errors import needed
+from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -93,8 +93,8 @@ class EvaluateTeacherTree(TeacherTree, SamplingFields):
 
 async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
-    from atroposlib.envs.evaluation_report import evaluate_once  # `--help` does not need it
-    from atroposlib.envs.fake_servers import fake_servers
+    from atroposlib.envs.commands.evaluation_report import evaluate_once  # `--help` does not need it
+    from atroposlib.envs.commands.fake_servers import fake_servers
 
     async with env._env_run as run:
         await run.wait_for_inference()
@@ -135,10 +135,10 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     it is a bug.
     """
     # `--help` does not need their HTTP clients
-    from atroposlib.envs.discovery import fill_in_models
-    from atroposlib.envs.process import process
-    from atroposlib.envs.reporting import StartUp
-    from atroposlib.envs.serve import serve_once_built
+    from atroposlib.envs.commands.discovery import fill_in_models
+    from atroposlib.envs.commands.process import process
+    from atroposlib.envs.commands.reporting import StartUp
+    from atroposlib.envs.commands.serve import serve_once_built
 
     name = env_cls.name or env_cls.__name__
 

@@ -5,8 +5,8 @@ import itertools
 
 from atroposlib.envs.authors.author_errors import ErrorBudget, shown
 from atroposlib.envs.authors.author_methods import settled
+from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.errors import EnvError, ProcessError
-from atroposlib.envs.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.run.environment import Environment, EnvRun
 from atroposlib.envs.server_handling.errors import ServerError

@@ -5,10 +5,10 @@ from pydantic import BaseModel
 
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong
 from atroposlib.clients.waiting import NotYet
+from atroposlib.envs.commands.reporting import OWN_SET_UP, StartUp
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import PeerError
 from atroposlib.envs.limits.waits import wait_for_peer
-from atroposlib.envs.reporting import OWN_SET_UP, StartUp
 from atroposlib.envs.server_handling.errors import NOT_FOUND, hint
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.logs import get_logger

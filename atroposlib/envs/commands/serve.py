@@ -18,6 +18,8 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_errors import ErrorBudget, location
 from atroposlib.envs.authors.author_methods import settled
+from atroposlib.envs.commands.loop_watch import LoopWatch
+from atroposlib.envs.commands.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import (
@@ -29,9 +31,7 @@ from atroposlib.envs.evaluation.evaluation import (
 )
 from atroposlib.envs.files.records import crossed
 from atroposlib.envs.limits.waits import wait_for_peer
-from atroposlib.envs.loop_watch import LoopWatch
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.envs.run.environment import Environment, EnvRun
 from atroposlib.envs.run.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
