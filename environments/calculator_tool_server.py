@@ -22,7 +22,7 @@ from pydantic import Field
 from atroposlib.child_processes.calculator_child import tool_result as tool_result  # also imported from here
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import compute
 from atroposlib.logs import get_logger

@@ -46,7 +46,7 @@ from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, Scored, with_reply
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from atroposlib.envs.data.problems import Problem, ProblemStream, arithmetic_problems, read_problem_set
 from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.grading import last_number
 from atroposlib.type_definitions import Messages
 

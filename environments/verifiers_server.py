@@ -38,7 +38,7 @@ from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Groups, Item, with_failed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.rollouts import rollout_group
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -23,7 +23,7 @@ from pydantic import Field, SecretStr
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.files.records import markdown_table, write_eval_results
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import InferenceCalls
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerType

@@ -40,8 +40,8 @@ from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
-from atroposlib.envs.server_handling.dispatch import Split as Split
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

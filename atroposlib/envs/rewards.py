@@ -23,7 +23,7 @@ from atroposlib.envs.authors.author_errors import WrongReturn
 from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.rollouts import Rollout, Scored
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -25,7 +25,7 @@ from atroposlib.envs.foreign.mcp_tools import McpServer
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
 from atroposlib.logs import get_logger

@@ -12,7 +12,7 @@ from dataclasses import replace
 from atroposlib.envs.data.data_report import DataReport
 from atroposlib.envs.data.dataset import ItemSet
 from atroposlib.envs.data.problems import Problem
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.grading import Grader, Outcome
 from atroposlib.logs import get_logger
 

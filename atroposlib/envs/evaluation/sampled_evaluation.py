@@ -30,7 +30,7 @@ from atroposlib.envs.files.records import append_jsonl, write_eval_results
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger

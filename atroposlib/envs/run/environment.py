@@ -61,7 +61,7 @@ from atroposlib.envs.run.worker_pool import RunningItem
 from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.sampling.sampled_with import with_settings
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Settings

@@ -23,7 +23,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_usage import CompletionUsage
 
 from atroposlib.envs.server_handling.chat_rendering import plain_message, render_chat
-from atroposlib.envs.server_handling.dispatch import Split
+from atroposlib.envs.server_handling.dispatching.dispatch import Split
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens, Settings
 from atroposlib.envs.server_handling.sequence_book import (
     SequenceKeeper,

@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.addresses import proxy_variable, through_proxy
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most, bounded, limit_of_sampling
-from atroposlib.envs.server_handling.affinity import session_headers
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.affinity import session_headers
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,

@@ -17,8 +17,8 @@ import numpy as np
 
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.server_handling.admission import AdmissionGate
-from atroposlib.envs.server_handling.dispatch import (
+from atroposlib.envs.server_handling.dispatching.admission import AdmissionGate
+from atroposlib.envs.server_handling.dispatching.dispatch import (
     SPLITS,
     Dispatcher,
     RetryPolicy,
@@ -26,8 +26,9 @@ from atroposlib.envs.server_handling.dispatch import (
     gather_or_cancel,
     run_with_retries,
 )
+from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
+from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, describe
-from atroposlib.envs.server_handling.health import HealthMonitor
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import (
     Arguments,
@@ -40,7 +41,6 @@ from atroposlib.envs.server_handling.sampling import (
 )
 from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.throttle import Throttle
 from atroposlib.errors import reading
 from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown
 

@@ -9,8 +9,14 @@ from typing import Any, TypeVar
 
 from atroposlib.envs.errors import NoTokenIds
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.server_handling.affinity import session
-from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
+from atroposlib.envs.server_handling.dispatching.affinity import session
+from atroposlib.envs.server_handling.dispatching.dispatch import (
+    SPLITS,
+    Dispatcher,
+    RetryPolicy,
+    Split,
+    run_with_retries,
+)
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from atroposlib.envs.server_handling.dispatch import Split
+from atroposlib.envs.server_handling.dispatching.dispatch import Split
 from atroposlib.envs.server_handling.server_baseline import InferenceCalls
 from atroposlib.envs.server_handling.tool_call_translator import PARSERS, Parsed
 from atroposlib.extras import MissingExtra

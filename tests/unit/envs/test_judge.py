@@ -13,7 +13,7 @@ from atroposlib.config import config_yaml, resolve_config
 from atroposlib.envs.errors import EnvError, PeerError
 from atroposlib.envs.judge import Judge, JudgeConfig, Read, json_field, matched, tagged
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
 

@@ -12,7 +12,7 @@ from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, Split, reward
-from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer

@@ -8,7 +8,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.commands.cli import TeacherTree, build, load_tree
 from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.payloads import ScoredDataGroup
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv, TeacherServers
 from atroposlib.testing.fake_inference_server import FakeInferenceServer

@@ -14,7 +14,7 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed, evaluate_version
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.testing.fake_answers import CannotAnswer
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env

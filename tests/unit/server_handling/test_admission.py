@@ -2,7 +2,7 @@
 
 import pytest
 
-from atroposlib.envs.server_handling.admission import AdmissionGate
+from atroposlib.envs.server_handling.dispatching.admission import AdmissionGate
 
 
 def test_a_gate_admits_as_many_as_its_capacity() -> None:

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 from atroposlib.envs.base import APIServer, APIServerConfig
 from atroposlib.envs.commands.process import process
 from atroposlib.envs.commands.serve import serve
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import RetryableServerError
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_harness import create_chat_completion, create_completion

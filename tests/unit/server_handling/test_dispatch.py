@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from atroposlib.envs.server_handling.dispatch import Dispatcher, RetryPolicy, gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.dispatch import Dispatcher, RetryPolicy, gather_or_cancel
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 

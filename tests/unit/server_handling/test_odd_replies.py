@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from atroposlib.envs.judge import Judge, JudgeConfig
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.throttle import FIRST_INTERVAL_S, Throttle
 from atroposlib.envs.server_handling.errors import RetryableServerError, asked_pause_s, status_error
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.throttle import FIRST_INTERVAL_S, Throttle
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import (
     NoLiveServerError,
     PermanentServerError,

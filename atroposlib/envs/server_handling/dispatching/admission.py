@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.throttle import Throttle
+    from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 
 
 class AdmissionGate:

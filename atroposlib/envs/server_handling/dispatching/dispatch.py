@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from atroposlib.envs.limits.time_limit import paused
-from atroposlib.envs.server_handling.admission import AdmissionGate
+from atroposlib.envs.server_handling.dispatching.admission import AdmissionGate
+from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
+from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
-from atroposlib.envs.server_handling.health import HealthMonitor
-from atroposlib.envs.server_handling.throttle import Throttle
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
