@@ -13,7 +13,7 @@ from typing import Any
 
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.sampling.sampled_with import fields_of, one_setting
-from atroposlib.envs.server_handling.sequence_book import SequenceNode, trained_once
+from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, trained_once
 from atroposlib.type_definitions import Messages
 
 

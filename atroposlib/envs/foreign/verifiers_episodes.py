@@ -18,8 +18,8 @@ from msgspec import Meta, Struct
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.rollouts import Rollout
-from atroposlib.envs.server_handling.sampling import LEAST_TEMPERATURE, Settings, settings_of
-from atroposlib.envs.server_handling.sequence_book import SequenceNode
+from atroposlib.envs.server_handling.sequences.sampling import LEAST_TEMPERATURE, Settings, settings_of
+from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode
 from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.type_definitions import Messages
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED, Cause

@@ -12,7 +12,7 @@ from typing import Any
 
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.payloads import SAMPLING, ScoredDataGroup
-from atroposlib.envs.server_handling.sampling import Settings
+from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.groups import shown
 
 PLAIN: Settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # what a trainer assumes where nothing is said

@@ -22,10 +22,16 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from openai.types.completion_usage import CompletionUsage
 
-from atroposlib.envs.server_handling.chat_rendering import plain_message, render_chat
 from atroposlib.envs.server_handling.dispatching.dispatch import Split
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens, Settings
-from atroposlib.envs.server_handling.sequence_book import (
+from atroposlib.envs.server_handling.sequences.chat_rendering import plain_message, render_chat
+from atroposlib.envs.server_handling.sequences.sampling import (
+    Arguments,
+    PromptLogprobs,
+    SampledSequence,
+    SampledTokens,
+    Settings,
+)
+from atroposlib.envs.server_handling.sequences.sequence_book import (
     SequenceKeeper,
     SequenceNode,
     extended_prompt,

@@ -25,8 +25,8 @@ from atroposlib.envs.server_handling.errors import (
     status_error,
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
-from atroposlib.envs.server_handling.reply_checks import checked_reply
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens, with_stop_ids
+from atroposlib.envs.server_handling.sequences.reply_checks import checked_reply
+from atroposlib.envs.server_handling.sequences.sampling import Arguments, PromptLogprobs, SampledTokens, with_stop_ids
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, merge_replies
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs as resolve_openai_configs

@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.clients.replies import BoundedResponse, at_most, limit_of_sampling
 from atroposlib.envs.server_handling.openai_server import replied
-from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
-from atroposlib.envs.server_handling.sequence_book import SequenceNode, State
+from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
+from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, State
 
 REQUEST_TIMEOUT_S = 1200.0
 NODES_BYTES = 256 << 20  # the sequences of a session, its prompts included

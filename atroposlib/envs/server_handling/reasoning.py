@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator, model_validator
 
 from atroposlib.config import Config
-from atroposlib.envs.server_handling.sampling import Arguments
+from atroposlib.envs.server_handling.sequences.sampling import Arguments
 
 OPENAI_URL = "https://api.openai.com/v1"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
 from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, describe
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling import (
+from atroposlib.envs.server_handling.sequences.sampling import (
     Arguments,
     PromptLogprobs,
     SampledSequence,
@@ -39,7 +39,7 @@ from atroposlib.envs.server_handling.sampling import (
     TokensAndLogprobs,
     settings_of,
 )
-from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
+from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import reading
 from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown

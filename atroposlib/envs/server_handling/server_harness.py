@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling import Arguments, SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sequences.sampling import Arguments, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 
 Messages = Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sequences.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 # (log-probability, or None for the first token of a prompt; token id; text)

@@ -16,9 +16,9 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import (
+from atroposlib.envs.server_handling.sequences.chat_rendering import render_chat
+from atroposlib.envs.server_handling.sequences.sampling import (
     LEAST_TEMPERATURE,
     Arguments,
     PromptLogprobs,

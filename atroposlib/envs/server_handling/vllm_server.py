@@ -22,8 +22,8 @@ from atroposlib.envs.server_handling.errors import (
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.reply_checks import raise_error_inside
-from atroposlib.envs.server_handling.sampling import (
+from atroposlib.envs.server_handling.sequences.reply_checks import raise_error_inside
+from atroposlib.envs.server_handling.sequences.sampling import (
     LEAST_TEMPERATURE,
     Arguments,
     PromptLogprobs,

@@ -7,7 +7,7 @@ from atroposlib.envs.files.html_report import group_html
 from atroposlib.envs.payloads import completion_lengths, defect, rejection, wire_form
 from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.sequence_book import SequenceNode, trained_once
+from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, trained_once
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.groups import Needs, size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer

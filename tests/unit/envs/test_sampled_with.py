@@ -12,8 +12,8 @@ from atroposlib.envs.base import BaseEnv, ScoredDataGroup
 from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.question_env import QuestionEnv, Rollout
 from atroposlib.envs.rollouts import rollout_group
-from atroposlib.envs.server_handling.sampling import settings_of
-from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
+from atroposlib.envs.server_handling.sequences.sampling import settings_of
+from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch

@@ -9,8 +9,8 @@ import pytest
 from atroposlib.envs.errors import OtherTokenizer
 from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode, _node
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
-from atroposlib.envs.server_handling.sequence_book import extended_prompt, unsampled_prompt
+from atroposlib.envs.server_handling.sequences.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sequences.sequence_book import extended_prompt, unsampled_prompt
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.server_manager import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer

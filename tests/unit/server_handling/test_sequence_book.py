@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.sequence_book import (
+from atroposlib.envs.server_handling.sequences.sequence_book import (
     SequenceKeeper,
     SequenceNode,
     extended_prompt,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.envs.errors import EnvError, NoChatTemplate
 from atroposlib.envs.sampling.chat_template import with_template
-from atroposlib.envs.server_handling.sequence_book import SequenceNode, extended_prompt, fresh_prompt
+from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, extended_prompt, fresh_prompt
 from atroposlib.testing.tiny_tokenizer import CHATML, make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.utils.tokenizers import encode_within, load_tokenizer
 

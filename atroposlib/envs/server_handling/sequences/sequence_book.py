@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr
 
-from atroposlib.envs.server_handling.sampling import Settings
-from atroposlib.envs.server_handling.sampling_ledger import SampledLedger
+from atroposlib.envs.server_handling.sequences.sampling import Settings
+from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt, encode_within
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atroposlib.envs.server_handling.sampling import Settings
+from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.wire.batching import NOT_TRAINED
 
 KEPT_COMPLETIONS = 50_000  # the oldest are forgotten; a batch in flight has far fewer
