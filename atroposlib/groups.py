@@ -9,8 +9,8 @@ The registered trainer states what it needs. Clients of the archived ancestor al
 answers without log-probabilities to imitate, masks of zeros and ones, advantages of another length. So nothing here is
 a rule for everyone; what no trainer can use is refused by `atroposlib/api/groups/group_checks.py`. A trainer that
 registers `vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass
-the whole check. With `logprobs_optional`, which ours registers where it computes the old log-probabilities itself, groups without
-the sampler's pass it.
+the whole check. With `logprobs_optional`, which ours registers where it computes the old log-probabilities itself,
+groups without the sampler's pass it.
 
 Pure: numpy, the standard library and the wire. A group is a record, or a mapping of lists, as from JSON, or of numpy
 arrays. The check reads each list once.

@@ -1,5 +1,5 @@
-"""The ancestor's import paths for modules that are now in `atroposlib.compat`, so that its users' programs run
-unchanged.
+"""Import paths of before, so that programs of their users run unchanged: the ancestor's, for modules that are now in
+`atroposlib.compat`, and our own, for modules that an environment's author may import and that are now in a directory.
 
 An old name gives the same module as the new name: a reward registered under one is known under the other.
 `python -m` takes old names too. Nothing is loaded before such a name is imported.
@@ -38,12 +38,48 @@ MOVED = {
     "atroposlib.utils.metrics": "atroposlib.compat.metrics",
     "atroposlib.utils.tokenizers.qwen_fixed_tokenizer": "atroposlib.compat.qwen_fixed_tokenizer",
 }
+# Ours, for two more releases: what is not listed was no author's to import.
+IN_DIRECTORIES = {
+    "atroposlib.envs.author_checks": "atroposlib.envs.authors.author_checks",
+    "atroposlib.envs.author_errors": "atroposlib.envs.authors.author_errors",
+    "atroposlib.envs.author_methods": "atroposlib.envs.authors.author_methods",
+    "atroposlib.envs.chat_template": "atroposlib.envs.sampling.chat_template",
+    "atroposlib.envs.cli": "atroposlib.envs.commands.cli",
+    "atroposlib.envs.dataset": "atroposlib.envs.data.dataset",
+    "atroposlib.envs.environment": "atroposlib.envs.run.environment",
+    "atroposlib.envs.evaluation_metrics": "atroposlib.envs.evaluation.evaluation_metrics",
+    "atroposlib.envs.html_report": "atroposlib.envs.files.html_report",
+    "atroposlib.envs.kept_answers": "atroposlib.envs.evaluation.kept_answers",
+    "atroposlib.envs.known_answers": "atroposlib.envs.data.known_answers",
+    "atroposlib.envs.mcp_tools": "atroposlib.envs.foreign.mcp_tools",
+    "atroposlib.envs.problems": "atroposlib.envs.data.problems",
+    "atroposlib.envs.process": "atroposlib.envs.commands.process",
+    "atroposlib.envs.prompt_limits": "atroposlib.envs.data.prompt_limits",
+    "atroposlib.envs.records": "atroposlib.envs.files.records",
+    "atroposlib.envs.sampled_evaluation": "atroposlib.envs.evaluation.sampled_evaluation",
+    "atroposlib.envs.sampling_fields": "atroposlib.envs.sampling.sampling_fields",
+    "atroposlib.envs.serve": "atroposlib.envs.commands.serve",
+    "atroposlib.envs.server_handling.admission": "atroposlib.envs.server_handling.dispatching.admission",
+    "atroposlib.envs.server_handling.affinity": "atroposlib.envs.server_handling.dispatching.affinity",
+    "atroposlib.envs.server_handling.chat_rendering": "atroposlib.envs.server_handling.sequences.chat_rendering",
+    "atroposlib.envs.server_handling.dispatch": "atroposlib.envs.server_handling.dispatching.dispatch",
+    "atroposlib.envs.server_handling.health": "atroposlib.envs.server_handling.dispatching.health",
+    "atroposlib.envs.server_handling.reply_checks": "atroposlib.envs.server_handling.sequences.reply_checks",
+    "atroposlib.envs.server_handling.sampling": "atroposlib.envs.server_handling.sequences.sampling",
+    "atroposlib.envs.server_handling.sampling_ledger": "atroposlib.envs.server_handling.sequences.sampling_ledger",
+    "atroposlib.envs.server_handling.sequence_book": "atroposlib.envs.server_handling.sequences.sequence_book",
+    "atroposlib.envs.server_handling.throttle": "atroposlib.envs.server_handling.dispatching.throttle",
+    "atroposlib.envs.time_limit": "atroposlib.envs.limits.time_limit",
+    "atroposlib.envs.worker_pool": "atroposlib.envs.run.worker_pool",
+}
 # A module that is still where it was, and the one that now defines names of it.
 MOVED_NAMES = {"atroposlib.api.server": "atroposlib.compat.api_models"}
 
 
 def new_name(name: str) -> str | None:
     """Where the module `name` stands now; None when it has not moved."""
+    if name in IN_DIRECTORIES:
+        return IN_DIRECTORIES[name]
     return next((new + name.removeprefix(old) for old, new in MOVED.items() if f"{name}.".startswith(f"{old}.")), None)
 
 

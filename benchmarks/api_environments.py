@@ -4,8 +4,8 @@
 
 Every environment has one kept-alive connection, as those of this project have, and sends what they send while they
 sample: a heartbeat with a report every 5 s (atroposlib/envs/commands/reporting.py), and /status-env ten times a second
-(atroposlib/envs/commands/serve.py). The API runs with its journal, in a process of its own. Clients share one further process,
-so their times are upper bounds. Prints a Markdown table.
+(atroposlib/envs/commands/serve.py). The API runs with its journal, in a process of its own. Clients share one further
+process, so their times are upper bounds. Prints a Markdown table.
 """
 
 import asyncio

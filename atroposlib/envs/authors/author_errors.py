@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 # This library, Python's own, and what is installed beside it.
 FOREIGN = [
-    Path(__file__).parents[1],
+    Path(__file__).parents[2],
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 ]
 GENERATED = ("<frozen", "<template>")  # the latter is a chat template's

@@ -26,6 +26,7 @@ PLANTED = {
     "Inside the launcher imports go down": ("atropos_launcher.services.records", "atropos_launcher.console.progress"),
     "Inside atroposlib imports go down": ("atroposlib.wire.batching", "atroposlib.names"),
     "Inside the batching API imports go down": ("atroposlib.api.state.queue", "atroposlib.api.journal.journal"),
+    "Inside the environment framework imports go down": ("atroposlib.envs.rollouts", "atroposlib.envs.failures"),
     "The wire is msgspec": ("atroposlib.wire.batching", "pydantic"),
     "atroposlib and the environments load neither": ("atroposlib.grading.extraction", "torch"),
     "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.old_paths import MOVED
+from atroposlib.old_paths import IN_DIRECTORIES, MOVED
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
@@ -19,6 +19,13 @@ MODULES = [*MOVED, "atroposlib.frontend.jsonl2html", "atroposlib.envs.reward_fns
 def test_an_old_path_gives_the_module_of_the_new_one(old: str) -> None:
     module = importlib.import_module(old)
     assert module.__name__.startswith("atroposlib.compat")
+    assert module is importlib.import_module(module.__name__)
+
+
+@pytest.mark.parametrize("old", IN_DIRECTORIES)
+def test_a_path_of_ours_from_before_gives_the_module_in_its_directory(old: str) -> None:
+    module = importlib.import_module(old)
+    assert module.__name__ == IN_DIRECTORIES[old]
     assert module is importlib.import_module(module.__name__)
 
 
@@ -56,7 +63,7 @@ def test_no_product_module_imports_the_compatibility_package() -> None:
         path for room in ROOMS for path in (ROOT / room).rglob("*.py") if ROOT / "atroposlib/compat" not in path.parents
     ]
     assert len(files) > 150
-    forbidden = ("atroposlib.compat", *MOVED)
+    forbidden = ("atroposlib.compat", *MOVED, *IN_DIRECTORIES)
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
