@@ -38,7 +38,7 @@ MOVED = {
     "atroposlib.utils.metrics": "atroposlib.compat.metrics",
     "atroposlib.utils.tokenizers.qwen_fixed_tokenizer": "atroposlib.compat.qwen_fixed_tokenizer",
 }
-# Ours, for two more releases: what is not listed was no author's to import.
+# Ours, for two more releases, for those modules that authors import.
 IN_DIRECTORIES = {
     "atroposlib.envs.author_checks": "atroposlib.envs.authors.author_checks",
     "atroposlib.envs.author_errors": "atroposlib.envs.authors.author_errors",
