@@ -1,6 +1,6 @@
 """Plants small errors in the product, one at a time, and tells which of them the tests notice.
 
-    python benchmarks/planted_errors.py [--rooms data,loss] [--only NAME] [--slow] [--out FILE.json]
+    python benchmarks/planted_errors.py [--rooms data,loss] [--only NAME] [--slow] [--minutes N] [--out FILE.json]
 
 A refactoring must not lose what the tests catch: run it before and after. The errors are in planted_errors.toml, each
 with a text that stands once in the product, what takes its place, and the test files that should notice. Modules and
@@ -9,7 +9,7 @@ tests are found by text and by name, so that both may move; an error whose text 
     clone of HEAD, one per worker ──plant──▶ pytest of the named files ──▶ caught | missed ──undo──▶ the next error
 
 The checkout is never touched. First the same tests run without an error: a test that fails by itself proves nothing.
-A run that was interrupted goes on where it was if --out has a result of the same commit.
+A run goes on where an earlier one of the same commit ended, by the file of --out.
 """
 
 import argparse
@@ -201,7 +201,7 @@ def table(report: Report) -> str:
 
 def main() -> None:
     """Plant every error that was asked for and has no result yet."""
-    options = _parser().parse_args()
+    start, options = time.monotonic(), _parser().parse_args()
     errors = [error for error in read_errors() if _is_asked(error, options)]
     report = _earlier(options.out, _head())
     report.not_planted = {}
@@ -220,18 +220,20 @@ def main() -> None:
         with clones(WORKERS) as free:
             if not known:
                 expect_good(errors=[e for e in errors if e.name not in report.not_planted], root=free[0])
-            _plant_all(todo, free, report, options.out)
+            _plant_all(todo, free, report, options.out, until=start + 60 * options.minutes)
     report.results.sort(key=lambda result: [error.name for error in read_errors()].index(result.name))
     report.write(options.out)
     print(table(report))
 
 
-def _plant_all(errors: Sequence[Planted], free: Sequence[Path], report: Report, out: Path) -> None:
+def _plant_all(errors: Sequence[Planted], free: Sequence[Path], report: Report, out: Path, until: float) -> None:
     idle: SimpleQueue[Path] = SimpleQueue()
     for clone in free:
         idle.put(clone)
 
-    def attempt(error: Planted) -> Result | str:
+    def attempt(error: Planted) -> Result | str | None:
+        if time.monotonic() > until:
+            return None
         clone = idle.get()
         try:
             return try_out(error, clone)
@@ -245,10 +247,10 @@ def _plant_all(errors: Sequence[Planted], free: Sequence[Path], report: Report, 
             if isinstance(found, str):
                 report.not_planted[error.name] = found
                 print(f"{error.name:<36} not planted: {found}", flush=True)
-                continue
-            report.results.append(found)
-            report.write(out)
-            print(f"{found.name:<36} {found.outcome:<6} {found.seconds:>6.1f} s  {found.by}", flush=True)
+            elif found is not None:
+                report.results.append(found)
+                report.write(out)
+                print(f"{found.name:<36} {found.outcome:<6} {found.seconds:>6.1f} s  {found.by}", flush=True)
 
 
 def _is_asked(error: Planted, options: argparse.Namespace) -> bool:
@@ -279,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", metavar="NAME", help="this error (several times: these)")
     parser.add_argument("--rooms", default="", metavar="A,B", help="errors of these rooms")
     parser.add_argument("--slow", action="store_true", help="also errors whose tests start processes or take long")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further error after so long (default 60)")
     parser.add_argument("--out", type=Path, default=Path("planted_errors.json"), help="results, and where to go on")
     return parser
 
