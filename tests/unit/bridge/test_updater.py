@@ -20,6 +20,7 @@ import torch
 from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, ack_key, go_key
 from tests.unit.bridge.test_arena import Fused, expected, manifest, new_weights, shards, wire_image
 from vllm_patching import delta, transport
+from vllm_patching.engines import updater
 from vllm_patching.engines.updater import WeightUpdater
 from vllm_patching.memory import arena
 from vllm_patching.memory.arena import Arena
@@ -146,6 +147,13 @@ def updater_threads() -> int:
     return sum(thread.name.startswith("WeightUpdater") for thread in threading.enumerate())
 
 
+@pytest.fixture(autouse=True)
+def prompt_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replaced session's thread notices at once, not within seconds, and the next one waits for its memory."""
+    assert updater.IDLE_POLL_S < arena.HANDOVER_S
+    monkeypatch.setattr(updater, "IDLE_POLL_S", 0.05)
+
+
 @pytest.fixture(params=["device", "host"])
 def ranks(request: pytest.FixtureRequest) -> list[Rank]:
     return [Rank(rank, request.param) for rank in range(TP_SIZE)]
@@ -214,7 +222,10 @@ def test_a_new_session_drops_what_the_one_before_had_staged(ranks: list[Rank], t
     another.leave()
 
 
-def test_what_arrives_whole_after_its_session_was_replaced_is_not_staged(ranks: list[Rank], trainer: Trainer) -> None:
+def test_what_arrives_whole_after_its_session_was_replaced_is_not_staged(
+    ranks: list[Rank], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "HANDOVER_S", 0.2)  # the first session keeps its host memory: it is in a transfer
     threads = updater_threads()
     trainer.begin(1)
     trainer.send_buckets(weights(1), slice(0, 1))
@@ -337,5 +348,5 @@ def test_the_thread_works_on_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     chosen: queue.Queue[tuple[str, torch.device]] = queue.Queue()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.put((threading.current_thread().name, device)))
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    updater = WeightUpdater(on_gpu, 3)
-    assert chosen.get(timeout=TIMEOUT_S) == (updater.thread_name, torch.device("cuda", 3))
+    of_gpu = WeightUpdater(on_gpu, 3)
+    assert chosen.get(timeout=TIMEOUT_S) == (of_gpu.thread_name, torch.device("cuda", 3))
