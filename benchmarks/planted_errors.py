@@ -1,6 +1,6 @@
 """Plants small errors in the product, one at a time, and tells which of them the tests notice.
 
-    python benchmarks/planted_errors.py [--rooms data,loss] [--only NAME] [--slow] [--minutes N] [--out FILE.json]
+    python benchmarks/planted_errors.py [--areas data,loss] [--only NAME] [--slow] [--minutes N] [--out FILE.json]
 
 A refactoring must not lose what the tests catch: run it before and after. The errors are in planted_errors.toml, each
 with a text that stands once in the product, what takes its place, and the test files that should notice. Modules and
@@ -9,7 +9,7 @@ tests are found by text and by name, so that both may move; an error whose text 
     clone of HEAD, one per worker ──plant──▶ pytest of the named files ──▶ caught | missed ──undo──▶ the next error
 
 The checkout is never touched. First the same tests run without an error: a test that fails by itself proves nothing.
-A run goes on where an earlier one of the same commit ended, by the file of --out.
+A run continues an earlier one of the same commit, by the file of --out.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Planted:
     """
 
     name: str
-    room: str
+    area: str
     old: str
     new: str
     tests: tuple[str, ...]
@@ -64,7 +64,7 @@ class Result:
     """What the tests made of one error; `by` is the first test that failed."""
 
     name: str
-    room: str
+    area: str
     outcome: Outcome
     seconds: float
     by: str = ""
@@ -139,7 +139,7 @@ def try_out(error: Planted, root: Path) -> Result:
     if status not in (NO_FAILURE, FAILURES, BROKEN):
         raise CannotPlant(f"pytest ended with exit status {status}: does {', '.join(error.tests)} have a fast test?")
     outcome: Outcome = "missed" if status == NO_FAILURE else "caught"
-    return Result(error.name, error.room, outcome, round(time.monotonic() - start, 1), failed)
+    return Result(error.name, error.area, outcome, round(time.monotonic() - start, 1), failed)
 
 
 def run_tests(ids: Sequence[str], root: Path, *, slow: bool, first_only: bool = True) -> tuple[int, str]:
@@ -186,16 +186,16 @@ def expect_good(errors: Sequence[Planted], root: Path) -> None:
     for slow in (False, True):
         ids = sorted({each for error in errors if error.slow == slow for each in test_ids(error, root)})
         if ids and run_tests(ids, root, slow=slow, first_only=False)[0] != NO_FAILURE:
-            sys.exit("planted_errors: error: these tests fail without a planted error; mend them first")
+            sys.exit("planted_errors: error: these tests fail without a planted error; repair them first")
 
 
 def table(report: Report) -> str:
-    """How many errors of each room were caught, and the names of the others."""
-    rooms = dict.fromkeys(result.room for result in report.results)
-    caught = {room: [each.outcome == "caught" for each in report.results if each.room == room] for room in rooms}
-    lines = [f"{room:<12} {sum(found):>3} of {len(found)}" for room, found in caught.items()]
+    """How many errors of each area were caught, and the names of the others."""
+    areas = dict.fromkeys(result.area for result in report.results)
+    caught = {area: [each.outcome == "caught" for each in report.results if each.area == area] for area in areas}
+    lines = [f"{area:<12} {sum(found):>3} of {len(found)}" for area, found in caught.items()]
     lines.append(f"{'in all':<12} {sum(map(sum, caught.values())):>3} of {len(report.results)}")
-    lines += [f"missed: {each.name} ({each.room})" for each in report.results if each.outcome == "missed"]
+    lines += [f"missed: {each.name} ({each.area})" for each in report.results if each.outcome == "missed"]
     lines += [f"not planted: {name}: {why}" for name, why in report.not_planted.items()]
     return "\n".join(lines)
 
@@ -259,7 +259,7 @@ def _plant_all(errors: Sequence[Planted], free: Sequence[Path], report: Report, 
 def _is_asked(error: Planted, options: argparse.Namespace) -> bool:
     if options.only:
         return error.name in options.only
-    return (options.slow or not error.slow) and (not options.rooms or error.room in options.rooms.split(","))
+    return (options.slow or not error.slow) and (not options.areas or error.area in options.areas.split(","))
 
 
 def _earlier(path: Path, commit: str) -> Report:
@@ -283,10 +283,10 @@ def _tracked(root: Path) -> list[Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="NAME", help="this error (several times: these)")
-    parser.add_argument("--rooms", default="", metavar="A,B", help="errors of these rooms")
+    parser.add_argument("--areas", default="", metavar="A,B", help="errors of these areas")
     parser.add_argument("--slow", action="store_true", help="also errors whose tests start processes or take long")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further error after so long (default 60)")
-    parser.add_argument("--out", type=Path, default=Path("planted_errors.json"), help="results, and where to go on")
+    parser.add_argument("--out", type=Path, default=Path("planted_errors.json"), help="results, which a later run continues")
     return parser
 
 
