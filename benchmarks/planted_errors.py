@@ -286,7 +286,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--areas", default="", metavar="A,B", help="errors of these areas")
     parser.add_argument("--slow", action="store_true", help="also errors whose tests start processes or take long")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further error after so long (default 60)")
-    parser.add_argument("--out", type=Path, default=Path("planted_errors.json"), help="results, which a later run continues")
+    parser.add_argument(
+        "--out", type=Path, default=Path("planted_errors.json"), help="results, which a later run continues"
+    )
     return parser
 
 
