@@ -31,6 +31,7 @@ from typing import Any
 
 import aiohttp
 
+from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most
 from atroposlib.clients.waiting import NotYet
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
@@ -227,14 +228,12 @@ class OpenEnvClient:
                     raise NotOpenEnv(f"{url} replied {reply.status}: give its token as OPENENV_TOKEN (--env.token)")
                 if reply.status != 200:
                     raise NotOpenEnv(f"{url} replied {reply.status}; is that an OpenEnv server, {OLDEST}?")
-                body = bytearray()
-                async for chunk in reply.content.iter_chunked(2**16):
-                    body += chunk
-                    if len(body) > PAGE_BYTES:
-                        raise NotOpenEnv(f"{url} sends more than {PAGE_BYTES} bytes; is that an OpenEnv server?")
+                with at_most(PAGE_BYTES):
+                    page = _object(await reply.read())
+        except ReplyTooLong:
+            raise NotOpenEnv(f"{url} sends more than {PAGE_BYTES:,} bytes; is that an OpenEnv server?") from None
         except (aiohttp.ClientError, OSError) as error:
             raise NotYet(str(error) or f"no reply within {HTTP_LIMIT_S:.0f} s") from None
-        page = _object(bytes(body))
         if page is None:
             raise NotOpenEnv(f"{url} is not a JSON object; is that an OpenEnv server?")
         return page
@@ -244,6 +243,7 @@ class OpenEnvClient:
             trace = aiohttp.TraceConfig()
             trace.on_request_redirect.append(_refuse_redirect)
             self._http = aiohttp.ClientSession(
+                response_class=BoundedResponse,
                 trust_env=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trace_configs=[trace],

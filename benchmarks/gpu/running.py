@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,12 +107,13 @@ class Program:
 
     def run(self, site: Site, limit_s: float) -> Found:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join([self.module, *self.words]))[:80]
-        (command,) = self.commands(site)
-        status, said, took = finished(site, name, command, limit_s)
-        found = took | {"found": [json.loads(line[1:]) for line in said.splitlines() if line.startswith("@{")]}
-        if status:
-            raise Failed(f"status {status}: {said.strip().splitlines()[-1][-300:]}", found)
-        return found
+        return found_by(
+            self,
+            site,
+            name,
+            limit_s,
+            lambda said: {"found": [json.loads(line[1:]) for line in said.splitlines() if line.startswith("@{")]},
+        )
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,18 @@ class Training:
             site.model(self.size)
         folder = site.runs / self.label
         shutil.rmtree(folder, ignore_errors=True)
-        (command,) = self.commands(site)
-        planned = self._planned(site, command)
+        planned = self._planned(site, *self.commands(site))
         start = time.time()
-        status, said, took = finished(site, self.label, command, limit_s)
+        found = found_by(self, site, self.label, limit_s, lambda said: self._found(site, folder, said, planned, start))
+        if wrong := self.wrong(found["rows"], found["digest"]):
+            raise Failed(wrong, found)
+        return found
+
+    def _found(self, site: Site, folder: Path, said: str, planned: str, start: float) -> Found:
         self._copy_files(site, folder)
         rows = metrics(folder)
         text = said + "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
-        found = took | {
+        return {
             "first_step_after_s": round(rows[0]["time"] - start, 1) if rows else None,
             "planned_gb": re.findall(r"in all +([\d.]+ GB of [\d.]+) GB", planned),
             # the trainer must not load while vLLM measures: what vLLM believes is free then shrinks its cache
@@ -160,11 +165,6 @@ class Training:
             "parity": re.findall(r"[Pp]arity.*", text)[:4],
             "rows": [{key: row[key] for key in COLUMNS if row.get(key) is not None} for row in rows],
         }
-        if status:
-            raise Failed(f"status {status}: {' / '.join(said.strip().splitlines()[-3:])[-600:]}", found)
-        if wrong := self.wrong(rows, found["digest"]):
-            raise Failed(wrong, found)
-        return found
 
     def wrong(self, rows: list[Found], digests: list[str]) -> str:
         """Why a run that ended well does not pass; empty if it does."""
@@ -238,12 +238,7 @@ class Command:
     def run(self, site: Site, limit_s: float) -> Found:
         if "MODEL" in self.words:
             site.model(self.size)
-        (command,) = self.commands(site)
-        status, said, took = finished(site, self.name, command, limit_s)
-        found = took | {"last": said.strip().splitlines()[-12:]}
-        if status:
-            raise Failed(f"status {status}", found)
-        return found
+        return found_by(self, site, self.name, limit_s, lambda said: {"last": said.strip().splitlines()[-12:]})
 
 
 @dataclass(frozen=True)
@@ -296,6 +291,16 @@ class Generation:
                 sampled = sum(pool.map(ask, range(count)))
                 found[f"tokens_per_s_{label}"] = round(sampled / (time.monotonic() - start), 1)
         return found
+
+
+def found_by(work: Work, site: Site, name: str, limit_s: float, read: Callable[[str], Found]) -> Found:
+    """What the one command of `work` took, and what `read` finds in its output. Raises Failed with its last lines."""
+    (command,) = work.commands(site)
+    status, said, took = finished(site, name, command, limit_s)
+    found = took | read(said)
+    if status:
+        raise Failed(f"status {status}: {' / '.join(said.strip().splitlines()[-3:])[-600:]}", found)
+    return found
 
 
 def finished(site: Site, name: str, command: list[str], limit_s: float) -> tuple[int, str, Found]:

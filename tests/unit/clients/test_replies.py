@@ -5,12 +5,14 @@ import json
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from atroposlib.clients.openenv import Limits, NotOpenEnv, OpenEnvClient
 from atroposlib.clients.replies import (
     MOST_BYTES,
     SLACK_BYTES,
@@ -25,6 +27,7 @@ from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from tests.serving import serving
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PIECE = b" " * (1 << 20)
@@ -47,20 +50,12 @@ async def bomb(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
-    runners: list[web.AppRunner] = []
+    async with AsyncExitStack() as stack:
 
-    async def started(handler: Handler) -> str:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        runners.append(runner)
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async def started(handler: Handler) -> str:
+            return await stack.enter_async_context(serving([web.route("*", "/{path:.*}", handler)]))
 
-    yield started
-    for runner in runners:
-        await runner.cleanup()
+        yield started
 
 
 def client(kind: type[OpenAIServer], url: str, server_type: Any) -> OpenAIServer:
@@ -149,3 +144,16 @@ def test_the_limit_follows_what_was_asked(body: dict[str, Any], prompt: int, lea
 def test_no_request_has_a_limit_beyond_the_largest() -> None:
     assert limit_of_sampling({"max_tokens": 10**300, "n": 10**9}, 10**9) == MOST_BYTES
     assert limit_of_sampling({"max_tokens": -5, "n": -1}) == SLACK_BYTES
+
+
+@pytest.mark.parametrize("handler", [endless, bomb])
+async def test_a_page_of_an_openenv_server_has_a_limit(serve: Any, handler: Handler) -> None:
+    client = OpenEnvClient(await serve(handler), Limits())
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotOpenEnv, match="/schema sends more than 4,194,304 bytes; is that"):
+            await client.schema()
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+        await client.close()

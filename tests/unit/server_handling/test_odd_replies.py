@@ -4,8 +4,6 @@ no client can read is one line that names the server.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from tests.serving import serving
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -36,7 +35,11 @@ class Odd:
     replies: list[Any]
     asked: int = 0
 
-    async def __call__(self, request: web.Request) -> web.Response:
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/chat/completions", self.reply), web.post("/v1/completions", self.reply)]
+
+    async def reply(self, request: web.Request) -> web.Response:
         self.asked += 1
         reply = self.replies.pop(0) if self.replies else FINE
         if isinstance(reply, web.Response):
@@ -44,26 +47,12 @@ class Odd:
         return web.Response(body=json.dumps(reply), content_type="application/json")
 
 
-@asynccontextmanager
-async def serving(odd: Odd) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", odd.__call__)
-    app.router.add_post("/v1/completions", odd.__call__)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
-
-
 async def at_once(seconds: float) -> None:
     await asyncio.sleep(0)
 
 
 def client(url: str) -> OpenAIServer:
-    server = OpenAIServer(APIServerConfig(base_url=url, model_name="m", health_check=False))
+    server = OpenAIServer(APIServerConfig(base_url=f"{url}/v1", model_name="m", health_check=False))
     server.retry = RetryPolicy(sleep=at_once)
     return server
 
@@ -71,7 +60,7 @@ def client(url: str) -> OpenAIServer:
 async def asked(replies: list[Any], call: str = "chat_completion") -> tuple[Any, int]:
     """What the client made of it, and how often it asked."""
     odd = Odd(replies)
-    async with serving(odd) as url:
+    async with serving(odd.routes) as url:
         server = client(url)
         try:
             arguments: dict[str, Any] = {"messages": CHAT} if call == "chat_completion" else {"prompt": "hi"}
@@ -179,7 +168,7 @@ async def test_a_text_completion_is_checked_too() -> None:
 @pytest.mark.parametrize("name", FOR_GOOD)
 async def test_a_judge_that_answered_once_gives_no_score_for_what_it_cannot_read(name: str) -> None:
     odd = Odd([FINE, _copy(FOR_GOOD[name])])
-    async with serving(odd) as url:
+    async with serving(odd.routes) as url:
         judge = Judge(JudgeConfig(base_url=url, model="judge"), "Rate {answer}.", scale=(0.0, 10.0))
         judge._server.retry = RetryPolicy(sleep=at_once)
         assert [await judge.score(answer="x") for _ in range(3)] == [0.5, None, 0.5]

@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
+from tests.serving import serving
 
 TOKENIZER = make_tiny_tokenizer()
 YES = [*TOKENIZER.encode("yes"), TOKENIZER.eos_token_id]
@@ -28,22 +29,17 @@ async def manager(folder: Path, server_type: str, path: str, handler: Handler) -
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
-    app = web.Application()
-    app.add_routes([web.post(path, answer), web.get("/health", health), web.get("/health/", health)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     tokenizer = str(save_tiny_tokenizer(folder / "tokenizer"))
-    config = APIServerConfig.model_validate(
-        {"server_type": server_type, "base_url": url, "model_name": "m", "tokenizer_name": tokenizer}
-    )
-    servers = ServerManager([config])
-    try:
-        yield servers
-    finally:
-        await servers.close()
-        await runner.cleanup()
+    routes = [web.post(path, answer), web.get("/health", health), web.get("/health/", health)]
+    async with serving(routes) as url:
+        config = APIServerConfig.model_validate(
+            {"server_type": server_type, "base_url": url, "model_name": "m", "tokenizer_name": tokenizer}
+        )
+        servers = ServerManager([config])
+        try:
+            yield servers
+        finally:
+            await servers.close()
 
 
 def sglang(body: dict[str, Any]) -> Any:

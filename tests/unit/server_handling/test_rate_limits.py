@@ -3,8 +3,7 @@
 import asyncio
 import email.utils
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +15,7 @@ from atroposlib.envs.server_handling.errors import RetryableServerError, asked_p
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from tests.serving import serving
 
 CHAT = [{"role": "user", "content": "hi"}]
 ANSWER = {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}]}
@@ -32,6 +32,10 @@ class Limited:
     refused: int = 0
     _taken: list[float] = field(default_factory=list)
 
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/chat/completions", self.answer), web.get("/v1/models", self.models)]
+
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": []})
 
@@ -46,22 +50,8 @@ class Limited:
         return web.json_response(ANSWER)
 
 
-@asynccontextmanager
-async def running(limited: Limited) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", limited.answer)
-    app.router.add_get("/v1/models", limited.models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
-
-
-def client(base_url: str, **settings: object) -> OpenAIServer:
-    return OpenAIServer(APIServerConfig(base_url=base_url, model_name="m", **settings))
+def client(url: str, **settings: object) -> OpenAIServer:
+    return OpenAIServer(APIServerConfig(base_url=f"{url}/v1", model_name="m", **settings))
 
 
 def refusal(status: int, wish: Callable[[float], str] | None = None) -> Callable[[float], web.Response]:
@@ -79,7 +69,7 @@ async def test_more_calls_than_a_server_takes_are_all_answered(
     refuse: Callable[[float], web.Response], health_check: bool
 ) -> None:
     limited = Limited(20, 0.5, refuse)
-    async with running(limited) as url:
+    async with serving(limited.routes) as url:
         server = client(url, health_check=health_check)
         server.retry = RetryPolicy(base_s=0.1, dead_interval_s=0.05)
         await asyncio.gather(*(server.chat_completion(messages=CHAT, split="eval") for _ in range(80)))
@@ -90,7 +80,7 @@ async def test_more_calls_than_a_server_takes_are_all_answered(
 
 async def test_a_refusal_holds_up_the_calls_that_were_not_refused() -> None:
     limited = Limited(1, 0.3, FRACTION)
-    async with running(limited) as url:
+    async with serving(limited.routes) as url:
         server = client(url, num_requests_for_eval=2)
         await asyncio.gather(*(server.chat_completion(messages=CHAT, split="eval") for _ in range(4)))
         await server.close()
@@ -103,7 +93,7 @@ async def test_a_server_that_only_refuses_is_named_after_six_tries() -> None:
         await asyncio.sleep(0)
 
     limited = Limited(0, 1.0, lambda left_s: web.Response(status=429, text="no more today"))
-    async with running(limited) as url:
+    async with serving(limited.routes) as url:
         server = client(url)
         server.retry = RetryPolicy(sleep=at_once)
         with pytest.raises(RetryableServerError, match=r"failed 6 times, most recently: .*429: no more today"):

@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCa
 from atroposlib.extras import MissingExtra
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from tests.serving import serving
 
 TOKENIZER = make_tiny_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
@@ -127,8 +128,6 @@ def hermes_route(seen: list[Any]) -> Any:
 @contextlib.asynccontextmanager
 async def parsing_server(seen: list[Any], answer: str) -> AsyncIterator[ServerManager]:
     """A fake inference server that has the route, too."""
-    app = web.Application()
-    app.router.add_post("/v1/tool_calls/parse", hermes_route(seen))
     async with FakeInferenceServer(lambda prompt: answer, TOKENIZER) as fake:
 
         async def relay(request: web.Request) -> web.Response:
@@ -140,17 +139,13 @@ async def parsing_server(seen: list[Any], answer: str) -> AsyncIterator[ServerMa
             ):
                 return web.Response(body=await reply.read(), content_type="application/json")
 
-        app.router.add_route("*", "/{path:.*}", relay)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        manager = ServerManager([APIServerConfig(server_type="vllm", base_url=url, model_name="fake")])
-        try:
-            yield manager
-        finally:
-            await manager.close()
-            await runner.cleanup()
+        routes = [web.post("/v1/tool_calls/parse", hermes_route(seen)), web.route("*", "/{path:.*}", relay)]
+        async with serving(routes) as url:
+            manager = ServerManager([APIServerConfig(server_type="vllm", base_url=f"{url}/v1", model_name="fake")])
+            try:
+                yield manager
+            finally:
+                await manager.close()
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm:qwen3_coder"])
@@ -273,19 +268,13 @@ async def test_a_server_of_text_is_given_the_tools_and_its_calls_are_found(answe
             {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
         )
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    manager = ServerManager([APIServerConfig(server_type="openai", base_url=url, health_check=False)])
-    manager.tool_parser, manager.allows_text_only = "hermes", True
-    async with manager.managed_server() as managed:
-        reply = await managed.chat_completion(messages=[{"role": "user", "content": "?"}, message], tools=TOOLS)
-        assert managed.get_state()["nodes"][0].metadata["dummy_tokens"]
-    await manager.close()
-    await runner.cleanup()
+    async with serving([web.post("/v1/chat/completions", chat)]) as url:
+        manager = ServerManager([APIServerConfig(server_type="openai", base_url=f"{url}/v1", health_check=False)])
+        manager.tool_parser, manager.allows_text_only = "hermes", True
+        async with manager.managed_server() as managed:
+            reply = await managed.chat_completion(messages=[{"role": "user", "content": "?"}, message], tools=TOOLS)
+            assert managed.get_state()["nodes"][0].metadata["dummy_tokens"]
+        await manager.close()
     assert seen[0]["tools"] == TOOLS
     assert [each.function.arguments for each in reply.choices[0].message.tool_calls] == ['{"query": "cats"}']
     assert reply.choices[0].message.content == (None if answers_itself else "Hm.</think>")
