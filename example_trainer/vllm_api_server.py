@@ -275,7 +275,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
 
 
 def _check_port(host: str, port: int) -> None:
-    if sys.platform.startswith("linux"):
+    if port and sys.platform.startswith("linux"):  # port 0 is whichever is free
         # for the life of this process: vLLM listens only when it has loaded, and of two that start at once the later
         # one would die then; the launcher's placement/ports.py looks for the claim's name too, before it chooses a port
         claim = socket.socket(socket.AF_UNIX)
