@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atropos_launcher.services.log_files import last_lines, printable
 from atropos_launcher.services.records import FOLDER
 from atropos_launcher.services.run_log import why_it_ended
 from atroposlib.errors import AtroposError
 from atroposlib.files import is_open
+from atroposlib.processes.log_files import last_lines, printable
 
 RUNS = Path("runs")
 

@@ -20,8 +20,8 @@ from atroposlib.clients.waiting import Wait, wait_for
 from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.processes.child_group import ChildGroup
 from example_trainer.errors import TrainerError
-from example_trainer.server_process import ServerProcess
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
 
@@ -88,7 +88,7 @@ def command(launcher: Path, server: Namespace, config: TrainerConfig) -> list[st
 
 
 @contextmanager
-def running(words: Sequence[str], config: TrainerConfig) -> Iterator[ServerProcess]:
+def running(words: Sequence[str], config: TrainerConfig) -> Iterator[ChildGroup]:
     """The server, ended with the block. Raises TrainerError where another one could be meant."""
     if not isinstance(config.bridge, SingleCopy):
         raise TrainerError(f"{PROG} trains with a single copy of the weights; for {config.bridge.shown()} start vLLM")
@@ -100,7 +100,7 @@ def running(words: Sequence[str], config: TrainerConfig) -> Iterator[ServerProce
     environment = os.environ | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
     if config.vllm_api_key is not None:
         environment["VLLM_API_KEY"] = config.vllm_api_key.get_secret_value()
-    process = ServerProcess([sys.executable, *words], config.log_dir / "vllm.log", environment)
+    process = ChildGroup([sys.executable, *words], config.log_dir / "vllm.log", environment)
     log.info("Started vLLM (pid %d, log %s)", process.pid, process.log_path)
     try:
         yield process
@@ -108,7 +108,7 @@ def running(words: Sequence[str], config: TrainerConfig) -> Iterator[ServerProce
         process.stop(GRACE_S)
 
 
-def await_server(process: ServerProcess, config: TrainerConfig) -> None:
+def await_server(process: ChildGroup, config: TrainerConfig) -> None:
     """Return when the server answers. Raises TrainerError once it has ended, or at --vllm-start-timeout."""
     from example_trainer.bridges.vllm_client import vllm_clients
 

@@ -8,16 +8,14 @@ When vLLM's API process exits normally, it ends its engine and workers. When it 
 ports and memory. So each child asks the kernel for a SIGTERM when its parent dies.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 
 from atroposlib.logs import escape_records
+from atroposlib.processes.exec_child import die_with
 from vllm_patching.batch_invariant import switch
-
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def register() -> None:
@@ -42,7 +40,5 @@ def register() -> None:
 def _end_with(parent: int | None) -> None:
     if not sys.platform.startswith("linux"):
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the call
+    if not die_with(parent, signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -21,8 +21,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from atroposlib.files import write_whole
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
-from atroposlib.wire.processes import this_process
 from vllm_patching import adapter_rows, compat, refusal, vllm_types
 from vllm_patching.engines import RECEIVERS
 from vllm_patching.engines.adapter_files import Pairs

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_launcher.placement.this_machine import gpu_names, installed, processor
-from atropos_launcher.services.log_files import printable
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
+from atroposlib.processes.log_files import printable
 
 RULE = "|---|---|---|---|---|---|"
 COMMAND, VERSIONS = "Command: `", "PyTorch "

@@ -32,11 +32,11 @@ from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus, of_processe
 from atropos_launcher.commands.train import find_model
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement.this_machine import gpu_names, installed
-from atropos_launcher.services.log_files import last_lines, printable
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.files import make_private_directory
 from atroposlib.flags import ConfigError
+from atroposlib.processes.log_files import last_lines, printable
 from example_trainer.settings.gpus import visible_gpus
 
 PROG = "atropos gpu-check"

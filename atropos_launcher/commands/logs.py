@@ -6,8 +6,8 @@ from pathlib import Path
 
 from atropos_launcher import arguments
 from atropos_launcher.runs import NoSuchRun, find_run, latest_run
-from atropos_launcher.services.log_files import Follower, last_lines, printable
 from atropos_launcher.services.records import Records
+from atroposlib.processes.log_files import Follower, last_lines, printable
 
 POLL_S = 0.3
 

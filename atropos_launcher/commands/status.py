@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from atropos_launcher import arguments
 from atropos_launcher.runs import ended_runs, find_run, outcome, progress, recorded_runs
 from atropos_launcher.services.health import answers
-from atropos_launcher.services.log_files import last_word, printable
 from atropos_launcher.services.records import ForeignRecord, Record, Records
+from atroposlib.processes.log_files import last_word, printable
 
 ENDED_SHOWN = 10
 WORDS_SHOWN = 120

@@ -12,12 +12,12 @@ from pathlib import Path
 from atropos_launcher import arguments
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
-from atropos_launcher.services.log_files import printable
 from atropos_launcher.services.records import Record, Records, RunInUse
 from atropos_launcher.services.shared_memory import SharedMemory
 from atropos_launcher.services.stop_services import end
 from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import print_error
+from atroposlib.processes.log_files import printable
 
 LAUNCHER_S = 15.0  # it ends its services in at most 7 s
 POLL_S = 0.1

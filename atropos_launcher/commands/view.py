@@ -10,7 +10,7 @@ from atropos_launcher.arguments import Parser, add_runs
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun, find_run
 from atropos_launcher.service import Service
-from atropos_launcher.services.log_files import printable
+from atroposlib.processes.log_files import printable
 from atroposlib.view.flags import HOST, PORT, add_flags
 
 if TYPE_CHECKING:

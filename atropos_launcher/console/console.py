@@ -27,8 +27,8 @@ from atropos_launcher.services.events import (
     Outlived,
     Up,
 )
-from atropos_launcher.services.log_files import printable
 from atroposlib.logs import keep_exit_status
+from atroposlib.processes.log_files import printable
 
 TROUBLE = r"(WARNING|ERROR|CRITICAL) "
 STEPS = r"Step [0-9]+/|Trained model: |Bitwise identical: "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.service import is_trainer
 from atropos_launcher.services.events import Died, Ended, Event, LogLine, Restarted, Started, Up, Waiting
-from atropos_launcher.services.log_files import printable
+from atroposlib.processes.log_files import printable
 
 STARTING = "starting"
 # What vLLM does until it serves, in its order, and the lines that say that it has come so far.

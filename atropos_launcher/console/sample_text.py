@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from atropos_launcher.services.log_files import printable
+from atroposlib.processes.log_files import printable
 
 ANSWER_LINES = 4
 LINE_LENGTH = 110

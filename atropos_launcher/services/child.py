@@ -3,18 +3,17 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher.service import Service
-from atropos_launcher.services import exec_child
 from atropos_launcher.services.health import HealthWatch
-from atropos_launcher.services.log_files import Follower
 from atropos_launcher.services.records import Record, Records
 from atroposlib.files import open_regular
 from atroposlib.logs import RUN
+from atroposlib.processes import exec_child
+from atroposlib.processes.log_files import Follower
 
 
 class Child:
@@ -39,11 +38,10 @@ class Child:
 
     def start(self, records: Records) -> int:
         """Its pid. It runs once its record is written."""
-        cores = ",".join(map(str, self.service.cores))
         with open_regular(self.log, "ab") as output:
             process = subprocess.Popen(
                 # without what PYTHON variables and site-packages would load: it is only there to exec
-                [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), cores, *self.service.command],
+                exec_child.words(signal.SIGTERM, self.service.command, self.service.cores),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

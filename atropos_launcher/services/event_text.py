@@ -19,7 +19,7 @@ from atropos_launcher.services.events import (
     Up,
     Waiting,
 )
-from atropos_launcher.services.log_files import printable
+from atroposlib.processes.log_files import printable
 
 
 def text(event: Event) -> str:  # noqa: C901  # one line an event

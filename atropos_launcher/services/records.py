@@ -25,10 +25,10 @@ import msgspec
 from msgspec import Meta
 
 from atropos_launcher.service import LAUNCHER, NAME
-from atropos_launcher.services.processes import boot_id, first_ticks, is_alive, living_members, stopped_members
 from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import escape
+from atroposlib.processes.identity import boot_id, first_ticks, is_alive, living_members, stopped_members
 
 FOLDER = "pids"
 LOCK = ".lock"

@@ -34,11 +34,11 @@ def main() -> int:
     if why := prepare(job):
         print(f"{job['name']}: error: {why}", flush=True)
         return REFUSED
-    # exec_child.py has the kernel end the service with us, keeps it to its cores, and waits for a byte
-    exec_child = str(Path(__file__).with_name("exec_child.py"))
+    # has the kernel end the service with us, keeps it to its cores, and waits for a byte
+    exec_child = str(Path(__file__).parents[2] / "atroposlib/processes/exec_child.py")
     cores = ",".join(map(str, job["cores"]))
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", exec_child, str(os.getpid()), cores, *job["command"]],
+        [sys.executable, "-I", "-S", exec_child, str(os.getpid()), str(int(signal.SIGTERM)), cores, *job["command"]],
         stdin=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **job["environment"]},

@@ -19,8 +19,8 @@ from atropos_launcher.services.events import (
     Outlived,
     StillThere,
 )
-from atropos_launcher.services.log_files import last_lines
 from atroposlib.files import open_regular
+from atroposlib.processes.log_files import last_lines
 from atroposlib.view.run_end import end_of
 
 

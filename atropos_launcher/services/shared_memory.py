@@ -14,9 +14,9 @@ import msgspec
 import psutil
 from msgspec import Meta
 
-from atropos_launcher.services.processes import boot_id
 from atropos_launcher.services.records import ForeignRecord, Record, Records
-from example_trainer.server_process import SHARED_MEMORY, mapped_shared_memory
+from atroposlib.processes.identity import boot_id
+from atroposlib.processes.shared_memory import SHARED_MEMORY, mapped_shared_memory
 
 NOTES = ".shared"  # in the directory of records
 Name = Annotated[str, Meta(pattern=r"^[^/]+$")]

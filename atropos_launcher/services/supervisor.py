@@ -45,13 +45,13 @@ from atropos_launcher.services.events import (
     Waiting,
 )
 from atropos_launcher.services.health import HealthWatch
-from atropos_launcher.services.log_files import last_lines
 from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.shared_memory import SharedMemory
 from atropos_launcher.services.stop_services import end
 from atroposlib.errors import AtroposError, reading
+from atroposlib.processes.log_files import last_lines
 
 POLL_S = 0.2
 NOTE_EVERY_S = 5.0  # shared memory

@@ -9,7 +9,6 @@ left at its default action, and costs milliseconds where loading takes seconds. 
 this process, and this one ends when its stdin does.
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -20,7 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from atroposlib.processes.exec_child import die_with
+
 NICENESS = 10
 REPLY_BYTES = 16 << 20
 Request = dict[str, Any]
@@ -113,8 +113,7 @@ def _forked(request: Request, answer: Answer, memory_bytes: int) -> tuple[int, _
 
 
 def _limit(limit_s: float, memory_bytes: int, parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call
+    if not die_with(parent, signal.SIGKILL):
         os._exit(1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -12,13 +12,13 @@ was started with; whatever a taskset prints goes to stderr. It ends when its std
 import asyncio
 import contextlib
 import copy
-import ctypes
 import importlib
 import importlib.util
 import itertools
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 import sysconfig
@@ -28,8 +28,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
 GRACE_S = 3.0
+EXEC_CHILD = Path(__file__).parents[1] / "processes/exec_child.py"  # by its path: this environment has no atroposlib
 NO_HARNESS = "null"  # of a taskset that brings none: a chat and the taskset's tools, and nothing is executed
 REQUEST_BYTES = 16 << 20
 TOOLS_START_S = 60.0  # for a tool server to report its port; verifiers itself would wait 180 s in each episode
@@ -442,9 +442,7 @@ def place_of(error: Exception) -> str:
 
 def main() -> None:
     """Serve until the parent is gone."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):  # it died before we asked
+    if not runpy.run_path(str(EXEC_CHILD))["die_with"](int(sys.argv[1]), signal.SIGTERM):
         return
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -10,7 +10,6 @@ the warden looks, every `LOOK_S` while a request is open and once more before th
 that the program writes, and its exit code is the one thing that `ChildPool` takes from it.
 """
 
-import ctypes
 import itertools
 import os
 import select
@@ -22,7 +21,8 @@ from enum import IntEnum
 from math import inf
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from atroposlib.processes.exec_child import die_with
+
 LOOK_S = 0.02
 GRACE_S = 0.5  # beyond the time limit, at which the program's own alarm ends it
 LAST_WORDS_S = 0.5
@@ -86,7 +86,7 @@ def guarded(folder: Path, bounds: Bounds) -> None:
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with(os.getppid(), signal.SIGKILL)
 
 
 class Warden:

@@ -17,10 +17,10 @@ from msgspec import Meta, Struct
 from atroposlib.kept_rows import REMOVED
 from atroposlib.logs import escape
 from atroposlib.packed_rows import SUFFIX
+from atroposlib.processes.identity import boot_id, is_alive
 from atroposlib.view.files import NotReadable, read_small, read_tail
 from atroposlib.view.metric_rows import MetricRows, Number, finite_number, json_object, read_metrics, trainer_steps
 from atroposlib.view.run_end import LAUNCHER, end_of
-from atroposlib.wire.processes import Process, is_alive
 
 SMALL_BYTES = 1 << 20  # of run.json
 YAML_BYTES = 64 << 10  # of run.yaml; the launcher writes about one
@@ -126,10 +126,9 @@ class RunFiles:
         services were not started by a launcher. Why a run failed or was interrupted is a problem.
         """
         launcher = _decoded(self.path / "pids" / "launcher", ProcessRecord, None)
-        if launcher is not None and launcher.boot == _boot_id():
-            with suppress(OSError, ValueError):
-                if is_alive(Process(launcher.boot, 0, launcher.pid, launcher.start)):
-                    return "running"
+        with suppress(OSError, ValueError):  # no /proc, or not one that we know
+            if launcher is not None and launcher.boot == boot_id() and is_alive(launcher.pid, launcher.start):
+                return "running"
         if not was_started:
             return "unknown"
         if end := end_of(self.log(LAUNCHER, LOG_LINES)):
@@ -327,9 +326,3 @@ def _is_rows_file(name: str, start: str) -> bool:
     middle = name.removeprefix(start).removesuffix(".jsonl")
     whole = name == f"{start}{middle}.jsonl" and name.isprintable()
     return whole and (not middle or middle.startswith("_"))
-
-
-def _boot_id() -> str:
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-    return ""

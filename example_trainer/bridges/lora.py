@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from atroposlib.logs import get_logger
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer
-from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
 from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, VllmClient, vllm_clients

@@ -26,13 +26,13 @@ import torch
 from atroposlib.addresses import resolved
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
+from atroposlib.processes.child_group import ChildGroup
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
 from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.ranks.place import without_ranks
-from example_trainer.server_process import ServerProcess
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.export import export
@@ -100,7 +100,7 @@ class VllmServer:
         self._launcher = launcher
         (self.client,) = vllm_clients(config)
         self.owned = not _listens(config.vllm_host, config.vllm_port)
-        self.process: ServerProcess | None = None  # ours, while it runs
+        self.process: ChildGroup | None = None  # ours, while it runs
         self._started_from: tuple[str, int, str] | None = None
         self._deaths: list[float] = []
         self.dtype = ""  # which it has served so far, and keeps, though a checkpoint is float32
@@ -125,7 +125,7 @@ class VllmServer:
         elif self._device.type == "cuda":
             command += ["--gpu-memory-utilization", SHARED_GPU_FRACTION]
         command += shlex.split(self._mode.vllm_flags)  # which may replace what stands before them
-        self.process = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", environment)
+        self.process = ChildGroup([sys.executable, *command], config.log_dir / "vllm.log", environment)
         log.info(
             "[Bridge] Started vLLM (pid %d, log %s): python %s",
             self.process.pid,

@@ -20,8 +20,8 @@ from torch import nn
 
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import Attached, Manifest, SharedRank, SingleCopyOffer
-from atroposlib.wire.processes import this_process
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us, told
 from example_trainer.bridges.vllm_client import vllm_clients

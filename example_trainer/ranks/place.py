@@ -7,7 +7,6 @@ Rank 0 has resources that must be closed, such as the session with vLLM: Ctrl-C 
 have none, and signals end them at once. Importing this module loads no torch.
 """
 
-import ctypes
 import importlib.metadata
 import os
 import signal
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from atroposlib.processes.exec_child import die_with
 from example_trainer.errors import TrainerError
 from example_trainer.settings.bridges import Adapter
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import visible_gpus
 
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 VARIABLE = "ATROPOS_TRAINER_RANK"  # rank, size, port of the store, its socket, pid of the parent
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 # what torchrun tells its processes; OMP_NUM_THREADS apart
@@ -205,9 +204,7 @@ def begin_rank(place: Place) -> None:
     for signum in ASKING:
         signal.signal(signum, _end_in_order if first else signal.SIG_DFL)
     starter = os.getppid() if place.parent is None else place.parent
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if first else signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != starter:  # it died before we asked
+    if not die_with(starter, signal.SIGTERM if first else signal.SIGKILL):
         raise SystemExit(128 + signal.SIGTERM)
     if first:
         threading.Thread(target=_outlive_briefly, args=(starter,), name="TrainerParent", daemon=True).start()

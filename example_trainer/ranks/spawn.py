@@ -14,10 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from atroposlib.logs import configure_logging, get_logger, print_error, put
+from atroposlib.processes.identity import is_stopped
 from atroposlib.stderr_lines import plain_stderr
 from example_trainer.ranks.place import ASKING, LOST, VARIABLE
 
@@ -61,7 +60,7 @@ class _Rank:
         if not self._killed:
             self.end = status
             if status is None:
-                self.stopped_at = (self.stopped_at or time.monotonic()) if _is_stopped(self.process.pid) else None
+                self.stopped_at = (self.stopped_at or time.monotonic()) if is_stopped(self.process.pid) else None
         return status is None
 
     def ask(self, signum: int) -> None:
@@ -190,10 +189,3 @@ def _start(number: int, size: int, listener: socket.socket) -> subprocess.Popen[
         pass_fds=[listener.fileno()] if number == 0 else [],
         stdin=subprocess.DEVNULL,
     )
-
-
-def _is_stopped(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        return state in "Tt"
-    return False

@@ -16,8 +16,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from example_trainer.server_process import mapped_shared_memory
 from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]

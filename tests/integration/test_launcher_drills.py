@@ -19,7 +19,7 @@ import pytest
 import requests
 
 from atroposlib.logs import RUN
-from example_trainer.server_process import mapped_shared_memory
+from atroposlib.processes.shared_memory import mapped_shared_memory
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]

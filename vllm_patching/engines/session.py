@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from atroposlib.processes.identity import still_runs, this_process
 from atroposlib.wire.bridge import (
     PROTOCOL,
     AdapterOffer,
@@ -26,7 +27,6 @@ from atroposlib.wire.bridge import (
     ServerStatus,
     parse_offer,
 )
-from atroposlib.wire.processes import is_alive, this_process
 from atroposlib.wire.typed import Name, PolicyVersion, printable, typed_body
 from vllm_patching import compat
 from vllm_patching.batch_invariant import switch
@@ -48,7 +48,7 @@ class Session:
     def gone(self) -> bool:
         """Whether its trainer is known to have ended."""
         process = self.offer.process
-        return process is not None and process.same_place(this_process()) and not is_alive(process)
+        return process is not None and process.same_place(this_process()) and not still_runs(process)
 
     def check_next(self, version: int) -> None:
         """Renew the lease. Raises Refused unless `version` follows the one committed last."""

@@ -15,8 +15,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from atroposlib.processes.identity import still_runs, this_process
 from atroposlib.wire.bridge import Attached, Paused, Resumed, Served, SharedRank, SingleCopyOffer
-from atroposlib.wire.processes import Process, is_alive, this_process
+from atroposlib.wire.processes import Process
 from atroposlib.wire.typed import Name, PolicyVersion
 from vllm_patching import compat
 from vllm_patching.engines.base import Engine, Refused, Serving, log
@@ -123,7 +124,7 @@ class SingleCopyEngine(Engine):
 
     async def keep_out(self) -> None:
         writer = self._late_writer
-        if writer is not None and is_alive(writer):
+        if writer is not None and still_runs(writer):
             refused = [why for why in await self.serving.rpc("bridge_renew") if why is not None]
             if refused:
                 raise Refused(

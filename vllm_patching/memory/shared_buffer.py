@@ -16,7 +16,8 @@ import weakref
 import torch
 
 from atroposlib.errors import reading
-from atroposlib.wire.processes import Process, is_alive
+from atroposlib.processes.identity import still_runs
+from atroposlib.wire.processes import Process
 from vllm_patching.free_memory import available_memory
 
 
@@ -49,7 +50,7 @@ class SharedBuffer:
 def open_buffer(owner: Process, fd: int, nbytes: int) -> torch.Tensor:
     """The buffer behind descriptor `fd` of process `owner`, flat uint8 [nbytes]. Raises SharedBufferError."""
     path = f"/proc/{owner.pid}/fd/{fd}"
-    if not is_alive(owner):
+    if not still_runs(owner):
         raise SharedBufferError(f"process {owner.pid}, which owns the weights, has ended")
     try:
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from atroposlib.wire.processes import this_process
+from atroposlib.processes.identity import this_process
 from tests.unit.bridge.test_arena import Fused, manifest, shards
 from vllm_patching.engines import engines_of
 from vllm_patching.engines.base import Serving

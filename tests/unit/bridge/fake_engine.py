@@ -15,8 +15,8 @@ import msgspec
 import torch
 from fastapi import FastAPI
 
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import Manifest, WireTensor, WorkerStatus
-from atroposlib.wire.processes import this_process
 from vllm_patching.endpoint import BridgeEndpoints
 
 MANIFEST = Manifest("m", 2, 16, (WireTensor("w", (4,), "float32", "w", 0),))

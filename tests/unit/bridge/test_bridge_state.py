@@ -15,8 +15,9 @@ import httpx
 import msgspec
 import pytest
 
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import BroadcastOffer, SingleCopyOffer
-from atroposlib.wire.processes import Process, this_process
+from atroposlib.wire.processes import Process
 from tests.unit.bridge.fake_engine import MANIFEST, FakeEngine, serving
 from tests.waiting import until
 from vllm_patching import compat

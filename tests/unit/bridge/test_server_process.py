@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.server_process import ServerProcess
+from atroposlib.processes.child_group import ChildGroup
 from tests.integration.conftest import session_members
 
 pytestmark = pytest.mark.services
@@ -25,8 +25,8 @@ WITH_CHILD = (
 DEADLINE_S = 60
 
 
-def start(code: str, folder: Path) -> ServerProcess:
-    return ServerProcess([sys.executable, "-c", code], folder / "logs" / "server.log", os.environ)
+def start(code: str, folder: Path) -> ChildGroup:
+    return ChildGroup([sys.executable, "-c", code], folder / "logs" / "server.log", os.environ)
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -74,7 +74,7 @@ def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
     server.stop(grace_s=30)
 
 
-def has_ended(server: ServerProcess) -> bool:
+def has_ended(server: ChildGroup) -> bool:
     return server.end() is not None
 
 
@@ -90,8 +90,8 @@ def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path)
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from example_trainer.server_process import ServerProcess\n"
-        f"server = ServerProcess([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
+        "from atroposlib.processes.child_group import ChildGroup\n"
+        f"server = ChildGroup([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
         "print(server.pid, flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AdapterOffer, Manifest, Offer, WireTensor
-from atroposlib.wire.processes import this_process
 from example_trainer.bridges import BridgeError, Prepared
 from example_trainer.bridges.session import Session, matching_manifest, offered_by_us
 from example_trainer.grpo import connected

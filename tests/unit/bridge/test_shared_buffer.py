@@ -11,13 +11,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from atroposlib.wire.processes import Process, is_alive, this_process
+from atroposlib.processes.identity import still_runs, this_process
+from atroposlib.wire.processes import Process
 from vllm_patching.memory.shared_buffer import SharedBuffer, SharedBufferError, open_buffer
 
 HOLDER = """
 import json, sys, time
 from msgspec.structs import asdict
-from atroposlib.wire.processes import this_process
+from atroposlib.processes.identity import this_process
 from vllm_patching.memory.shared_buffer import SharedBuffer
 buffer = SharedBuffer(8192)
 print(json.dumps([asdict(this_process()), buffer.fd]), flush=True)
@@ -45,7 +46,7 @@ def test_another_process_writes_the_same_bytes_and_a_kill_leaves_nothing() -> No
     assert "/dev/shm/" not in mapped
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(10)
-    assert not is_alive(owner)
+    assert not still_runs(owner)
     view[101] = 7  # the pages live on while someone has them mapped
     with pytest.raises(SharedBufferError, match="has ended"):
         open_buffer(owner, fd, 8192)
@@ -85,9 +86,9 @@ def test_a_descriptor_of_another_size_or_none_is_refused() -> None:
 
 def test_a_reused_pid_is_not_the_same_process() -> None:
     me = this_process()
-    assert is_alive(me)
-    assert not is_alive(replace(me, started=me.started - 1))
-    assert not is_alive(replace(me, pid=2**22 + 1))
+    assert still_runs(me)
+    assert not still_runs(replace(me, started=me.started - 1))
+    assert not still_runs(replace(me, pid=2**22 + 1))
 
 
 @pytest.mark.services
@@ -95,8 +96,8 @@ def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen(["sleep", "60"])
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     process = replace(this_process(), pid=child.pid, started=int(stat[19]))
-    assert is_alive(process)
+    assert still_runs(process)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not is_alive(process)
+    assert not still_runs(process)
     child.wait()

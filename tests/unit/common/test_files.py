@@ -13,9 +13,9 @@ from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.files.records import JsonlWriter, append_jsonl
 from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
 from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
+from atroposlib.processes.child_group import ChildGroup
 from example_trainer.output.metrics import JsonlSink
 from example_trainer.plot import plot_rewards
-from example_trainer.server_process import ServerProcess
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.test_trainer_run import BROADCAST
 
@@ -53,7 +53,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "evaluations": lambda path: append_jsonl(path, {}),
     "page": lambda path: write_html(Path(os.devnull), path),
     "plot": lambda path: plot_rewards({}, [], path),
-    "log of a server": lambda path: ServerProcess(["true"], path, {}),
+    "log of a server": lambda path: ChildGroup(["true"], path, {}),
     "whole file": lambda path: write_whole(path, b""),
     "any file": lambda path: open_regular(path, "ab"),
 }

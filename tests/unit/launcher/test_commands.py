@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.cli import COMMANDS
-from atropos_launcher.services.log_files import Follower, last_lines, last_word
+from atroposlib.processes.log_files import Follower, last_lines, last_word
 from tests.unit.launcher.processes import (
     PYTHON_PATH,
     atropos,

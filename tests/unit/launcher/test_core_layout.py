@@ -12,8 +12,8 @@ from atropos_launcher.placement.cores import CorePlacement, place_cores
 from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.service import Service
-from atropos_launcher.services import exec_child
 from atroposlib.flags import ConfigError
+from atroposlib.processes import exec_child
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
@@ -203,7 +203,7 @@ def test_a_service_and_its_children_run_there_and_nowhere_else() -> None:
     ask = "import os, subprocess, sys; print(*os.sched_getaffinity(0), flush=True); subprocess.run(sys.argv[1:])"
     command = [sys.executable, "-c", ask, sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), str(core), *command],
+        [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "15", str(core), *command],
         input=b"\n",
         capture_output=True,
         timeout=30,
@@ -214,7 +214,7 @@ def test_a_service_and_its_children_run_there_and_nowhere_else() -> None:
 
 @pytest.mark.services
 def test_a_core_that_has_gone_is_one_line() -> None:
-    command = [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "1000", "true"]
+    command = [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "15", "1000", "true"]
     done = subprocess.run(command, input=b"\n", capture_output=True, timeout=30, check=False)
     assert done.returncode == exec_child.NOT_STARTED
     assert done.stderr.decode() == "cannot run on the CPU cores [1000]: Invalid argument\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.services import exec_child
 from atropos_launcher.services.child import describe
+from atroposlib.processes import exec_child
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,
@@ -387,10 +387,10 @@ def processes_that_name(run: Path) -> list[int]:
 
 
 def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_path: Path) -> None:
-    """What it starts waits for the record (services/exec_child.py)."""
+    """What it starts waits for the record (exec_child.py)."""
     script = (
         "import os, subprocess, sys\n"
-        "command = [sys.executable, sys.argv[1], str(os.getpid()), '', 'touch', sys.argv[2]]\n"
+        "command = [sys.executable, sys.argv[1], str(os.getpid()), '15', '', 'touch', sys.argv[2]]\n"
         "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True); os.kill(os.getpid(), 9)"
     )
     command = [sys.executable, "-c", script, exec_child.__file__, str(tmp_path / "ran")]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import Shard, SharedRank, align
-from atroposlib.wire.processes import this_process
 
 
 def ranks_of(

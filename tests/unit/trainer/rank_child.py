@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import SharedRank, SingleCopyOffer
-from atroposlib.wire.processes import this_process
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.data.batching import PLAIN, Sequence, make_batch

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.wire.bridge import PROTOCOL
-from example_trainer.server_process import mapped_shared_memory
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
 

@@ -1,6 +1,6 @@
 """Which process a pid means. The kernel reuses pids, so three things identify a process: its pid, when it started, and
 in which boot. /proc has the start in clock ticks after boot, which, unlike the times of psutil, stays the same when
-somebody sets the clock.
+somebody sets the clock. `Process` of the wire adds the container.
 """
 
 import os
@@ -11,14 +11,30 @@ from pathlib import Path
 
 import psutil
 
+from atroposlib.wire.processes import Process
+
 STOPPED = "Tt"  # by SIGSTOP, by the terminal, or by a debugger
 DEAD = "ZX"  # a zombie still has its number
 
 
 @cache
 def boot_id() -> str:
-    """Of this boot of the machine."""
+    """Return the id of this boot of the machine. Raises OSError where the kernel is not Linux."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+def this_process() -> Process:
+    """Return what identifies this process to another on this machine."""
+    started = first_ticks(os.getpid())
+    assert started is not None
+    return Process(boot_id(), os.stat("/proc/self/ns/pid").st_ino, os.getpid(), started)
+
+
+def still_runs(process: Process) -> bool:
+    """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone
+    already.
+    """
+    return is_alive(process.pid, process.started)
 
 
 def first_ticks(pid: int) -> int | None:
@@ -33,6 +49,12 @@ def is_alive(pid: int, start: int) -> bool:
     return bool(fields) and fields[0] not in DEAD and int(fields[19]) == start
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process exists and is stopped."""
+    fields = _fields(pid)
+    return bool(fields) and fields[0] in STOPPED
+
+
 def living_members(group: int) -> list[int]:
     """The processes of a group that leads a session of its own."""
     return [pid for pid in _numbers_of(group) if (fields := _fields(pid)) and fields[0] not in DEAD]
@@ -40,7 +62,7 @@ def living_members(group: int) -> list[int]:
 
 def stopped_members(group: int) -> list[int]:
     """Those of them that are stopped."""
-    return [pid for pid in living_members(group) if (fields := _fields(pid)) and fields[0] in STOPPED]
+    return [pid for pid in living_members(group) if is_stopped(pid)]
 
 
 def _numbers_of(group: int) -> Iterator[int]:
@@ -53,5 +75,6 @@ def _numbers_of(group: int) -> Iterator[int]:
 def _fields(pid: int) -> list[str]:
     """State, parent, group, session, ... of a process; empty if it is gone. Its name, before them, may hold blanks."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()
     return []

@@ -1,36 +1,31 @@
 """A child process in its own process group, ended with all of its descendants. The restart bridge runs its vLLM server
 in one.
 
-    trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies
-            ──exec──▶ the command, same pid
-
-Promises
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the
   kernel cannot give its number to another process meanwhile.
-- When the trainer is killed, so is the leader; vLLM's engine and workers follow their API process
+- When the parent is killed, so is the leader (exec_child.py); vLLM's engine and workers follow their API process
   (vllm_patching/plugin.py).
 - What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that
   ignores TERM is killed before the rest, or by us.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
-from example_trainer.errors import TrainerError
+from atroposlib.processes import exec_child
+from atroposlib.processes.log_files import last_lines
+from atroposlib.processes.shared_memory import SHARED_MEMORY, mapped_shared_memory
 
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-SHARED_MEMORY = "/dev/shm"
 POLL_S = 0.05
 FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_WAIT_S = 3.0
@@ -40,7 +35,11 @@ DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 log = get_logger(__name__)
 
 
-class ServerProcess:
+class StillRunning(AtroposError):
+    """Processes of a group are there after SIGKILL."""
+
+
+class ChildGroup:
     """`command` with its output appended to `log_path`; runs from construction until it ends or `stop`. Start it in
     the main thread.
     """
@@ -51,14 +50,17 @@ class ServerProcess:
         with open_regular(log_path, "ab") as output:
             self._log_start = output.tell()
             self._popen = subprocess.Popen(
-                [sys.executable, __file__, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
+                exec_child.words(signal.SIGKILL, command),
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
             )
         self.pid = self._popen.pid
+        assert self._popen.stdin is not None
+        with self._popen.stdin as stdin:
+            stdin.write(b"\n")
 
     def end(self) -> str | None:
         """How the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
@@ -73,15 +75,10 @@ class ServerProcess:
 
     def last_lines(self) -> str:
         """The end of what this process has written to its log."""
-        with self.log_path.open("rb") as file:
-            file.seek(self._log_start)
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
+        return "\n".join(f"    {line}" for line in last_lines(self.log_path, LINES_SHOWN, start=self._log_start))
 
     def stop(self, grace_s: float) -> None:
-        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises TrainerError if
-        some stays.
-        """
+        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises StillRunning."""
         if self._popen.returncode is not None:
             return
         shared = mapped_shared_memory(self._members())
@@ -92,7 +89,7 @@ class ServerProcess:
             if not self._gone_within(FOLLOW_S):
                 os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
-                raise TrainerError(
+                raise StillRunning(
                     f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after"
                     f" SIGKILL: see `ps` for what they wait for, and {self.log_path}"
                 )
@@ -116,27 +113,3 @@ class ServerProcess:
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(pid) == self.pid and psutil.Process(pid).status() not in DEAD:
                     yield pid
-
-
-def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
-    """Inodes of the files in /dev/shm that these processes have mapped, as far as this user may see; semaphores are
-    mapped too.
-    """
-    device = os.stat(SHARED_MEMORY).st_dev
-    wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
-    found = set()
-    for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
-            fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
-            found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
-    return found
-
-
-if __name__ == "__main__":  # in the child: die with the trainer, then become the command
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    trainer, *command = sys.argv[1:]
-    if os.getppid() != int(trainer):  # it died before we asked
-        raise SystemExit(1)
-    os.execv(command[0], command)

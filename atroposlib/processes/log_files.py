@@ -20,15 +20,15 @@ def printable(text: str) -> str:
     return escape(text.replace("\t", "    "))
 
 
-def last_lines(log: Path, count: int, end: int | None = None) -> tuple[str, ...]:
-    """Of a regular file, as much as fits, up to the byte `end`; nothing of anything else."""
+def last_lines(log: Path, count: int, end: int | None = None, start: int = 0) -> tuple[str, ...]:
+    """Of a regular file, as much as fits, from the byte `start` up to the byte `end`; nothing of anything else."""
     if not log.is_file() or log.is_symlink():
         return ()
     with log.open("rb") as file:
         end = log.stat().st_size if end is None else end
-        start = max(0, end - TAIL_BYTES)
+        start = max(start, end - TAIL_BYTES)
         file.seek(start)
-        lines = [line for line in _BREAK.split(file.read(end - start)) if line]
+        lines = [line for line in _BREAK.split(file.read(max(0, end - start))) if line]
     return tuple(line.decode(errors="replace") for line in lines[len(lines) - min(count, len(lines)) :])
 
 
