@@ -107,7 +107,7 @@ def test_in_memory_and_a_random_port_leave_no_file(tmp_path: Path) -> None:
 
 def test_a_journal_in_use_is_one_line_and_a_failure(tmp_path: Path) -> None:
     """A second API waits for one that is just ending; here not for the usual five seconds."""
-    hasty = "from atroposlib.api import journal_file; journal_file.LOCK_TIMEOUT_S = 0.05; "
+    hasty = "from atroposlib.api.journal import journal_file; journal_file.LOCK_TIMEOUT_S = 0.05; "
     main = "import sys; from atroposlib.cli import run_api; run_api.main(sys.argv[1:])"
     with served(tmp_path, free_port(), "--journal", "groups.db"):
         second = [sys.executable, "-c", hasty + main, "--port", str(free_port()), "--journal", "groups.db"]

@@ -23,7 +23,8 @@ SLEEPER = [sys.executable, "-c", "import time; print('asleep', flush=True); time
 
 
 def near_end(folder: Path, command: list[str], *flags: str, remote: str = LOCAL, patch: str = "pass") -> list[str]:
-    start = f"import sys; from atropos_launcher import remote; {patch}; sys.exit(remote.main(sys.argv[1:]))"
+    module = "import sys; from atropos_launcher.services import remote_client"
+    start = f"{module}; {patch}; sys.exit(remote_client.main(sys.argv[1:]))"
     own = ["--host", "gpu02", "--name", "vllm-2", "--remote-command", remote, "--silence-s", str(SILENCE_S)]
     return [sys.executable, "-u", "-c", start, *own, "--folder", str(folder / "run"), *flags, "--", *command]
 
@@ -120,7 +121,7 @@ def test_the_service_ends_when_a_silent_launcher_has_let_its_output_fill_up(tmp_
 
 
 def test_a_machine_without_a_sign_of_life_is_named_with_the_remedy(tmp_path: Path) -> None:
-    done = run(near_end(tmp_path, SLEEPER, remote="sh -c 'sleep 60' {host}", patch="remote.FIRST_S = 1"))
+    done = run(near_end(tmp_path, SLEEPER, remote="sh -c 'sleep 60' {host}", patch="remote_client.FIRST_S = 1"))
     assert done.returncode == 1
     assert "vllm-2: error: no sign of life for 2 s from gpu02, " in done.stdout
     assert "check that gpu02 is up, and that `sh -c 'sleep 60' gpu02 true` works" in done.stdout
