@@ -15,7 +15,7 @@ part of each layer, and these are rows of that. On top come, phase by phase:
     summing     the root group three times in float32: gathered, its gradient, the buffer in which it is summed
     handing     two buckets of weights: one that is sent, and the next, which is gathered
 
-tests/unit/trainer/test_memory_plan.py compares the sums with what PyTorch allocates for a sharded step, and the
+tests/unit/trainer/memory/test_memory_plan.py compares the sums with what PyTorch allocates for a sharded step, and the
 activations with what autograd saves.
 """
 

@@ -17,7 +17,7 @@ from atroposlib.processes.child_group import ChildGroup
 from example_trainer.output.metrics import JsonlSink
 from example_trainer.plot import plot_rewards
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
-from tests.unit.trainer.test_trainer_run import BROADCAST
+from tests.unit.trainer.loop.test_trainer_run import BROADCAST
 
 
 def a_link(path: Path) -> None:

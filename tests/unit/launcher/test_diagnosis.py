@@ -25,7 +25,7 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import Activity
 from tests.unit.api.support import registration
-from tests.unit.trainer.test_trainer_with_api import real_api
+from tests.unit.trainer.loop.test_trainer_with_api import real_api
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,8 @@ import torch
 from example_trainer.model.loading import ModelError
 from example_trainer.weights.by_rank import expect_device
 from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.model.test_tensor_parallel import expect_agreement
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
-from tests.unit.trainer.test_tensor_parallel import expect_agreement
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(600)]
 

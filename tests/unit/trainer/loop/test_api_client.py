@@ -18,7 +18,7 @@ from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
-from tests.unit.trainer.test_trainer_with_api import real_api
+from tests.unit.trainer.loop.test_trainer_with_api import real_api
 
 RUN = Registration(
     wandb_group="g",

@@ -19,9 +19,9 @@ from example_trainer.loop.updates import Plan, Updates, deal_updates, merged
 from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.output.metrics import Row
 from example_trainer.settings.config import TrainerConfig
+from tests.unit.trainer.data.test_packing import make_sequence
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.test_packing import make_sequence
-from tests.unit.trainer.test_trainer_run import config, rows, train, weights
+from tests.unit.trainer.loop.test_trainer_run import config, rows, train, weights
 
 ADVANTAGES = [1.0, -0.5, 0.25, -1.0, 0.75]
 SEVERAL = Plan(updates_per_batch=2, epochs=2, seed=0, step=1)

@@ -27,7 +27,7 @@ from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 START_S = 240.0  # of two ranks on a machine with other things to do
 LISTENING = "0A"  # state in /proc/net/tcp
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

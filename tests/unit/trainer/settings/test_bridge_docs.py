@@ -7,7 +7,7 @@ from atroposlib.config import resolve_config
 from example_trainer.settings.bridges import MODES, Adapter, Mode
 from example_trainer.settings.config import TrainerConfig
 
-PAGE = (Path(__file__).parents[3] / "docs/bridges.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/bridges.md").read_text()
 SECTION = PAGE.split("## Configuration\n")[1].split("\n## ")[0]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.services
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 TIMEOUT_S = 2.0  # --dist-timeout-s
 
 

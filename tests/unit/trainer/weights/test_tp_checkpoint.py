@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from example_trainer.weights.export import export
 from example_trainer.weights.shards import ShardFiles
 from tests.unit.trainer.fakes import model_folder
-from tests.unit.trainer.test_sharded_checkpoint import train
+from tests.unit.trainer.weights.test_sharded_checkpoint import train
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 

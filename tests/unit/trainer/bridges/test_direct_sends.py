@@ -32,7 +32,7 @@ from example_trainer.weights.gathered import Memory, RankSends, ShardedModel
 from example_trainer.weights.source import pack
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.fakes import tiny_model
-from tests.unit.trainer.test_weight_sources import served_as, values
+from tests.unit.trainer.weights.test_weight_sources import served_as, values
 from vllm_patching import transport
 from vllm_patching.several_senders import SeveralSenders, unpack
 

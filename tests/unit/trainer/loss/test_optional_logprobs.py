@@ -27,8 +27,8 @@ from example_trainer.settings.config import LossSettings, TrainerConfig
 from tests.unit.envs.fakes import CountingEnv, server_config
 from tests.unit.envs.fakes import config as env_config
 from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, item, model_folder, tiny_model
-from tests.unit.trainer.test_bad_data import rows
-from tests.unit.trainer.test_trainer_with_api import real_api
+from tests.unit.trainer.loop.test_bad_data import rows
+from tests.unit.trainer.loop.test_trainer_with_api import real_api
 
 OPTIONAL = Needs(trainable_only=True, logprobs_optional=True)
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from example_trainer.loss.batch_gradients import StepMetrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.test_trainer_run import weights
-from tests.unit.trainer.test_trainer_with_api import real_api
+from tests.unit.trainer.loop.test_trainer_run import weights
+from tests.unit.trainer.loop.test_trainer_with_api import real_api
 
 GROUPS = 3
 STEPS = 2

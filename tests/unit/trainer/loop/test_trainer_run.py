@@ -25,7 +25,7 @@ from example_trainer.weights.checkpoint import find_checkpoint
 from example_trainer.weights.written import CheckpointError
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
 
 

@@ -18,7 +18,7 @@ from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import LossSettings
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.test_trainer_run import feed, train
+from tests.unit.trainer.loop.test_trainer_run import feed, train
 
 
 @pytest.fixture(scope="module")

@@ -378,7 +378,7 @@ def test_figures_count_what_the_corrections_did() -> None:
 
 
 def test_the_table_of_the_documentation_has_the_presets() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text()
     for name, preset in PRESETS.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
         settings = LossSettings.model_validate({"algorithm": name})

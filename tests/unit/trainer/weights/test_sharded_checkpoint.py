@@ -25,7 +25,7 @@ from tests.unit.trainer.fakes import model_folder
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 KILLS = [*((0, moment) for moment in MOMENTS), (1, "copy"), (1, "writing")]
 LAST = {"pointed": "step_2"}  # what `latest` names after it; before, the checkpoint of step 1
 

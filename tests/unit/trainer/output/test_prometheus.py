@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from example_trainer.errors import TrainerError
 from example_trainer.output.prometheus import PrometheusSink
 
-PAGE = Path(__file__).parents[3] / "docs/metrics.md"
+PAGE = Path(__file__).parents[4] / "docs/metrics.md"
 ROW: dict[str, Any] = {
     "step": 7,
     "policy_version": 7,
