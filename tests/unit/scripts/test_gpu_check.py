@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launcher.test_doctor import write_model
+from tests.unit.launcher.commands.test_doctor import write_model
 
 pytestmark = pytest.mark.services
 

@@ -9,7 +9,7 @@ import pytest
 from atropos_launcher.cli import COMMANDS
 from atropos_launcher.console import summary
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_accuracy_before_and_after() -> None:

@@ -19,7 +19,7 @@ import pytest
 from atropos_launcher.console.live_console import Advance, QueuedGroups, drawn, one_bar
 from atropos_launcher.console.progress import Bar
 
-PROGRAM = Path(__file__).with_name("live_run.py")
+PROGRAM = Path(__file__).parents[1] / "live_run.py"
 SEQUENCE = re.compile(r"\x1b\[(?P<parameters>[0-9;?]*)(?P<final>[A-Za-z])")
 NARROW = 30
 SAMPLE = {"scores": [1.0], "messages": [[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]]}

@@ -16,7 +16,7 @@ from atropos_launcher.services.remote_agent import FIRST_S
 
 pytestmark = pytest.mark.services
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LOCAL = "env MACHINE={host}"  # runs what follows it, as ssh and srun do
 SILENCE_S = 2
 SLEEPER = [sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(60)"]

@@ -28,7 +28,7 @@ from tests.unit.api.support import registration
 from tests.unit.trainer.loop.test_trainer_with_api import real_api
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 URL = "http://127.0.0.1:9/health"
 

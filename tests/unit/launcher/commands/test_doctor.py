@@ -38,7 +38,7 @@ from example_trainer.memory.model_size import published
 from example_trainer.memory.plan import GB, GIB
 from example_trainer.settings.bridges import MODES
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 OTHER = Listener(7, "python -m http.server")
 MODEL = Model("mine", {"embed.weight": (1000, 1000), "norm.weight": (1000,)}, heads=9, kv_heads=3)  # 1.001 M parameters
 SPLIT = Model("Qwen2.5-0.5B", published("Qwen2.5-0.5B").shapes, heads=14, kv_heads=2)
