@@ -11,7 +11,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grimp
@@ -21,6 +22,9 @@ OUTSIDE = {"tests", "benchmarks", "docs"}
 WIDEST = 120
 # In brackets, so that this file is not one of those that it counts.
 MODES = re.compile(r"shared_vll[m]|lora_onl[y]|lora_restar[t]")
+DIES_WITH_PARENT, PROCESS_STATE = re.compile(r"PR_SET_PDEATHSI[G] ="), re.compile(r"/proc/\{?\w+\}?/sta[t]\b")
+# The first words of a docstring that is no sentence.
+FRAGMENT = re.compile(r"(What|Whether|Of|Those|How|As|Why|Where|Which|Its|Around)\b")
 
 
 def circles(graph: grimp.ImportGraph) -> list[list[str]]:
@@ -45,11 +49,36 @@ def counts(root: Path) -> Iterator[tuple[str, str]]:
     naming = [str(path) for path, text in texts.items() if path.parts[0] != "tests" and MODES.search(text)]
     yield "files of product code", f"{len(product)}"
     yield "lines", f"{lines}"
+    tests = sum(text.count("\n") for path, text in texts.items() if path.suffix == ".py" and path.parts[0] == "tests")
+    yield "lines of tests", f"{tests}"
+    yield "modules in the largest directory", _largest(product)
+    yield "files that have the kernel end a process with its parent", f"{_matching(product, DIES_WITH_PARENT)}"
+    yield "files that read the state of a process", f"{_matching(product, PROCESS_STATE)}"
+    names = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+    yield "Any", f"{names}, {1000 * names / lines:.1f} per 1,000 lines"
+    written = [text for node in nodes if (text := _docstring(node))]
+    fragments = sum(FRAGMENT.match(text) is not None for text in written)
+    yield "docstrings that are no sentence", f"{fragments} of {len(written)}, {100 * fragments / len(written):.0f} %"
     yield "statements", f"{sum(isinstance(node, ast.stmt) for node in nodes)}"
     yield "try", f"{tries}, {1000 * tries / lines:.1f} per 1,000 lines"
     yield "dict[str, Any]", f"{sum(text.count('dict[str, Any]') for text in product.values())}"
     yield "files that name a bridge mode", f"{len(naming)}: {' '.join(naming)}"
     yield f"lines wider than {WIDEST}, Python and shell, with tests", f"{len(wide)}"
+
+
+def _largest(product: Iterable[Path]) -> str:
+    sizes = Counter(path.parent for path in product if path.name != "__init__.py")
+    return ", ".join(f"{count} {folder}" for folder, count in sizes.most_common(3))
+
+
+def _matching(product: dict[Path, str], pattern: re.Pattern[str]) -> int:
+    return sum(pattern.search(text) is not None for text in product.values())
+
+
+def _docstring(node: ast.AST) -> str | None:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return ast.get_docstring(node)
+    return None
 
 
 def _tracked(root: Path) -> Iterator[tuple[Path, str]]:
