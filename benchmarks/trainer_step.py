@@ -109,7 +109,7 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
         answer(
             seconds=time.perf_counter() - start,
             cpu_seconds=time.process_time() - cpu,
-            loss=figures["loss"],
+            loss=figures["loss"].value,
             grad_norm=grad_norm,
             peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         )

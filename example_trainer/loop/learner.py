@@ -25,7 +25,8 @@ from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.data.routing_replay import routing_of
 from example_trainer.exact.check import Comparison
-from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
+from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import Metrics
 from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
@@ -185,7 +186,7 @@ class Learner:
         )
 
     @collective
-    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> StepMetrics:
+    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> Metrics:
         """Put the gradient of the tokens' weighted losses over `loss_divisor` into the parameters' `.grad`."""
         comparison = Comparison()
         measured = batch_gradients(

@@ -22,8 +22,7 @@ from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.data.packing import fed_length
 from example_trainer.exact.check import Comparison
 from example_trainer.loop.learner import Learner
-from example_trainer.loss.base import LARGEST
-from example_trainer.loss.batch_gradients import OF_BATCH, OF_SAMPLER, ROUTING, StepMetrics
+from example_trainer.loss.metric import Metric, Metrics, added, divided
 
 log = get_logger(__name__)
 
@@ -33,23 +32,8 @@ class Part:
     """Sequences whose gradient was computed together, over a divisor of 1, and what was measured of them."""
 
     sequences: list[Sampled]
-    measured: StepMetrics
+    measured: Metrics
     comparison: Comparison
-
-    @property
-    def tokens(self) -> int:
-        """Trained tokens."""
-        return sum(sequence.trained_tokens for sequence in self.sequences)
-
-    @property
-    def compared(self) -> int:
-        """Those of them whose log-probability under the sampler is known."""
-        return len(self.comparison.compared()[0])
-
-    @property
-    def routed(self) -> int:
-        """Tokens read whose experts under the sampler are known."""
-        return sum(fed_length(sequence) for sequence in self.sequences if sequence.routed_experts is not None)
 
 
 class EarlyGradients:
@@ -116,24 +100,6 @@ def _are_the_same(computed: Sequence[Sampled], sequences: Sequence[Sampled]) -> 
     )
 
 
-def together(parts: Sequence[Part], loss_divisor: float) -> StepMetrics:
-    """What `batch_gradients` had measured of all parts at once."""
-
-    def value(name: str) -> float | None:
-        known = [(part, found) for part in parts if (found := part.measured[name]) is not None]
-        if not known:
-            return None
-        if name.endswith(LARGEST):
-            return max(found for _, found in known)
-        if name in OF_BATCH:
-            return sum(found for _, found in known) / loss_divisor
-        counts = [_tokens_behind(name, part) for part, _ in known]
-        return sum(found * count for (_, found), count in zip(known, counts, strict=True)) / sum(counts)
-
-    return {name: value(name) for name in parts[0].measured}
-
-
-def _tokens_behind(name: str, part: Part) -> int:
-    if name == ROUTING:
-        return part.routed
-    return part.compared if name in OF_SAMPLER else part.tokens
+def together(parts: Sequence[Part], loss_divisor: float) -> dict[str, Metric]:
+    """Add up what was measured of the parts, as `batch_gradients` would have measured it of all at once."""
+    return divided(added(part.measured for part in parts), loss_divisor)

@@ -25,7 +25,7 @@ from example_trainer.exact.check import Comparison
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import EarlyGradients, Part, together
-from example_trainer.loss.batch_gradients import OF_SAMPLER, ROUTING, StepMetrics
+from example_trainer.loss.metric import Metric, Metrics, of_updates, values
 from example_trainer.optim.optimizer import expect_finite
 from example_trainer.output.metrics import Row
 from example_trainer.output.trained_rows import Logprobs
@@ -91,7 +91,7 @@ class Updates:
         self._mini_batches: list[MiniBatch] = []
         self._first_is_good = False
         self._checked: Row = {}
-        self._measured: list[Row] = []
+        self._measured: list[Metrics] = []  # of each update
         self._bad: BadBatch | None = None  # the last mini-batch that made no update
         self.made = 0
         self._sequences: list[Sequence] = []
@@ -146,7 +146,11 @@ class Updates:
 
     def row(self) -> Row:
         """What was measured: metrics of the updates' losses and gradients only if one was made."""
-        return {**merged(self._measured), **self._checked, **({"lr": self._plan.rate} if self._measured else {})}
+        return {
+            **values(of_updates(self._measured)),
+            **self._checked,
+            **({"lr": self._plan.rate} if self._measured else {}),
+        }
 
     def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
         """Its parts; without `early` one."""
@@ -158,15 +162,15 @@ class Updates:
         self._learner.divide(mini_batch.loss_divisor)
         return parts
 
-    def _gradients(self, mini_batch: MiniBatch) -> StepMetrics:
+    def _gradients(self, mini_batch: MiniBatch) -> Metrics:
         return self._learner.gradients(mini_batch.sequences, mini_batch.loss_divisor)
 
-    def _is_good(self, measured: StepMetrics, place: int) -> bool:
+    def _is_good(self, measured: Metrics, place: int) -> bool:
         """Clip the gradient, and whether it can be stepped on; if not, it is dropped."""
         try:
             grad_norm = self._learner.clip()
             expect_finite(grad_norm)
-            loss = measured["loss"]
+            loss = measured["loss"].value
             if loss is None or not math.isfinite(loss):
                 raise BadBatch(
                     f"the loss is {loss}; the weights were not changed. "
@@ -178,22 +182,9 @@ class Updates:
             self._learner.discard()
             return False
         self._bad_batches.note_update()
-        self._measured.append({**measured, "grad_norm": grad_norm, "grad_norm_max": grad_norm})
+        norms = {"grad_norm": Metric("mean", grad_norm), "grad_norm_max": Metric("max", grad_norm, over_updates="max")}
+        self._measured.append({**measured, **norms})
         return True
 
     def _name(self, place: int, count: int) -> str:
         return f"Step {self._plan.step}" + (f", update {place + 1} of {count}," if count > 1 else "")
-
-
-def merged(rows: list[Row]) -> Row:
-    """One row of several updates': means, of `_max` the largest, of the disagreement with the sampler the first."""
-    if len(rows) <= 1:
-        return rows[0] if rows else {}
-
-    def value(name: str, found: list[float]) -> float:
-        if name in (*OF_SAMPLER, ROUTING):  # a later update would count what the earlier ones changed
-            return found[0]
-        return max(found) if name.endswith("_max") else sum(found) / len(found)
-
-    columns = {name: [figure for row in rows if (figure := row[name]) is not None] for name in rows[0]}
-    return {name: value(name, found) if found else None for name, found in columns.items()}

@@ -2,16 +2,18 @@
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Protocol, cast
 
 from torch import Tensor
 
 from example_trainer.errors import TrainerError
+from example_trainer.loss.metric import Metric
 from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import OBJECTIVES, Kl
 
-LARGEST = "_max"  # how the name of a metric ends whose largest value is reported, not its mean
+OwnMetrics = Mapping[str, Tensor | Metric]  # of an objective, by their names in metrics.jsonl
 
 
 class TokenLoss(Protocol):
@@ -19,9 +21,9 @@ class TokenLoss(Protocol):
 
     def __call__(
         self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings, /
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token under the current policy's `logprobs`, and the objective's own metrics by their names
-        in metrics.jsonl: the mean over the trained tokens, or the largest where the name ends in `_max`.
+    ) -> tuple[Tensor, OwnMetrics]:
+        """Return the loss of each token under the current policy's `logprobs`, and the objective's own metrics by their
+        names in metrics.jsonl, as `as_metrics` reads them: a value of each token, or a Metric.
 
         `log_ratio` is the log of the current policy's probability over the old one's, as --ratio defines it, within
         ± log_ratio_limit; gradients pass through it as through `logprobs`.
@@ -46,6 +48,19 @@ def load_objective(name: str) -> TokenLoss:
     if not callable(found):
         raise TrainerError(f"--objective {name} is not a function but of type {type(found).__name__}")
     return cast(TokenLoss, found)
+
+
+def as_metrics(own: OwnMetrics) -> dict[str, Metric]:
+    """Read an objective's own metrics: a tensor is averaged over the tokens, or has its largest value reported where
+    the name ends in `_max`. A Metric says itself how it adds up.
+    """
+
+    def read(name: str, given: Tensor | Metric) -> Metric:
+        if isinstance(given, Metric):
+            return given
+        return Metric.max(given) if name.endswith("_max") else Metric.mean(given)
+
+    return {name: read(name, given) for name, given in own.items()}
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Kl, limit: float) -> Tensor:

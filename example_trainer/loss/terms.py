@@ -4,16 +4,15 @@ import torch
 from torch import Tensor
 
 from example_trainer.data.packing import MicroBatch
-from example_trainer.loss.base import TokenLoss, kl_estimate, with_penalties
+from example_trainer.loss.base import TokenLoss, as_metrics, kl_estimate, with_penalties
 from example_trainer.loss.corrections import importance_weights, too_far_off_policy
+from example_trainer.loss.metric import Metric
 from example_trainer.loss.ratios import Sequences, log_ratios, of_sequences
 from example_trainer.settings.config import LossSettings
 
-Metrics = dict[str, Tensor]
-
 
 class TokenTerms:
-    """Computes the loss of each token, and metrics of each token by name, for each chunk of one micro-batch.
+    """Computes the loss of each token, and metrics by name, for each chunk of one micro-batch.
 
     `see` comes before the first chunk where the settings need whole sequences. `reference` [R] are log-probabilities
     under the start model, None where there is no KL term.
@@ -45,7 +44,7 @@ class TokenTerms:
         if settings.off_policy_mask:
             self._lost = sequences.mean(batch.sampler_logprobs - now)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Metrics]:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, chunk: slice) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         """The loss of each token of the chunk, its part that is the policy's, and the metrics."""
         settings = self._settings
         kl = self._kl(logprobs, chunk)
@@ -54,11 +53,16 @@ class TokenTerms:
             advantages = advantages - settings.kl_coef * kl
         of_sequence = None if self._ratio is None else (self._ratio[0][chunk], self._ratio[1][chunk])
         log_ratio = log_ratios(logprobs, self._old[chunk], settings.log_ratio_limit, of_sequence)
-        policy, metrics = self._token_loss(logprobs, log_ratio, advantages, settings)
+        policy, own = self._token_loss(logprobs, log_ratio, advantages, settings)
         policy, corrected = self._corrected(policy, logprobs.detach(), chunk)
-        metrics = {"ratio_max": log_ratio.detach().exp(), **metrics, **corrected}
+        metrics = {
+            "kl": Metric("mean", 0.0, weight=0.0),
+            "ratio_max": Metric.max(log_ratio.detach().exp()),
+            **as_metrics(own),
+            **corrected,
+        }
         if kl is not None:
-            metrics["kl"] = kl.detach()
+            metrics["kl"] = Metric.mean(kl)
         return with_penalties(policy, kl, entropy, settings), policy, metrics
 
     def _kl(self, logprobs: Tensor, chunk: slice) -> Tensor | None:
@@ -69,10 +73,10 @@ class TokenTerms:
         measured = logprobs if settings.kl_in == "loss" else self._old[chunk]
         return kl_estimate(measured, self._reference[chunk], settings.kl, settings.log_ratio_limit)
 
-    def _corrected(self, policy: Tensor, now: Tensor, chunk: slice) -> tuple[Tensor, Metrics]:
+    def _corrected(self, policy: Tensor, now: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Metric]]:
         """The policy loss after --importance and --off-policy-mask. Tokens that are dropped stay in the mean."""
         settings, sampler = self._settings, self._batch.sampler_logprobs[chunk]
-        metrics: Metrics = {}
+        metrics: dict[str, Metric] = {}
         dropped = torch.zeros_like(now, dtype=torch.bool)
         if settings.importance != "none":
             log_weights = (
@@ -85,10 +89,10 @@ class TokenTerms:
             if settings.importance == "mask":
                 dropped = acted
             else:
-                metrics["importance_truncated_frac"] = acted
+                metrics["importance_truncated_frac"] = Metric.mean(acted)
         if self._lost is not None:
             far = too_far_off_policy(self._batch.advantages[chunk], self._lost[chunk], settings.off_policy_mask)
             policy, dropped = torch.where(far, 0.0, policy), dropped | far
         if settings.importance == "mask" or self._lost is not None:
-            metrics["importance_masked_frac"] = dropped
+            metrics["importance_masked_frac"] = Metric.mean(dropped)
         return policy, metrics

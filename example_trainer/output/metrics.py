@@ -26,7 +26,7 @@ from example_trainer.settings.config import TrainerConfig
 
 log = get_logger(__name__)
 
-ROW_KEYS = (
+ROW_KEYS = (  # the first columns, in their order; a new metric needs no place here
     "step",
     "policy_version",
     "reward_mean",

@@ -29,6 +29,7 @@ from example_trainer.data.packing import micro_batches
 from example_trainer.exact.check import Comparison, summary
 from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import values
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optim.optimizer import make_optimizer, update
@@ -245,7 +246,7 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             sequences = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             comparison = Comparison()
             batches = micro_batches(sequences, 400, model.device, share=True)
-            figures = batch_gradients(Policy(model), batches, LossSettings(), comparison=comparison)
+            figures = values(batch_gradients(Policy(model), batches, LossSettings(), comparison=comparison))
             assert figures["ratio_mean"] == 1.0, comparison.table()
             assert figures["logprob_diff_max"] == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()

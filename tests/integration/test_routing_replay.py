@@ -18,7 +18,8 @@ from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.data.routing_replay import routing_of, shape_of
-from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
+from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import values
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings
@@ -109,7 +110,7 @@ def group(server: Server) -> ScoredData:
     return ScoredData(scores=[float(index % 2) for index in range(len(found))], **lists)
 
 
-def measured(folder: Path, group: ScoredData, replay: str, dtype: torch.dtype) -> StepMetrics:
+def measured(folder: Path, group: ScoredData, replay: str, dtype: torch.dtype) -> dict[str, float | None]:
     """What the trainer measures of the group, its weights rounded to `dtype`."""
     model = load_model(str(folder), CPU)
     with torch.no_grad():
@@ -120,7 +121,7 @@ def measured(folder: Path, group: ScoredData, replay: str, dtype: torch.dtype) -
     needs = Needs(VOCABULARY, trainable_only=True, routing=shape_of(model), routing_required=True)
     batch = make_batch([group], seq_len=512, policy_version=0, needs=needs)
     assert batch.rejected == {}
-    return batch_gradients(policy, micro_batches(batch.sequences, 1024, CPU), LossSettings())
+    return values(batch_gradients(policy, micro_batches(batch.sequences, 1024, CPU), LossSettings()))
 
 
 def test_vllm_returns_the_experts_of_every_token_that_it_read(group: ScoredData, moe_folder: Path) -> None:

@@ -124,7 +124,7 @@ def run(job: dict[str, Any], rank: int) -> None:
 def learn(job: dict[str, Any], config: TrainerConfig, learner: Learner, saves: Saves) -> dict[str, Any]:
     losses: list[float | None] = []
     for step in range(learner.progress.step + 1, job["steps"] + 1):
-        losses.append(learner.gradients(*sequences(step))["loss"])
+        losses.append(learner.gradients(*sequences(step))["loss"].value)
         learner.clip()
         learner.update(config.lr)
         if step in job["save"]:

@@ -39,7 +39,7 @@ from example_trainer.loop import learner as learner_module
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
-from example_trainer.loss.batch_gradients import StepMetrics
+from example_trainer.loss.metric import Metrics, values
 from example_trainer.model import policy
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.ranks.partition import local
@@ -170,7 +170,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         if job.get("probe"):
             trained.prompt_logprobs(prompt)  # must not keep weights from before the update
         learner.update(config.lr)
-        found.append({**measured, "grad_norm": norm, **learner.comparison.row()})
+        found.append({**values(measured), "grad_norm": norm, **learner.comparison.row()})
     if job["steps"]:
         trained.write(out / "model")
     results: dict[str, Any] = {"steps": found, "start": at_start}
@@ -187,7 +187,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
     (out / "results.json").write_text(json.dumps(results))
 
 
-def in_parts(learner: Learner, batch: list[Sequence], tokens: int) -> StepMetrics:
+def in_parts(learner: Learner, batch: list[Sequence], tokens: int) -> Metrics:
     """What --overlap computes of a batch that arrives in two parts."""
     parts = []
     for part in (batch[:6], batch[6:]):

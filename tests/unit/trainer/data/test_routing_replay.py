@@ -21,8 +21,8 @@ from example_trainer.data.routing_replay import UNKNOWN, Routing, routers_of, ro
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Comparison
 from example_trainer.loop.overlap import Part, together
-from example_trainer.loop.updates import merged
 from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import Metrics, of_updates, values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.ranks.ranks import _array, _pack_array
@@ -94,8 +94,12 @@ def rows(parts: list[Sequence]) -> MicroBatch:
     return batch
 
 
-def gradients(policy: Policy, parts: list[Sequence], **flags: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    measured = batch_gradients(policy, [rows(parts)], LossSettings(objective="cispo"), **flags)
+def measure(policy: Policy, parts: list[Sequence], **flags: Any) -> Metrics:
+    return batch_gradients(policy, [rows(parts)], LossSettings(objective="cispo"), **flags)
+
+
+def gradients(policy: Policy, parts: list[Sequence]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    measured = values(measure(policy, parts))
     return measured, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -193,8 +197,15 @@ def test_passes_before_the_gradient_are_not_counted() -> None:
     token_logprobs(policy, rows([routed(plain, other_experts(own_experts(plain.tokens)))]), 1)
     measured, _ = gradients(policy, [routed(plain, own_experts(plain.tokens))])
     assert measured["routing_disagreement"] == 0.0
-    column = "routing_disagreement"
-    assert merged([{column: 0.1}, {column: 0.9}])[column] == 0.1  # later updates count what the first changed
+
+
+def test_of_several_updates_the_first_says_how_far_the_sampler_chose_otherwise() -> None:
+    """A later one counts what the earlier ones changed."""
+    (plain,) = sequences(12)
+    own, other = (routed(plain, change(own_experts(plain.tokens))) for change in (np.copy, other_experts))
+    updates = [measure(replaying(), [each]) for each in (own, other)]
+    assert values(of_updates(updates))["routing_disagreement"] == 0.0
+    assert values(of_updates(reversed(updates)))["routing_disagreement"] > 0.5  # type: ignore[operator]
 
 
 def test_micro_batches_hold_the_experts_of_the_tokens_that_are_fed() -> None:
@@ -316,8 +327,7 @@ def test_parts_of_a_batch_count_by_the_tokens_whose_experts_are_known() -> None:
     parts = []
     for members in ([changed, unknown], [routed(second, own_experts(second.tokens))]):
         comparison = Comparison()
-        measured, _ = gradients(replaying(), members, comparison=comparison)
-        parts.append(Part(members, measured, comparison))
+        parts.append(Part(members, measure(replaying(), members, comparison=comparison), comparison))
     whole, _ = gradients(replaying(), [*parts[0].sequences, *parts[1].sequences])
-    assert together(parts, 1.0)["routing_disagreement"] == pytest.approx(whole["routing_disagreement"])
+    assert values(together(parts, 1.0))["routing_disagreement"] == whole["routing_disagreement"]
     assert whole["routing_disagreement"] > 0.1

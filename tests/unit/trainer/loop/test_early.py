@@ -17,7 +17,7 @@ from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.batching import Sequence as Sampled
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import EarlyGradients
-from example_trainer.loss.batch_gradients import StepMetrics
+from example_trainer.loss.metric import Metrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
@@ -94,7 +94,7 @@ def divisors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     gradients = Learner.gradients
 
-    def watched(learner: Learner, sequences: list[Any], loss_divisor: float) -> StepMetrics:
+    def watched(learner: Learner, sequences: list[Any], loss_divisor: float) -> Metrics:
         measured = gradients(learner, sequences, loss_divisor)
         found.append(loss_divisor)
         return measured

@@ -66,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def train(learner: Learner, step: int) -> float | None:
-    loss = learner.gradients(*sequences(step))["loss"]
+    loss = learner.gradients(*sequences(step))["loss"].value
     learner.clip()
     learner.update(1e-2)
     return loss

@@ -15,8 +15,8 @@ from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
-from example_trainer.loop.updates import Plan, Updates, deal_updates, merged
-from example_trainer.loss.batch_gradients import StepMetrics
+from example_trainer.loop.updates import Plan, Updates, deal_updates
+from example_trainer.loss.metric import Metric, Metrics
 from example_trainer.output.metrics import Row
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.data.test_packing import make_sequence
@@ -141,6 +141,21 @@ def test_recomputed_ratios_leave_one_as_the_updates_go_on(model: str, tmp_path: 
     assert row["ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
+def test_a_row_of_several_updates_has_means_the_largest_and_of_the_sampler_the_first_figures(
+    model: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = dict(training_steps=1, batch_size=5, warmup_steps=0, old_logprobs="sampler", dual_clip=0)
+    for name, epochs in (("one", 1), ("two", 2)):
+        train(model, tmp_path / name, api=FakeApi(lambda n: answers()), epochs=epochs, **settings)
+    (first,), (both,) = rows(tmp_path / "one"), rows(tmp_path / "two")
+    disagreement = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
+    assert [both[name] for name in disagreement] == [first[name] for name in disagreement]
+    assert both["ratio_max"] >= first["ratio_max"]
+    assert min(both["ratio_max"], both["grad_norm_max"]) > 0
+    for name in ("loss", "entropy", "grad_norm", "ratio_mean"):
+        assert both[name] != first[name]
+
+
 def test_a_resumed_run_of_several_updates_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(updates_per_batch=2, epochs=2, training_steps=2, checkpoint_interval=1)
     batches = [answers(0, 1, 2), answers(2, 3, 4)]
@@ -167,8 +182,8 @@ class FakeLearner(Learner):
         self.did: list[str] = []
         self.comparison = Comparison()
 
-    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> StepMetrics:
-        return {"loss": float(loss_divisor), "kl": None}
+    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> Metrics:
+        return {"loss": Metric("sum", loss_divisor), "kl": Metric("mean", 0.0, weight=0.0)}
 
     def clip(self) -> float:
         return self._norms.pop(0)
@@ -217,20 +232,6 @@ def test_a_step_without_a_sequence_makes_no_update() -> None:
     updates.begin(replace(of_rollouts([0]), sequences=[]), lambda comparison: {"tokens": 0})
     updates.make()
     assert (learner.did, updates.row()) == ([], {"tokens": 0})
-
-
-def test_a_row_of_several_updates_has_means_largest_and_first_figures() -> None:
-    row: dict[str, float | int | None] = {
-        "loss": 1.0,
-        "ratio_max": 3.0,
-        "logprob_diff_max": 0.1,
-        "kl": None,
-        "sampler_kl": 0.2,
-    }
-    later: Row = {"loss": 2.0, "ratio_max": 2.0, "logprob_diff_max": 0.9, "kl": None, "sampler_kl": 0.4}
-    assert merged([row, later]) == row | {"loss": 1.5}
-    assert merged([row]) is row
-    assert merged([]) == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from atroposlib.envs.payloads import group_items
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
-from example_trainer.loss.batch_gradients import StepMetrics, batch_gradients
+from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.settings.config import LossSettings
@@ -100,15 +101,17 @@ def trained_model(family: str, **changes: Any) -> PreTrainedModel:
 
 def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
-) -> StepMetrics:
+) -> dict[str, float | None]:
     batch = make_batch(as_records(items()), seq_len=64, loss=settings, policy_version=0)
-    return batch_gradients(
-        Policy(model),
-        micro_batches(batch.sequences, budget, CPU),
-        settings,
-        reference=None if reference is None else Policy(reference),
-        chunk_mb=chunk_mb,
-        loss_divisor=batch.loss_divisor,
+    return values(
+        batch_gradients(
+            Policy(model),
+            micro_batches(batch.sequences, budget, CPU),
+            settings,
+            reference=None if reference is None else Policy(reference),
+            chunk_mb=chunk_mb,
+            loss_divisor=batch.loss_divisor,
+        )
     )
 
 
@@ -139,12 +142,14 @@ def test_the_penalties_have_their_configured_weights_however_many_groups_have_a_
     groups = [item([1.0, 1.0, 1.0], seed=1), item(scores, seed=2)]
     settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
     batch = make_batch(as_records(groups), seq_len=64, loss=settings, policy_version=0)
-    figures = batch_gradients(
-        Policy(trained_model("llama")),
-        micro_batches(batch.sequences, 100, CPU),
-        settings,
-        reference=Policy(trained_model("llama", seed=9)),
-        loss_divisor=batch.loss_divisor,
+    figures = values(
+        batch_gradients(
+            Policy(trained_model("llama")),
+            micro_batches(batch.sequences, 100, CPU),
+            settings,
+            reference=Policy(trained_model("llama", seed=9)),
+            loss_divisor=batch.loss_divisor,
+        )
     )
     loss, policy, kl, entropy = (figures[key] or 0.0 for key in ("loss", "pg_loss", "kl", "entropy"))
     assert kl > 0.1
@@ -162,7 +167,7 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
     settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
     reference = trained_model("llama", seed=9)
 
-    def result(budget: int) -> tuple[StepMetrics, list[Tensor]]:
+    def result(budget: int) -> tuple[dict[str, float | None], list[Tensor]]:
         model = trained_model("llama")
         figures = our_figures(model, reference, settings, budget)
         return figures, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -205,11 +210,13 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         gaps = [given[at] - logprobs[at - 1, target].item() for at, target in enumerate(mask) if target != -100]
         expected += [math.exp(gap) - gap - 1 for gap in gaps]
     batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
-    figures = batch_gradients(
-        Policy(model),
-        micro_batches(batch.sequences, 100, CPU),
-        LossSettings(kl_coef=0.1),
-        reference=Policy(trained_model("llama", seed=9)),
+    figures = values(
+        batch_gradients(
+            Policy(model),
+            micro_batches(batch.sequences, 100, CPU),
+            LossSettings(kl_coef=0.1),
+            reference=Policy(trained_model("llama", seed=9)),
+        )
     )
     assert figures["kl"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
@@ -219,11 +226,13 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
 
     def kl(*groups: dict[str, Any]) -> float:
         batch = make_batch(as_records(groups), seq_len=64, policy_version=0)
-        figures = batch_gradients(
-            Policy(model),
-            micro_batches(batch.sequences, 1000, CPU),
-            LossSettings(kl_coef=0.1),
-            reference=Policy(reference),
+        figures = values(
+            batch_gradients(
+                Policy(model),
+                micro_batches(batch.sequences, 1000, CPU),
+                LossSettings(kl_coef=0.1),
+                reference=Policy(reference),
+            )
         )
         assert figures["kl"] is not None
         return figures["kl"] * batch.trained_tokens
@@ -243,7 +252,7 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
             if target != -100:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
     batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
-    figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
+    figures = values(batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings()))
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio_clipped_frac"] == 0
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
@@ -271,7 +280,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
         model = trained_model("llama")
         group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
         batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
-        figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
+        figures = values(batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings()))
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
         assert figures["pg_loss"] is not None
@@ -300,7 +309,7 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 logprobs = logits[position - 1, kept].log_softmax(0)
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
     batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
-    figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
+    figures = values(batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings()))
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 

@@ -16,6 +16,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.loss.base import kl_estimate, load_objective
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.clip import clipped_surrogate
+from example_trainer.loss.metric import values
 from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
@@ -104,8 +105,10 @@ def test_an_objective_of_an_import_path_brings_its_own_metrics(
     """As CONTRIBUTING.md tells a stranger to add one."""
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "upward.py").write_text(
+        "from example_trainer.loss.metric import Metric\n\n"
         "def token_loss(logprobs, log_ratio, advantages, settings):\n"
-        "    return -2 * advantages * logprobs, {'drift': log_ratio, 'drift_max': log_ratio}\n"
+        "    own = {'drift': log_ratio, 'drift_max': log_ratio, 'farthest': Metric.max(log_ratio.abs())}\n"
+        "    return -2 * advantages * logprobs, own\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, policy_version=0)
@@ -114,12 +117,13 @@ def test_an_objective_of_an_import_path_brings_its_own_metrics(
     batches = micro_batches(batch.sequences, 100, torch.device("cpu"))
     config = ["--model", "m", "--objective", f"strange.{path}"]
     settings, _ = resolve_config(TrainerConfig, config, prog="grpo", env={})
-    metrics = batch_gradients(Policy(model), batches, settings)
+    metrics = values(batch_gradients(Policy(model), batches, settings))
     logprobs = torch.cat([token_logprobs(Policy(model), each, 128) for each in batches])
     advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
     assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)
     assert metrics["drift"] == pytest.approx((logprobs - sampler).mean().item(), rel=1e-5)
     assert metrics["drift_max"] == pytest.approx((logprobs - sampler).max().item(), rel=1e-5)
+    assert metrics["farthest"] == pytest.approx((logprobs - sampler).abs().max().item(), rel=1e-5)
     assert "ratio_mean" not in metrics
     assert metrics["kl"] is None
     assert all(parameter.grad is not None for parameter in model.parameters())

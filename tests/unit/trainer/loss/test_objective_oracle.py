@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings
@@ -229,12 +230,14 @@ def ours(
     policy = copy.deepcopy(model())
     batch = batch_of(settings, recomputed)
     reference = Policy(model("reference")) if settings.kl_coef else None
-    figures = batch_gradients(
-        Policy(policy),
-        micro_batches(batch.sequences, budget, CPU, share=share),
-        settings,
-        reference=reference,
-        loss_divisor=batch.loss_divisor,
+    figures = values(
+        batch_gradients(
+            Policy(policy),
+            micro_batches(batch.sequences, budget, CPU, share=share),
+            settings,
+            reference=reference,
+            loss_divisor=batch.loss_divisor,
+        )
     )
     return {key: value for key, value in figures.items() if value is not None}, gradient_of(policy)
 
@@ -298,7 +301,7 @@ def planted(nats: float, **settings: Any) -> tuple[Figures, Tensor]:
     loss = LossSettings(**settings)
     batch = make_batch(as_records(made), seq_len=64, loss=loss, policy_version=0)
     assert batch.trained_tokens > 500
-    figures = batch_gradients(Policy(policy), micro_batches(batch.sequences, 200, CPU), loss)
+    figures = values(batch_gradients(Policy(policy), micro_batches(batch.sequences, 200, CPU), loss))
     return {key: value for key, value in figures.items() if value is not None}, gradient_of(policy)
 
 

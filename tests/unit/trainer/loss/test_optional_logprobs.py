@@ -21,7 +21,8 @@ from example_trainer.bridges import BridgeError
 from example_trainer.data.batching import Batch, Sequence, make_batch
 from example_trainer.data.packing import micro_batches, with_old_logprobs
 from example_trainer.exact.check import Comparison
-from example_trainer.loss.batch_gradients import OF_SAMPLER, StepMetrics, batch_gradients
+from example_trainer.loss.batch_gradients import batch_gradients
+from example_trainer.loss.metric import values
 from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from tests.unit.envs.fakes import CountingEnv, server_config
@@ -30,6 +31,8 @@ from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, i
 from tests.unit.trainer.loop.test_bad_data import rows
 from tests.unit.trainer.loop.test_trainer_with_api import real_api
 
+Figures = dict[str, float | None]
+OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
 OPTIONAL = Needs(trainable_only=True, logprobs_optional=True)
 CPU = torch.device("cpu")
 
@@ -46,10 +49,10 @@ def recomputed(sequences: list[Sequence]) -> list[Sequence]:
     return with_old_logprobs(sequences, column, 64)
 
 
-def gradients(sequences: list[Sequence], budget: int = 64) -> tuple[StepMetrics, list[torch.Tensor], Comparison]:
+def gradients(sequences: list[Sequence], budget: int = 64) -> tuple[Figures, list[torch.Tensor], Comparison]:
     model, comparison = tiny_model(), Comparison()
     batches = micro_batches(recomputed(sequences), budget, CPU)
-    measured = batch_gradients(Policy(model), batches, LossSettings(), comparison=comparison)
+    measured = values(batch_gradients(Policy(model), batches, LossSettings(), comparison=comparison))
     return measured, [gradient_of(parameter) for parameter in model.parameters()], comparison
 
 

@@ -106,7 +106,7 @@ def test_a_step_learns_the_same_by_onednn(tmp_path: Path, changes: dict[str, Any
         torch.manual_seed(0)
         learner = begun(config, "")
         batch, divisor = sequences(0)
-        loss = learner.gradients(batch, divisor)["loss"]
+        loss = learner.gradients(batch, divisor)["loss"].value
         assert loss is not None
         learned[name] = (loss, learner.clip())
     assert learned["onednn"] == pytest.approx(learned["torch"], rel=1e-5)
@@ -122,7 +122,7 @@ def begun(config: TrainerConfig, resume: str) -> Learner:
 def test_the_start_model_has_the_kernels_of_the_policy(tmp_path: Path) -> None:
     settings = {"model_name": model_folder(tmp_path / "model"), "kernels": "bfloat16", "kl_coef": 0.1}
     learner = begun(TrainerConfig.model_validate(settings), "")
-    assert learner.gradients(*sequences(0))["kl"] == 0
+    assert learner.gradients(*sequences(0))["kl"].value == 0
 
 
 def test_a_resumed_run_keeps_its_kernels_and_computes_the_same_bits(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_resumed_run_keeps_its_kernels_and_computes_the_same_bits(tmp_path: Pa
 
 
 def step(learner: Learner, nth: int) -> float | None:
-    loss = learner.gradients(*sequences(nth))["loss"]
+    loss = learner.gradients(*sequences(nth))["loss"].value
     learner.clip()
     learner.update(1e-2)
     return loss
