@@ -117,7 +117,7 @@ class Ours:
         norm = self.learner.clip()
         self.learner.update(LR)
         synchronize()
-        return time.perf_counter() - start, metrics["loss"], norm
+        return time.perf_counter() - start, metrics["loss"].value, norm
 
     def measured(self, variant: Found) -> Found:
         """Some steps with a variant of the settings."""

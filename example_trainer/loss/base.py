@@ -52,7 +52,7 @@ def load_objective(name: str) -> TokenLoss:
 
 def as_metrics(own: OwnMetrics) -> dict[str, Metric]:
     """Read an objective's own metrics: a tensor is averaged over the tokens, or has its largest value reported where
-    the name ends in `_max`. A Metric says itself how it adds up.
+    the name ends in `_max`. A Metric has a reducer of its own.
     """
 
     def read(name: str, given: Tensor | Metric) -> Metric:

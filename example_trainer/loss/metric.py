@@ -22,10 +22,10 @@ Number = float | Tensor  # a tensor has one element, and stays on its device unt
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured value and its reducer. `total` is the sum of what was measured, or the largest or the first of it;
-    `weight` is how much was measured, 0 for nothing, and a mean divides by it.
+    """A measured value and its reducer. `total` is the sum of what was measured, or the largest or the first of it.
+    `weight` is how much was measured, 0 for nothing; a mean divides by it.
 
-    A step of several updates keeps of their values what `over_updates` says.
+    Over the updates of one step, the values of the updates are reduced as `over_updates` says.
     """
 
     reducer: Reducer
@@ -35,24 +35,24 @@ class Metric:
 
     @classmethod
     def sum(cls, values: Tensor) -> "Metric":
-        """The sum over tokens: a share of the loss, which `divided` makes the batch's weighted mean."""
+        """Sum weighted values of tokens: a share of the loss, which `divided` makes the batch's weighted mean."""
         return cls("sum", values.detach().sum().float(), len(values))
 
     @classmethod
     def mean(cls, values: Tensor, known: Tensor | None = None, *, over_updates: Reducer = "mean") -> "Metric":
-        """The mean over tokens, or those of them whose value is `known`."""
+        """Average over the tokens, or over those whose value is `known`."""
         values, weight = _known(values, known, 0.0)
         return cls("mean", values.sum().float(), weight, over_updates)
 
     @classmethod
     def max(cls, values: Tensor, known: Tensor | None = None, *, over_updates: Reducer = "max") -> "Metric":
-        """The largest value of any token, or of those whose value is `known`."""
+        """Keep the largest value of the tokens, or of those whose value is `known`."""
         values, weight = _known(values, known, -torch.inf)
         return cls("max", values.max(), weight, over_updates)
 
     @property
     def value(self) -> float | None:
-        """The figure itself, None where nothing was measured."""
+        """The number itself is None where nothing was measured."""
         if self.reducer == "sum":
             return float(self.total)
         if not self.weight:
@@ -68,12 +68,12 @@ class Metric:
         return replace(self, total=total, weight=self.weight + other.weight)
 
     def nothing(self) -> "Metric":
-        """The same metric of no token at all, which changes none that it is added to."""
-        none = torch.full_like(torch.as_tensor(self.total), _nothing(self.reducer))
+        """Return the same metric of no token at all, which changes none that it is added to."""
+        none = torch.full_like(torch.as_tensor(self.total), _nothing(self.reducer), dtype=torch.float32)
         return replace(self, total=none, weight=0.0)
 
     def of_update(self) -> "Metric":
-        """The figure as a step of several updates counts it: each update as much as any other."""
+        """Return the number as a step counts it, in which each update counts as much as any other."""
         if self.value is None:
             return Metric(self.over_updates, _nothing(self.over_updates), 0.0)
         return Metric(self.over_updates, self.value)
@@ -123,7 +123,7 @@ def of_updates(updates: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def values(metrics: Metrics) -> dict[str, float | None]:
-    """The figures, None where nothing was measured."""
+    """Return the numbers, None where nothing was measured."""
     return {name: metric.value for name, metric in metrics.items()}
 
 

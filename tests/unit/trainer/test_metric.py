@@ -95,9 +95,14 @@ def test_two_kinds_do_not_add_up() -> None:
         Metric("mean", 1.0) + Metric("mean", 1.0, over_updates="first")
 
 
-def test_the_name_of_an_objectives_own_tensor_says_how_it_adds_up_and_a_metric_says_it_itself() -> None:
+def test_the_name_of_an_objectives_own_tensor_says_how_it_adds_up_and_a_metric_has_its_own_reducer() -> None:
     column = torch.tensor([1.0, 2.0, 6.0])
-    own = {"drift": column, "drift_max": column, "gap_max": Metric.mean(column), "clipped": column > 1}
+    own: dict[str, Metric | torch.Tensor] = {
+        "drift": column,
+        "drift_max": column,
+        "gap_max": Metric.mean(column),
+        "clipped": column > 1,
+    }
     assert values(as_metrics(own)) == {"drift": 3.0, "drift_max": 6.0, "gap_max": 3.0, "clipped": pytest.approx(2 / 3)}
 
 
