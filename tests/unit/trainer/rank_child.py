@@ -40,7 +40,9 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
 from example_trainer.loss.metric import Metrics, values
+from example_trainer.memory.plan import Room
 from example_trainer.model import policy
+from example_trainer.model.memory_check import smallest_room
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.ranks.partition import local
 from example_trainer.ranks.place import VARIABLE
@@ -111,6 +113,7 @@ def main(job: dict[str, Any]) -> None:
     ranks = join(config, device)
     MESHES.extend([ranks.mesh] if ranks.mesh is not None else [])
     seconds = group_seconds(ranks.mesh, [ranks._control] if ranks.size > 1 else [])
+    least = smallest_room(Room(10 + ranks.rank, 20 - ranks.rank), ranks)
     learner = Learner(config, device, ranks)
     try:
         with anonymous_memory() as memory:
@@ -120,7 +123,7 @@ def main(job: dict[str, Any]) -> None:
                 lead(learner, job)
             else:
                 ranks.follow(learner)
-        about = held(learner) | {"seconds": seconds, "anonymous": memory, "calls": calls}
+        about = held(learner) | {"seconds": seconds, "anonymous": memory, "calls": calls, "least": vars(least)}
         (Path(job["out"]) / f"rank_{ranks.rank}.json").write_text(json.dumps(about))
     finally:
         ranks.leave()

@@ -192,6 +192,11 @@ def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
         assert ours["bit_exact/tokens"] > 0
 
 
+def test_every_rank_knows_the_least_memory_of_any(done: dict[str, Done]) -> None:
+    for rank in range(3):
+        assert done["three ranks"].rank(rank)["least"] == {"device": 10, "host": 18}
+
+
 def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     def calls(name: str) -> tuple[int, int]:
         found = done[name].rank(0)["calls"]
