@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from atroposlib.config import Config
 from atroposlib.logs import get_logger
@@ -113,10 +112,10 @@ class ServerManagerConfig(Config):
     proxy_url: str | None = Field(default=None, description="Address of a managed proxy.")
 
 
-class ServerEnvironment(BaseSettings):
+class ServerEnvironment(BaseModel):
     """The environment variables that the inference clients honour; read when a ServerManager is built."""
 
-    model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore", hide_input_in_errors=True)
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     slurm_job_nodelist: str | None = Field(default=None, validation_alias="SLURM_JOB_NODELIST")
     num_training_nodes: int = Field(default=0, ge=0, validation_alias="NUM_TRAINING_NODES")
@@ -124,6 +123,11 @@ class ServerEnvironment(BaseSettings):
     proxy_url: str | None = Field(default=None, validation_alias="ATROPOS_PROXY_URL")
     allow_dummy_managed_server: bool = Field(default=False, validation_alias="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER")
     openai_api_key: str | None = Field(default=None, repr=False, validation_alias="OPENAI_API_KEY")
+
+    @classmethod
+    def read(cls) -> Self:
+        """Read the variables of this process; an empty one counts as not set. Raises ValidationError."""
+        return cls.model_validate({name: value for name, value in os.environ.items() if value})
 
 
 def resolve_openai_configs(

@@ -112,7 +112,7 @@ class ServerManager(InferenceCalls):
 
     @functools.cached_property
     def _environment(self) -> ServerEnvironment:
-        return ServerEnvironment()
+        return ServerEnvironment.read()
 
     @functools.cached_property
     def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:

@@ -169,7 +169,7 @@ async def test_a_text_completion_is_checked_too() -> None:
 async def test_a_judge_that_answered_once_gives_no_score_for_what_it_cannot_read(name: str) -> None:
     odd = Odd([FINE, _copy(FOR_GOOD[name])])
     async with serving(odd.routes) as url:
-        judge = Judge(JudgeConfig(base_url=url, model="judge"), "Rate {answer}.", scale=(0.0, 10.0))
+        judge = Judge(JudgeConfig(base_url=f"{url}/v1", model="judge"), "Rate {answer}.", scale=(0.0, 10.0))
         judge._server.retry = RetryPolicy(sleep=at_once)
         assert [await judge.score(answer="x") for _ in range(3)] == [0.5, None, 0.5]
         await judge.close()
