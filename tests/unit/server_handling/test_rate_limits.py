@@ -104,7 +104,7 @@ async def test_a_server_that_only_refuses_is_named_after_six_tries() -> None:
 
 async def test_a_server_without_a_limit_is_never_slowed_down() -> None:
     async with FakeInferenceServer() as fake:
-        server = client(fake.base_url)
+        server = client(fake.base_url.removesuffix("/v1"))
         await asyncio.gather(*(server.chat_completion(messages=CHAT) for _ in range(20)))
         assert (server.throttle.interval_s, server.throttle.is_open) == (0.0, True)
         await server.close()
