@@ -65,7 +65,7 @@ class Metric:
         if self.reducer == "first":
             return self if self.weight else other
         total = _larger(self.total, other.total) if self.reducer == "max" else self.total + other.total
-        return replace(self, total=total, weight=self.weight + other.weight)
+        return Metric(self.reducer, total, self.weight + other.weight, self.over_updates)
 
     def nothing(self) -> "Metric":
         """Return the same metric of no token at all, which changes none that it is added to."""
