@@ -23,7 +23,7 @@ WIDEST = 120
 # In brackets, so that this file is not one of those that it counts.
 MODES = re.compile(r"shared_vll[m]|lora_onl[y]|lora_restar[t]")
 DIES_WITH_PARENT, PROCESS_STATE = re.compile(r"PR_SET_PDEATHSI[G] ="), re.compile(r"/proc/\{?\w+\}?/sta[t]\b")
-# The first words of a docstring that is no sentence.
+# With these words a docstring begins as a fragment.
 FRAGMENT = re.compile(r"(What|Whether|Of|Those|How|As|Why|Where|Which|Its|Around)\b")
 
 
