@@ -58,7 +58,10 @@ def counts(root: Path) -> Iterator[tuple[str, str]]:
     yield "Any", f"{names}, {1000 * names / lines:.1f} per 1,000 lines"
     written = [text for node in nodes if (text := _docstring(node))]
     fragments = sum(FRAGMENT.match(text) is not None for text in written)
-    yield "docstrings that begin as a fragment", f"{fragments} of {len(written)}, {100 * fragments / len(written):.0f} %"
+    yield (
+        "docstrings that begin as a fragment",
+        f"{fragments} of {len(written)}, {100 * fragments / len(written):.0f} %",
+    )
     yield "statements", f"{sum(isinstance(node, ast.stmt) for node in nodes)}"
     yield "try", f"{tries}, {1000 * tries / lines:.1f} per 1,000 lines"
     yield "dict[str, Any]", f"{sum(text.count('dict[str, Any]') for text in product.values())}"

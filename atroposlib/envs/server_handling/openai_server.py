@@ -72,7 +72,9 @@ class OpenAIServer(APIServer):
         self._sdk: openai.AsyncOpenAI | None = None
         self._http: aiohttp.ClientSession | None = None
         # Only OpenAI's own address may see the key that the environment holds for it.
-        self._api_key = config.key or (ServerEnvironment.read().openai_api_key if is_openai(config.base_url) else None) or ""
+        self._api_key = (
+            config.key or (ServerEnvironment.read().openai_api_key if is_openai(config.base_url) else None) or ""
+        )
         # a run's own servers are asked directly, wherever they are
         self._proxied = config.server_type == "openai" and proxy_variable(self.base_url) is not None
         self._n_is_ignored = config.n_kwarg_is_ignored
