@@ -13,7 +13,8 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -166,11 +167,11 @@ class QuestionEnv(BaseEnv):
         """See `sampled_evaluation.py`."""
         await evaluate_samples(self, asked)
 
-    def _keep_answers(self, output: Path | None) -> None:
-        if type(self).evaluate is not QuestionEnv.evaluate:
-            super()._keep_answers(output)
-            return
-        self._kept = keep_answers(self, output)
+    @contextmanager
+    def _keep_answers(self, output: Path | None) -> Iterator[None]:
+        keeps = type(self).evaluate is QuestionEnv.evaluate
+        with keep_answers(self, output) if keeps else super()._keep_answers(output) as self._kept:
+            yield
 
     def _identity(self, item: Item) -> Any:
         """What tells held-out questions of one evaluation from those of another."""

@@ -3,8 +3,8 @@ accumulation is exact.
 
 What each token counts is decided with the batch (data/loss_weights.py). Groups of equal scores count in the divisor.
 Their policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few
-groups still teach something therefore has a proportionally small gradient. AdamW does not depend on the gradient's
-scale, so its step is hardly smaller (docs/trainer.md).
+groups still teach something therefore has a smaller gradient. AdamW does not depend on the gradient's scale, so its
+step is not smaller in proportion (benchmarks/few_groups.py, docs/trainer.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_errors import needed
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.files.records import alone_in
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
@@ -96,7 +98,11 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     from atroposlib.envs.commands.evaluation_report import evaluate_once  # `--help` does not need it
     from atroposlib.envs.commands.fake_servers import fake_servers
 
-    async with env._env_run as run:
+    results = env.config.data_dir_to_save_evals
+    async with AsyncExitStack() as stack:
+        if results is not None:
+            stack.enter_context(alone_in(Path(results), "choose another --env.data_dir_to_save_evals"))
+        run = await stack.enter_async_context(env._env_run)
         await run.wait_for_inference()
         await (await fake_servers(env)).tell_tokenizer()
         await run.set_up()
@@ -105,10 +111,11 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
                 await env._evaluate_samples(tree)
         else:
             with needed("evaluate", env.evaluate):
-                env._keep_answers(tree.output if isinstance(tree, SamplingFields) else None)
-                await evaluate_once(env, run)
-        if env.config.data_dir_to_save_evals is not None:
-            write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
+                output = tree.output if isinstance(tree, SamplingFields) else None
+                with env._keep_answers(output):
+                    await evaluate_once(env, run)
+        if results is not None:
+            write_whole(Path(results) / "evaluate_config.yaml", config_yaml(tree).encode())
 
 
 COMMANDS = ("serve", "process", "evaluate")

@@ -10,7 +10,8 @@ another evaluation.
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ import orjson
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.evaluation.evaluation import Answered
 from atroposlib.envs.evaluation.evaluation_metrics import ANSWERS, SAMPLES
-from atroposlib.envs.evaluation.sampled_evaluation import Questions, header_of, is_of_samples, plain, sample_rows
-from atroposlib.envs.files.records import append_jsonl
+from atroposlib.envs.evaluation.sampled_evaluation import (
+    OTHER_FILE,
+    Questions,
+    header_of,
+    is_of_samples,
+    plain,
+    sample_rows,
+)
+from atroposlib.envs.files.records import alone_in, append_jsonl
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -57,10 +65,11 @@ class KeptAnswers:
         append_jsonl(self._path, orjson.loads(orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
 
 
-def keep_answers(env: Questions, output: Path | None) -> KeptAnswers | None:
-    """The file in which an evaluation is kept: `output`, or for servers of OpenAI's API, which may be paid, one by the
-    directory of evaluations, the environment and the model. None for our own servers without `output`: they may serve
-    other weights under one name. Raises DataError.
+@contextmanager
+def keep_answers(env: Questions, output: Path | None) -> Iterator[KeptAnswers | None]:
+    """The file in which an evaluation is kept, and which nobody else writes meanwhile: `output`, or for servers of
+    OpenAI's API, which may be paid, one by the directory of evaluations, the environment and the model. None for our
+    own servers without `output`: they may serve other weights under one name. Raises DataError, EnvError.
     """
     folder = env.config.data_dir_to_save_evals
     if folder is not None and is_of_samples(Path(folder) / SAMPLES):
@@ -69,14 +78,18 @@ def keep_answers(env: Questions, output: Path | None) -> KeptAnswers | None:
             " directory, or give --samples"
         )
     if output is None and any(server.config.server_type != "openai" for server in env.server.servers):
-        return None
+        yield None
+        return
     by_default = Path("evaluations") / f"{plain(env.name or 'environment')}-{plain(env.server.model_name)}-greedy.jsonl"
     path = output or (Path(folder) / ANSWERS if folder is not None else by_default)
     header = header_of(env, GREEDY)
     header["evaluation"]["code"] = code_of(type(env))
-    kept = KeptAnswers(path, header)
-    log.info("%d of %d answers are in %s already; only the others are asked for", len(kept), len(env.held_out), path)
-    return kept
+    with alone_in(path, OTHER_FILE):
+        kept = KeptAnswers(path, header)
+        log.info(
+            "%d of %d answers are in %s already; only the others are asked for", len(kept), len(env.held_out), path
+        )
+        yield kept
 
 
 def code_of(env_cls: type) -> str:

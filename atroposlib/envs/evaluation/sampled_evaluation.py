@@ -26,7 +26,7 @@ from atroposlib.envs.errors import DataError, EnvError
 from atroposlib.envs.evaluation.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.files.html_report import write_html
-from atroposlib.envs.files.records import append_jsonl, write_eval_results
+from atroposlib.envs.files.records import alone_in, append_jsonl, write_eval_results
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -38,6 +38,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 REPORT_EVERY_S = 10.0
+OTHER_FILE = "choose another --output"
 
 _spent: ContextVar[Counter[str]] = ContextVar("spent")  # tokens of the sample that runs
 
@@ -81,10 +82,13 @@ class Progress:
 async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, float]:
     """Sample what the file lacks, print the table and the page's path, and return the metrics. Raises EnvError."""
     path = _file(env, asked)
+    with alone_in(path, OTHER_FILE):
+        return await _completed(env, asked, path)
+
+
+async def _completed(env: Questions, asked: SamplingFields, path: Path) -> dict[str, float]:
     header = header_of(env, asked)
-    kept = read_samples(path, header)
-    if not path.exists():
-        append_jsonl(path, header)
+    kept = _begun(path, header)
     wanted = [(index, number) for number in range(asked.samples) for index in range(len(env.held_out))]
     missing = [each for each in wanted if each not in kept]
     log.info("%d samples of %d questions, %d already in %s", len(wanted), len(env.held_out), len(kept), path)
@@ -108,6 +112,14 @@ async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, f
     if not any(sample.error is None for sample in samples):
         raise EnvError(f"every sample failed, the last with: {samples[-1].error if samples else 'no question'}")
     return metrics
+
+
+def _begun(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
+    """The samples of a file, which is made if it is not there. Raises DataError."""
+    kept = read_samples(path, header)
+    if not path.exists():
+        append_jsonl(path, header)
+    return kept
 
 
 def _file(env: Questions, asked: SamplingFields) -> Path:

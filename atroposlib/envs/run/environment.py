@@ -15,7 +15,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from logging import WARNING
@@ -205,13 +206,15 @@ class Environment(FormerAttributes, ABC):
         """`evaluate --samples`, which a `QuestionEnv` can do. Raises EnvError."""
         raise EnvError(f"--samples is for a QuestionEnv, and {type(self).__name__} has an evaluation of its own")
 
-    def _keep_answers(self, output: Path | None) -> None:
-        """Let `evaluate` continue from a file, which an `evaluate` of an author's own cannot."""
+    @contextmanager
+    def _keep_answers(self, output: Path | None) -> Iterator[None]:
+        """Let `evaluate` continue from a file while this lasts, which an `evaluate` of an author's own cannot."""
         log.warning(
             "%s has an evaluate of its own: the same command asks everything again%s",
             type(self).__name__,
             f", and {output} is not written" if output is not None else "",
         )
+        yield
 
     def _reference_of(self, item: Item) -> str | None:
         """The right answer to `item`, for samples.jsonl; None if it is not known."""

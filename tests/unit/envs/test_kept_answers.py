@@ -144,3 +144,34 @@ async def test_an_evaluation_of_the_authors_own_says_that_it_asks_again(caplog: 
         caplog.text
     )
     assert "mine.jsonl" not in os.listdir()
+
+
+AT_ONCE = {
+    "": "larger_number-fake-greedy.jsonl",
+    "--output mine.jsonl": "mine.jsonl",
+    "--env.data_dir_to_save_evals evals": "evals",
+    "--samples 2": "larger_number-fake.jsonl",
+    "--samples 2 --output mine.jsonl": "mine.jsonl",
+}
+
+
+@pytest.mark.parametrize(("flags", "named"), AT_ONCE.items())
+async def test_of_two_equal_commands_at_once_the_second_is_refused_by_file_and_process(
+    flags: str, named: str, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    async with FakeInferenceServer(larger) as server:
+        statuses = await asyncio.gather(*(evaluate(server, *flags.split()) for _ in range(2)))
+        asked = server.hits[ROUTE]
+        assert sorted(statuses) == [0, 1]
+        assert asked == (8 if "--samples" in flags else 4)
+        (refusal,) = [record.getMessage() for record in caplog.records if "is being written by" in record.getMessage()]
+        assert f"{named} is being written by process {os.getpid()}, another evaluation: wait for its end" in refusal
+        assert await evaluate(server, *flags.split()) == 0  # the lock has gone with its holder
+        assert server.hits[ROUTE] == asked
+    assert not [name for *_, names in os.walk(folder) for name in names if name.endswith(".lock")]
+
+
+async def test_a_lock_that_a_killed_evaluation_left_holds_nobody_up(folder: Path) -> None:
+    (folder / ".mine.jsonl.lock").write_text("999999")
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", "mine.jsonl") == 0
