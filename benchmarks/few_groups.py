@@ -3,7 +3,7 @@
     python -m benchmarks.few_groups                            # a tiny random model: half a minute on two cores
     python -m benchmarks.few_groups --model DIR --seeds 1,2    # a real one
 
-The trainer's own gradients, clipping and AdamW, on answers that the model samples anew before each step. An answer
+The trainer's own gradients, clipping and AdamW, on answers that the model samples before each step. An answer
 scores the share of its tokens whose id is even, so that every group has a signal. After ten steps of all groups, the
 run continues from the same weights and moments in two ways: all groups keep their scores, or in all but one the scores
 are made equal. The table compares the two, step by step: how far the weights move (L2), and the gradient's norm before

@@ -36,6 +36,7 @@ from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.lora import NAME, adapter_tensors, write_adapter
 from example_trainer.weights.source import shapes_of
 
+MAX_MODEL_LEN = 128
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -54,7 +55,15 @@ HEADS = {"head_dim": 32}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TIED = {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 16}
-# by Hugging Face's model_type: what it needs beside SIZES
+# as Phi-3 with 128k has it, up to whose original length trainer and vLLM have one table
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * place for place in range(16)],
+    "long_factor": [1.0 + 3.0 * place for place in range(16)],
+    "original_max_position_embeddings": MAX_MODEL_LEN,
+}
+# by Hugging Face's model_type, and after a hyphen what is particular: what it needs beside SIZES
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": TIED,
@@ -67,9 +76,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "smollm3": {},
     "starcoder2": {},
+    "seed_oss": HEADS,
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": 0.1},
     "cohere": TIED,
     "phi3": {},
+    "phi3-longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": MAX_MODEL_LEN},
     "glm": HEADS,
     "glm4": HEADS,
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
@@ -94,7 +105,7 @@ STEP = 0.02  # standard deviation by which every weight is changed
 
 
 def config_of(family: str) -> PretrainedConfig:
-    return transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    return transformers.AutoConfig.for_model(family.partition("-")[0], **SIZES | FAMILIES[family])
 
 
 def save_tiny_model(family: str, folder: Path) -> None:
@@ -105,7 +116,7 @@ def save_tiny_model(family: str, folder: Path) -> None:
 
 def trainer_says(folder: Path) -> str:
     """ "yes", or why the trainer refuses the model."""
-    return _outcome(lambda: load_model(str(folder), torch.device("cpu")))
+    return _outcome(lambda: load_model(str(folder), torch.device("cpu"), longest=MAX_MODEL_LEN))
 
 
 def exact_says(folder: Path) -> str:
@@ -200,7 +211,7 @@ def _engine(folder: Path, dtype: str, **settings: Any) -> Any:
     if len(ranks) > 1:  # vLLM-CPU binds one NUMA node per rank, and refuses to share one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return compat.offline_engine(
-        str(folder), dtype=dtype, block_size=32, max_model_len=128, max_num_seqs=4, seed=0, **settings
+        str(folder), dtype=dtype, block_size=32, max_model_len=MAX_MODEL_LEN, max_num_seqs=4, seed=0, **settings
     )
 
 
