@@ -167,7 +167,7 @@ class BridgeWorker(RoutingWorker):
 
     @_answered
     def bridge_status(self) -> WorkerStatus:
-        return self._updater.status
+        return self._updater.now()
 
     @_answered
     def bridge_open(self, offer: Any) -> WorkerStatus:
@@ -175,7 +175,7 @@ class BridgeWorker(RoutingWorker):
         typed: Offer = msgspec.convert(offer, AnyOffer)
         self._updater.open(RECEIVERS[type(typed)](typed, self._tp_rank))
         packed.hold_once(False)
-        return self._updater.status
+        return self._updater.now()
 
     @_answered
     def bridge_request(self, session: str, version: int, request: Any) -> None:

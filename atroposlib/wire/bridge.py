@@ -48,7 +48,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -205,11 +205,14 @@ def parse_offer(body: Any, default: type[Offer]) -> Offer:
     return typed_body(f"session offer ({kind.__struct_config__.tag})", body, kind)
 
 
+WorkerState = Literal["idle", "joining", "joined", "receiving", "staged", "failed"]
+
+
 class WorkerStatus(Struct):
     """What one worker's updater is doing."""
 
     rank: int
-    state: str = "idle"  # idle | joining | joined | receiving | staged | failed
+    state: WorkerState = "idle"
     session: str | None = None
     staged_version: int | None = None
     receive_s: float | None = None

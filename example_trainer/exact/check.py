@@ -137,9 +137,10 @@ def hexadecimal(value: Tensor) -> str:
 
 
 def summary(row: dict[str, float | int]) -> str:
-    """`Bitwise identical: True · 0 / 4096 tokens differ`."""
-    differing = row["bit_exact/differing_tokens"]
-    return f"Bitwise identical: {differing == 0} · {differing} / {row['bit_exact/tokens']} tokens differ"
+    """Return `Bitwise identical: True · 0 / 4096 tokens differ`; of no tokens that nothing was compared."""
+    differing, tokens = row["bit_exact/differing_tokens"], row["bit_exact/tokens"]
+    verdict = "nothing to compare" if tokens == 0 else differing == 0
+    return f"Bitwise identical: {verdict} · {differing} / {tokens} tokens differ"
 
 
 @dataclass(frozen=True)

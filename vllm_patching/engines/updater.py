@@ -14,9 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from atroposlib.wire.bridge import WorkerStatus
+from atroposlib.wire.bridge import WorkerState, WorkerStatus
 from vllm_patching import transport
 from vllm_patching.engines.base import Receiver, log
 from vllm_patching.memory.arena import Arena, Staging
@@ -48,11 +49,16 @@ class WeightUpdater:
             self._receiver = receiver
             self._sessions.put(receiver)
 
+    def now(self) -> WorkerStatus:
+        """Return a copy of the status: its state and its error belong together."""
+        with self._lock:
+            return msgspec.structs.replace(self.status)
+
     def request(self, session: str, version: int, request: Any) -> None:
         """Hand `session`'s receiver what the server was asked to stage. Raises RuntimeError if it is not current."""
-        receiver = self._receiver
-        if receiver is None or receiver.offer.session != session or self.status.state == "failed":
-            raise RuntimeError(f"session {session} is not open on rank {self.status.rank}: {self.status.error}")
+        receiver, status = self._receiver, self.now()
+        if receiver is None or receiver.offer.session != session or status.state == "failed":
+            raise RuntimeError(f"session {session} is not open on rank {status.rank}: {status.error}")
         receiver.request(version, request)
 
     def leave(self) -> None:
@@ -162,7 +168,7 @@ class WeightUpdater:
         except RuntimeError as error:
             log.warning("Session %s could not be left: %s", receiver.offer.session, transport.describe(error))
 
-    def _show(self, receiver: Receiver, state: str) -> None:
+    def _show(self, receiver: Receiver, state: WorkerState) -> None:
         with self._lock:
             if self.status.session == receiver.offer.session:
                 self.status.state = state

@@ -212,7 +212,7 @@ def test_a_step_without_a_signal_compares_nothing_and_says_so(
         None,
         None,
     )
-    assert "Bitwise identical: True · 0 / 0 tokens differ" in capsys.readouterr().out
+    assert "Bitwise identical: nothing to compare · 0 / 0 tokens differ" in capsys.readouterr().out
 
 
 def test_one_changed_rounding_in_a_kernel_is_caught_located_and_replayed(
