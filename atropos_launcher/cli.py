@@ -4,6 +4,7 @@ Each command is a module with two functions: `parser()`, for `--help` and comple
 the exit status. Only the module of the given command is loaded; it imports heavy packages late.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -82,5 +83,6 @@ def overview() -> str:
 def _end(number: int, frame: FrameType | None) -> None:
     """A signal while no supervisor has taken it over: nothing has to be ended, but somebody should know."""
     with suppress(OSError):  # the terminal is gone
-        print(f"atropos: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        # past the buffer of stderr, a write to which the signal may have interrupted
+        os.write(2, f"atropos: ended by {signal.Signals(number).name}\n".encode())
     raise SystemExit(128 + number)

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -340,6 +341,12 @@ def _level(place: str) -> str:
 # --- signals --------------------------------------------------------------------------------------------------------
 
 
+def _end_in_time(number: int) -> None:
+    log.info("%s: stopping within 5 s", signal.Signals(number).name)
+    time.sleep(STOP_LIMIT_S)
+    os._exit(128 + number)
+
+
 def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
     """The exit code of `main_coroutine`; SIGINT and SIGTERM cancel it, and end the process when that takes too long."""
     stopped_by: list[int] = []
@@ -352,10 +359,8 @@ def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
             if stopped_by:
                 os._exit(128 + number)
             stopped_by.append(number)
-            log.info("%s: stopping within 5 s", signal.Signals(number).name)
-            watchdog = threading.Timer(STOP_LIMIT_S, os._exit, [128 + number])
-            watchdog.daemon = True
-            watchdog.start()
+            # in a thread: the signal may have come in the middle of a write to the log
+            threading.Thread(target=_end_in_time, args=(number,), name="StopLimit", daemon=True).start()
             loop.call_soon_threadsafe(task.cancel)
 
         for number in (signal.SIGINT, signal.SIGTERM):
