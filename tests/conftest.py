@@ -16,7 +16,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from atroposlib.logs import LineHandler
-from tests.marks import NoProcess, NoUnseenSkip
+from tests.marks import THIRDS, NoProcess, NoUnseenSkip, of_other_thirds, third_of_commit
 
 # a run started in the background by a shell ignores Ctrl-C, and one under nohup a hang-up; so would every process that
 # the tests start and interrupt
@@ -84,12 +84,18 @@ def _logging_as_it_was() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="only tests that start no process and take no 5 s")
     parser.addoption("--nightly", action="store_true", help="run the long drills too")
+    parser.addoption("--third", choices=THIRDS, help="of the tests marked `rotating` (default: by the commit)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.third = "all" if config.option.nightly else config.option.third or third_of_commit()
     config.pluginmanager.register(NoProcess())
     if IN_CI and not hasattr(config, "workerinput"):  # a worker of xdist reports to the controller
         config.pluginmanager.register(NoUnseenSkip())
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"third of the rotating tests: {config.option.third} (--third all, or --nightly, runs all of them)"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,8 +110,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--fast"):
         left_out |= {"slow", "services"}
     marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
-    config.hook.pytest_deselected(items=[item for item in items if marks[item] & left_out])
-    items[:] = [item for item in items if not marks[item] & left_out]
+    others = of_other_thirds([item for item in items if "rotating" in marks[item]], config.option.third)
+    out = [item for item in items if item in others or marks[item] & left_out]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in {*out}]
     twice = sorted(nodeid for nodeid, count in Counter(item.nodeid for item in items).items() if count > 1)
     if twice:
         raise pytest.UsageError(

@@ -2,17 +2,24 @@
 
 `services`       the test starts a process. One that does so unmarked fails, at the place where it starts it; so
                  `-m "not services"`, which is --fast, is every test that starts none.
+`rotating`       the test is one of many drills that find the same kind of fault: of those in one file a third runs for
+                 each commit, chosen by it, and all by night.
 skips in CI      where CI=true, a skip fails the run unless EXPECTED_SKIPS names it: nothing is left out unseen.
 """
 
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Generator
+import zlib
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+THIRDS = ("0", "1", "2", "all")
 # Audit events of what makes another process: https://docs.python.org/3/library/audit_events.html
 STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "os.exec"}
 # A part of the test's id, a part of the reason, and why CI cannot be made to run it.
@@ -26,6 +33,26 @@ EXPECTED_SKIPS = (
     ("test_tokens.py", "only root can give a file away"),  # CI need not run as root
     ("test_records.py", "only root can give a file away"),
 )
+
+
+def third_of_commit() -> str:
+    """Which rotating tests run for the checkout's commit; for files without one the first third."""
+    command = ["git", "rev-parse", "HEAD"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
+    return THIRDS[int(found or "0", 16) % 3]
+
+
+def of_other_thirds(rotating: Sequence[pytest.Item], third: str) -> set[pytest.Item]:
+    """Those that do not run. Each file begins with another third: files with one such test do not all run at once."""
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in rotating:
+        files[item.nodeid.partition("::")[0]].append(item)
+    return {
+        item
+        for name, items in files.items()
+        for place, item in enumerate(items, start=zlib.crc32(Path(name).name.encode()))
+        if third not in (THIRDS[place % 3], "all")
+    }
 
 
 class NoProcess:

@@ -21,9 +21,9 @@ import pytest
 import requests
 
 from atroposlib.wire.bridge import Manifest
+from tests.forked import Forked
 from tests.integration.bridge_child import held_by
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members, workers_of
-from tests.integration.namespaces import tied
 from tests.integration.test_hostile_requests import OFFER
 
 PARITY = (
@@ -36,17 +36,8 @@ SENT = r"SENT (\d+) (\S+) (\S+)"
 def start_child(
     server: Server, act: str, model: str | None = None, *, child: str = "bridge_child"
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        tied(
-            [sys.executable, "-m", f"tests.integration.{child}", model or server.model, str(server.port), *act.split()]
-        ),
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "VLLM_API_KEY": API_KEY},
-    )
+    words = [model or server.model, str(server.port), *act.split()]
+    return Forked(f"tests.integration.{child}", words, os.environ | {"VLLM_API_KEY": API_KEY})
 
 
 def read_until(child: subprocess.Popen[str], word: str) -> str:

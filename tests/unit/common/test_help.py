@@ -31,22 +31,41 @@ COMMANDS = {
     **{f"atropos {name}": "from atropos_launcher import cli; cli.main()" for name in LAUNCHED},
     **{name: f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)" for name in MODULES},
 }
-REPORT = f"""
-import atexit, json, sys
-def report():
+FLAGS = ("--version", "--help")
+# both in one process, which prints an object for each: the second loads what the first has not
+ASK = f"""
+import contextlib, io, json, sys
+def asked(flag):
+    sys.argv = ["command", *sys.argv[1:], flag]
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        try:
+            run()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+    sys.argv.pop()
     loaded = [name for name in {HEAVY!r} if name in sys.modules]
-    print(json.dumps(dict(loaded=loaded, modules=len(sys.modules))), file=sys.stderr)
-atexit.register(report)
-sys.argv[0] = "command"
+    return dict(status=status, shown=shown.getvalue(), loaded=loaded, modules=len(sys.modules))
+print(json.dumps({{flag: asked(flag) for flag in {FLAGS!r}}}))
 """
 
 
 @cache
-def answer(command: str, flag: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, stdout, and what was loaded."""
-    command_line = [sys.executable, "-c", REPORT + COMMANDS[command], *command.split()[1:], flag]
+def answers(command: str) -> dict[str, dict[str, Any]]:
+    """Of each flag exit status, stdout, and what was loaded."""
+    program = f"def run():\n    {COMMANDS[command]}\n{ASK}"
+    command_line = [sys.executable, "-c", program, *command.split()[1:]]
     done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, json.loads(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-1000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def answer(command: str, flag: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, stdout, and what was loaded."""
+    found = answers(command)[flag]
+    return found["status"], found["shown"], found
 
 
 @pytest.mark.parametrize("command", COMMANDS)

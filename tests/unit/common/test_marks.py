@@ -92,3 +92,24 @@ def test_every_expected_skip_is_a_skip_that_a_test_may_make() -> None:
     for name, reason in marks.EXPECTED_SKIPS:
         (test,) = Path(__file__).parents[2].rglob(name)
         assert any(reason in path.read_text() for path in (test, test.with_name("conftest.py")) if path.exists())
+
+
+def items(pytester: pytest.Pytester, tests: int) -> list[pytest.Item]:
+    return pytester.getitems("".join(f"def test_{number}(): pass\n" for number in range(tests)))
+
+
+@pytest.mark.parametrize("tests", [1, 3, 7])
+def test_each_rotating_test_is_in_one_third_and_the_thirds_are_equal(pytester: pytest.Pytester, tests: int) -> None:
+    found = items(pytester, tests)
+    kept = [
+        {item.name for item in found} - {item.name for item in marks.of_other_thirds(found, third)} for third in "012"
+    ]
+    assert sorted(name for names in kept for name in names) == sorted(item.name for item in found)
+    assert max(map(len, kept)) - min(map(len, kept)) <= 1
+    assert marks.of_other_thirds(found, "all") == set()
+
+
+@pytest.mark.services
+def test_the_commit_decides_on_the_third() -> None:
+    assert marks.third_of_commit() in marks.THIRDS[:3]
+    assert marks.third_of_commit() == marks.third_of_commit()
