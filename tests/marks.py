@@ -12,9 +12,9 @@ import platform
 import subprocess
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Generator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -43,16 +43,20 @@ def third_of_commit() -> str:
 
 
 def of_other_thirds(rotating: Sequence[pytest.Item], third: str) -> set[pytest.Item]:
-    """Those that do not run. Each file begins with another third: files with one such test do not all run at once."""
-    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Those that do not run. Each file begins with another third: files with one such test do not all run at once. Of
+    those that share a start of something, `rotating(together=True)`, a file runs all or none.
+    """
+    places: Counter[str] = Counter()
+    others = set()
     for item in rotating:
-        files[item.nodeid.partition("::")[0]].append(item)
-    return {
-        item
-        for name, items in files.items()
-        for place, item in enumerate(items, start=zlib.crc32(Path(name).name.encode()))
-        if third not in (THIRDS[place % 3], "all")
-    }
+        file = PurePosixPath(item.nodeid.partition("::")[0]).name
+        mark = item.get_closest_marker("rotating")
+        alone = mark is None or not mark.kwargs.get("together")
+        place = zlib.crc32(file.encode()) + (places[file] if alone else 0)
+        places[file] += alone
+        if third not in (THIRDS[place % 3], "all"):
+            others.add(item)
+    return others
 
 
 class NoProcess:

@@ -71,6 +71,7 @@ def test_every_use_of_vllm_is_served(version: str) -> None:
         assert releases.check_symbols(version) > 400
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("version", ENDS)
 @pytest.mark.parametrize("mode", only_each_night(releases.MODES, often="exact"))
 def test_the_launcher_ends_in_the_engine_configuration_it_asks_for(version: str, mode: str) -> None:
@@ -78,6 +79,7 @@ def test_the_launcher_ends_in_the_engine_configuration_it_asks_for(version: str,
         releases.check_configuration(version, mode)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("model", only_each_night(releases.MODELS, often=("qwen3", "bfloat16")))
 def test_the_exact_trainer_has_the_bits_of_vllms_cuda_classes_and_a_planted_rounding_is_found(
     model: tuple[str, str],
@@ -86,6 +88,7 @@ def test_the_exact_trainer_has_the_bits_of_vllms_cuda_classes_and_a_planted_roun
         releases.check_bits(PROVEN[-1], *model)
 
 
+@pytest.mark.rotating
 def test_a_use_that_no_release_serves_is_named(tmp_path: Path) -> None:
     for package in ("vllm_patching", "example_trainer", "atroposlib"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -185,6 +185,7 @@ def rebound(folder: Path, name: str, server: str) -> list[tuple[str, str, int, s
                 return [tuple(seen) for seen in json.loads(reports.heard.get(timeout=BROWSER_DEADLINE_S))]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_page_whose_name_was_rebound_to_this_machine_reads_and_changes_nothing(server: str, tmp_path: Path) -> None:
     seen = rebound(tmp_path, "evil.test", server)
@@ -221,6 +222,7 @@ def test_a_page_outside_and_a_link_on_it_change_nothing(tmp_path: Path) -> None:
             time.sleep(0.2)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("path", "shown"), [("/reset_data", "no browser may"), ("/batch", "no browser may"), ("/status", "queue_size")]
 )

@@ -24,8 +24,8 @@ from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
 from tests.unit.api.support import DEADLINE_S, api_settings, command, group, marks, register, register_env
 
-GROUPS = 400
-TRIES = 25  # of each kind of damage; the nightly form has more
+GROUPS = 150
+TRIES = 12  # of each kind of damage; the nightly form has more
 NIGHTLY_TRIES = 400
 NOTHING = hashlib.sha256(b"").hexdigest()
 

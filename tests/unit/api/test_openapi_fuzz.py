@@ -15,6 +15,7 @@ operations = {found.ok().label: found.ok() for found in schema.get_all_operation
 
 
 # not schema.parametrize: its tests all have one node id, of which xdist runs one
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", operations)
 def test_no_described_request_breaks_the_server(label: str) -> None:
     @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

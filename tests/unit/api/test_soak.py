@@ -8,6 +8,7 @@ import pytest
 from benchmarks.api_soak import Settings, soak
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.slow
 def test_every_acknowledged_group_is_trained_on_exactly_once_however_often_the_api_is_killed(tmp_path: Path) -> None:

@@ -344,6 +344,7 @@ def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(
     end(theirs[0])
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_trainer_ends_its_server_within_ten_seconds(

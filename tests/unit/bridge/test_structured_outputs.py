@@ -246,6 +246,7 @@ async def work(tmp_path: Path) -> AsyncIterator[LimitedWork]:
     await work.close()
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.services
 async def test_grammars_are_compiled_and_stepped_in_a_process_that_is_killed_when_late(work: LimitedWork) -> None:

@@ -129,6 +129,7 @@ async def real(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 HOSTILE = ("<tool_call>" * 20_000, HERMES * 2_000, "<tool_call>" + "[" * 100_000, "[" * 100_000, "search(" * 50_000)
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.services
 async def test_hostile_texts_are_answered(real: httpx.AsyncClient) -> None:
@@ -149,6 +150,7 @@ async def test_a_parsers_characters_are_bounded_and_fewer_where_time_grows_faste
         assert (await parsed(client, "x" * 500_000, parser="hermes")).status_code == 200
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.services
 async def test_late_parses_are_killed_and_delay_nobody(real: httpx.AsyncClient) -> None:
@@ -177,6 +179,7 @@ async def test_late_parses_are_killed_and_delay_nobody(real: httpx.AsyncClient) 
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.services
 async def test_a_process_that_dies_is_started_again(real: httpx.AsyncClient) -> None:
@@ -186,6 +189,7 @@ async def test_a_process_that_dies_is_started_again(real: httpx.AsyncClient) -> 
     assert statuses in ([503, 200], [200, 200])
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.services
 async def test_a_client_that_goes_away_ends_its_parse(real: httpx.AsyncClient) -> None:

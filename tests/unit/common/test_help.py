@@ -111,6 +111,7 @@ def test_an_environment_s_help_names_its_commands(command: str) -> None:
     assert "--env.no-use-wandb" in shown
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "benchmark",

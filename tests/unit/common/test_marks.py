@@ -109,6 +109,15 @@ def test_each_rotating_test_is_in_one_third_and_the_thirds_are_equal(pytester: p
     assert marks.of_other_thirds(found, "all") == set()
 
 
+def test_those_that_share_a_start_run_together(pytester: pytest.Pytester) -> None:
+    found = items(pytester, 4)
+    for item in found[:3]:
+        item.add_marker(pytest.mark.rotating(together=True))
+    lefts = [marks.of_other_thirds(found, third) for third in "012"]
+    assert sorted(len({*found[:3]} - left) for left in lefts) == [0, 0, 3]
+    assert sorted(found[3] in left for left in lefts) == [False, True, True]
+
+
 @pytest.mark.services
 def test_the_commit_decides_on_the_third() -> None:
     assert marks.third_of_commit() in marks.THIRDS[:3]

@@ -116,6 +116,7 @@ def commands(installed: Path) -> Mapping[str, list[str]]:
     return {**scripts, **{name: ["-m", name] for name in MODULES}}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("command", [*PROJECT["scripts"], *MODULES])
 def test_each_command_runs_from_an_empty_folder(command: str, installed: Path, tmp_path: Path) -> None:
     shown = run(
@@ -153,6 +154,7 @@ def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path
     ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", [[], ["--turns", "two"]])
 def test_an_environment_is_written_and_its_test_passes_from_an_empty_directory(
     kind: list[str], installed: Path, tmp_path: Path

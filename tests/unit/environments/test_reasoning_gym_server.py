@@ -59,6 +59,7 @@ async def test_unknown_task_is_refused_with_the_nearest_name(tmp_path: Path) -> 
                 pass
 
 
+@pytest.mark.rotating
 async def test_every_task_can_be_asked_by_name(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer() as server,
@@ -122,6 +123,7 @@ def test_code_in_an_answer_does_not_run_and_scores_0_and_is_counted(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.rotating
 async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_path: Path) -> None:
     words = ["the answer is 5", "unsolvable", "I think import os is evil", "red or blue", "(one of", "eval", "3, 4"]
     unguarded = printed_by("unguarded_scores.py", *EVALUATED, stdin=json.dumps(words))
@@ -139,6 +141,7 @@ async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_pat
         assert env._env_run.counts["answers_rejected"] == 0
 
 
+@pytest.mark.rotating
 async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path: Path) -> None:
     unguarded = printed_by("unguarded_scores.py", *PUZZLES_OF_NUMBERS, stdin="[]")
     fields = {"heldout_size": 1, "scorer_timeout": 60}
@@ -162,6 +165,7 @@ async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path
         assert env._env_run.counts["answers_rejected"] >= 2 * (len(deceptions) - 1)
 
 
+@pytest.mark.rotating
 async def test_an_answer_that_takes_too_long_to_evaluate_is_unscored_and_the_next_is_scored(tmp_path: Path) -> None:
     fields = {"tasks": "countdown", "scorer_timeout": 2, "heldout_size": 1}
     async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
@@ -169,6 +173,7 @@ async def test_an_answer_that_takes_too_long_to_evaluate_is_unscored_and_the_nex
         assert await env.score(Task("countdown", 0, ""), "<answer>1 + 1</answer>") == 0.05
 
 
+@pytest.mark.rotating
 def test_tasks_that_evaluate_answers_need_a_sandbox_or_the_users_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +195,7 @@ def test_tasks_that_evaluate_answers_need_a_sandbox_or_the_users_word(
     assert without(("landlock",), lambda: weights(tasks="n_queens")) == {"n_queens": 1.0}
 
 
+@pytest.mark.rotating
 def test_the_tasks_that_evaluate_answers_are_all_known() -> None:
     assert printed_by("evaluating_tasks.py") == sorted(EVALUATED)
 
@@ -207,6 +213,7 @@ async def ask_hostile(env: ReasoningGymEnv, names: Sequence[str]) -> None:
             assert score is None or 0.0 <= score <= 1.0, (name, answer[:30], score)
 
 
+@pytest.mark.rotating
 async def test_hostile_answers_raise_nothing_and_score_from_0_to_1(tmp_path: Path) -> None:
     fields = {"tasks": "countdown,chain_sum,polynomial_multiplication", "heldout_size": 1, "scorer_timeout": 2}
     async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:

@@ -188,6 +188,7 @@ async def test_environment_without_arguments_serves(tmp_path: Path) -> None:
     assert "rollout_server_url: none" in printed
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("command", ONCE)
 async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command: str) -> None:
     write_environments(tmp_path)
@@ -213,6 +214,7 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
     assert groups.read_text().count("\n") == count == groups.with_suffix(".html").read_text().count("Group ")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("named_by", ["nobody", "server", "environment"])
 async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answers(
     named_by: str, tmp_path: Path

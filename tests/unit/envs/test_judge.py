@@ -41,6 +41,7 @@ async def judging(
         await judge.close()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("part", ["{", '{"', '{"a":', '{"a":[', '{"a":[1,', '{"a": "'])
 def test_a_reply_of_opened_objects_takes_linear_time(part: str) -> None:
     def took(characters: int) -> float:

@@ -155,6 +155,7 @@ def test_the_calculator_replies_to_whatever_is_asked(text: str) -> None:
         assert reply is None or isinstance(reply, str)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("parser", sorted(PARSERS))
 def test_hostile_tool_calls_are_parsed_or_left_as_text_in_linear_time(parser: str) -> None:
     @settings(max_examples=200)

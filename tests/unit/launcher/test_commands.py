@@ -66,6 +66,7 @@ def test_stop_ends_the_launcher_and_its_services(tmp_path: Path) -> None:
     assert not (tmp_path / "pids").exists()
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 def test_stop_ends_a_frozen_launcher(tmp_path: Path) -> None:
     launcher = launch(tmp_path, sleeper())

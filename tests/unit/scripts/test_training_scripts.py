@@ -115,6 +115,7 @@ def test_a_wrong_command_line_is_one_line_and_status_2(script: str, flags: list[
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_each_script_runs_its_recipe(script: str, tmp_path: Path) -> None:
     done = run(f"scripts/{script}", "--dry-run", "--dataset", "arithmetic", "--steps", "3", cwd=tmp_path)

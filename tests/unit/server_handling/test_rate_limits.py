@@ -61,6 +61,7 @@ def refusal(status: int, wish: Callable[[float], str] | None = None) -> Callable
 FRACTION = refusal(429, lambda left_s: f"{left_s:.3f}")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "refuse", [FRACTION, refusal(503, lambda left_s: f"{left_s:.3f}"), refusal(429)], ids=["429", "503", "no wish"]
 )

@@ -1,8 +1,9 @@
 """Trainer ranks without API and vLLM: they learn from made-up batches, and write down the results.
 
     python -m tests.unit.trainer.rank_child JOB.json              this process is one rank: alone, or under torchrun
-    python -m tests.unit.trainer.rank_child --fork JOB.json ...   each job's ranks are forked from this process,
-                                                                  which has loaded torch once for all of them
+    python -m tests.unit.trainer.rank_child --fork                the same of each JOB.json that stdin names: the ranks
+                                                                  are forked from this process, which has loaded torch
+                                                                  once for all of them, and says when they have ended
 
 In a job's directory `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
 """
@@ -338,11 +339,10 @@ def _fork(job: dict[str, Any], rank: int, place: tuple[int, ...]) -> int:
 
 
 if __name__ == "__main__":
-    jobs = [json.loads(Path(path).read_text()) for path in sys.argv[1:] if path != "--fork"]
     if sys.argv[1] != "--fork":
-        main(jobs[0])
+        main(json.loads(Path(sys.argv[1]).read_text()))
     else:
-        for job in jobs:
+        for path in iter(sys.stdin.readline, ""):
             started = time.monotonic()
-            run_forked(job)
-            print(f"{time.monotonic() - started:6.2f} s  {job['out']}", flush=True)
+            run_forked(json.loads(Path(path.strip()).read_text()))
+            print(f"{time.monotonic() - started:6.2f} s", flush=True)

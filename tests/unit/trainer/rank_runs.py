@@ -1,10 +1,13 @@
-"""Runs of trainer ranks for tests: jobs in, what each rank wrote down out. All of them share one start of torch."""
+"""Runs of trainer ranks for tests: jobs in, what each rank wrote down out. All of them share one start of torch, and a
+job runs when a test asks for its result.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ class Job:
     steps: int = 3
     settings: Mapping[str, Any] | None = None
     more: Mapping[str, Any] | None = None
+    after: str | None = None  # the name of a job whose result this one needs
 
 
 @dataclass(frozen=True)
@@ -61,33 +65,44 @@ class Done:
         return load_file(self.folder / path)
 
 
-def run_jobs(jobs: Mapping[str, Job], folder: Path) -> dict[str, Done]:
-    """Run them one after the other; the results by name."""
-    paths = []
-    for name, job in jobs.items():
-        out = folder / name
+class Runs(dict[str, Done]):
+    """The results of jobs by name. Each job runs once, when it is asked for."""
+
+    def __init__(self, jobs: Mapping[str, Job], folder: Path, server: "subprocess.Popen[str]") -> None:
+        super().__init__()
+        self._jobs, self._folder, self._server = jobs, folder, server
+
+    def __missing__(self, name: str) -> Done:
+        job, out = self._jobs[name], self._folder / name
+        if job.after is not None:
+            self[job.after]
         out.mkdir()
         settings = {"model_name": job.model, "lr": 1e-3, "micro_batch_tokens": 40, "logits_chunk_mb": 1}
-        (out / "job.json").write_text(
-            json.dumps(
-                {
-                    "out": str(out),
-                    "ranks": job.ranks,
-                    "steps": job.steps,
-                    "config": settings | {"dist_timeout_s": 50.0} | dict(job.settings or {}),
-                    **(job.more or {}),
-                }
-            )
-        )
-        paths.append(str(out / "job.json"))
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit.trainer.rank_child", "--fork", *paths],
-        check=True,
+        config = settings | {"dist_timeout_s": 50.0} | dict(job.settings or {})
+        content = {"out": str(out), "ranks": job.ranks, "steps": job.steps, "config": config, **(job.more or {})}
+        (out / "job.json").write_text(json.dumps(content))
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(f"{out / 'job.json'}\n")
+        self._server.stdin.flush()
+        assert self._server.stdout.readline(), "the process that forks ranks has ended"
+        self[name] = Done(out)
+        return self[name]
+
+
+@contextmanager
+def running_jobs(jobs: Mapping[str, Job], folder: Path) -> Iterator[Runs]:
+    """Jobs that can be asked for."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.trainer.rank_child", "--fork"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=800,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    return {name: Done(folder / name) for name in jobs}
+    with server:  # whose stdin is closed at the end, which ends it
+        yield Runs(jobs, folder, server)
 
 
 def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:

@@ -22,6 +22,7 @@ def test_every_template_can_be_asked_for() -> None:
     assert [path.name for path in TEMPLATES] == sorted(KINDS)
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)

@@ -84,6 +84,7 @@ async def test_a_model_behind_an_api_is_evaluated_by_a_recipe(tmp_path: Path) ->
     assert all("secret" not in path.read_text() for path in (tmp_path / "api").rglob("*") if path.is_file())
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.slow
 async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> None:
@@ -114,6 +115,7 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
     assert len(samples.read_text().splitlines()) == 10
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.slow
 async def test_the_same_greedy_evaluation_again_pays_for_nothing(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_every_line_stays_and_no_bar_does(tmp_path: Path, rows: int, columns: in
     assert seen.status == 0
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.parametrize(
     ("how", "status", "last"),
@@ -202,6 +203,7 @@ def test_no_color_is_no_color(tmp_path: Path) -> None:
     assert "━" in seen.raw
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 @pytest.mark.parametrize("term", ["dumb", "unknown", ""])
 def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, term: str) -> None:

@@ -334,6 +334,7 @@ def test_a_launcher_ends_what_a_killed_one_has_left_in_the_same_run(tmp_path: Pa
     assert not lives(deaf)
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_service_survives_a_launcher_that_is_ended_at_any_moment_of_its_start(

@@ -1,8 +1,10 @@
 """Ranks that split layers compute what one computes: tensor parallelism on Gloo, alone and with FSDP2.
 
-All runs are made once, by one process that forks their ranks (rank_child.py).
+A run is made once, when a test asks for it, by one process that forks the ranks of all (rank_child.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from example_trainer.model.tensor_parallel import expect_divisible, partial_para
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import item, model_folder, tiny_model
 from tests.unit.trainer.rank_child import sequences
-from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
+from tests.unit.trainer.rank_runs import Done, Job, Runs, largest_difference, running_jobs
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,7 +56,8 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
 BITS = {"compute_dtype": "bfloat16"}
 
 
-def run(jobs: dict[str, Job], folder: Path) -> dict[str, Done]:
+@contextmanager
+def running(jobs: dict[str, Job], folder: Path) -> Iterator[Runs]:
     models = {
         family: model_folder(
             folder / "models" / family,
@@ -77,23 +80,22 @@ def run(jobs: dict[str, Job], folder: Path) -> dict[str, Done]:
     models["odd"] = model_folder(folder / "models" / "odd", tie_word_embeddings=True, initializer_range=0.1)
     models["biased"] = model_folder(folder / "models" / "biased", family="qwen2", vocab_size=98, initializer_range=0.1)
     plain = {"micro_batch_tokens": BUDGET, "dual_clip": 0, "share_prefixes": False}
-    return run_jobs(
-        {
-            name: Job(
-                models[job.model],
-                job.ranks,
-                job.steps,
-                plain | dict(job.settings or {}),
-                {"chunk_rows": 5} | dict(job.more or {}),
-            )
-            for name, job in jobs.items()
-        },
-        folder,
-    )
+    made = {
+        name: Job(
+            models[job.model],
+            job.ranks,
+            job.steps,
+            plain | dict(job.settings or {}),
+            {"chunk_rows": 5} | dict(job.more or {}),
+        )
+        for name, job in jobs.items()
+    }
+    with running_jobs(made, folder) as runs:
+        yield runs
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Every run of one or two ranks, by name."""
     jobs = {f"{family} one": Job(family, 1, STEPS) for family in FAMILIES}
     jobs |= {f"{family} two": Job(family, 2, STEPS, TP) for family in FAMILIES}
@@ -107,7 +109,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     jobs["copies never summed"] = Job("one llama", 2, FEW, TP, {"mutation": "never"})
     jobs["copies summed each time"] = Job("one llama", 2, FEW, TP, {"mutation": "each"})
     jobs["bfloat16"] = Job("qwen3", 2, STEPS, TP | BITS)
-    return run(jobs, tmp_path_factory.mktemp("tp"))
+    with running(jobs, tmp_path_factory.mktemp("tp")) as runs:
+        yield runs
 
 
 def differences(one: Done, several: Done, path: str = "model/model.safetensors") -> dict[str, float]:
@@ -134,7 +137,7 @@ def test_the_runs_have_four_micro_batches_and_more() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
+def test_two_ranks_agree_with_one(done: Runs, family: str) -> None:
     one, two = done[f"{family} one"], done[f"{family} two"]
     expect_agreement(one, two)
     found = differences(one, two)
@@ -142,14 +145,16 @@ def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
     assert found["norm"] <= PLAIN_NORM, found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", RUNS)
-def test_settings_work_as_without(done: dict[str, Done], name: str) -> None:
+def test_settings_work_as_without(done: Runs, name: str) -> None:
     one, two = done[f"{name} one"], done[f"{name} two"]
     expect_agreement(one, two, ADAPTER if "lora" in name else "model/model.safetensors")
     for column in {"penalties": ("kl", "entropy"), "recomputed": ("ratio_mean",)}.get(name, ()):
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("one", "name"),
     [
@@ -159,9 +164,7 @@ def test_settings_work_as_without(done: dict[str, Done], name: str) -> None:
         ("one head llama one", "copies summed each time"),
     ],
 )
-def test_norms_of_queries_and_keys_and_copies_of_heads_must_be_summed_once(
-    done: dict[str, Done], one: str, name: str
-) -> None:
+def test_norms_of_queries_and_keys_and_copies_of_heads_must_be_summed_once(done: Runs, one: str, name: str) -> None:
     """Else the loss looks right, and the weights are not. The second way is that of a hook on the module's backward
     pass, which sums what it has summed before.
     """
@@ -171,14 +174,15 @@ def test_norms_of_queries_and_keys_and_copies_of_heads_must_be_summed_once(
     assert found["weights"] > 10 * WEIGHTS
 
 
-def test_bfloat16_computes_about_the_same(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_bfloat16_computes_about_the_same(done: Runs) -> None:
     one, two = done["qwen3 one"], done["bfloat16"]
     assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.05)
     assert two.column("loss") != pytest.approx(one.column("loss"), abs=1e-6)
 
 
-def test_metrics_count_each_token_once(done: dict[str, Done]) -> None:
+def test_metrics_count_each_token_once(done: Runs) -> None:
     one, two = done["qwen3 one"].results, done["qwen3 two"].results
     for ours, theirs in zip(one["steps"], two["steps"], strict=True):
         assert ours.keys() == theirs.keys()
@@ -187,7 +191,7 @@ def test_metrics_count_each_token_once(done: dict[str, Done]) -> None:
     assert [len(values) for values in two["by_sequence"]] == [len(values) for values in one["by_sequence"]]
 
 
-def test_each_rank_holds_its_part_of_what_is_split_and_the_same_of_the_rest(done: dict[str, Done]) -> None:
+def test_each_rank_holds_its_part_of_what_is_split_and_the_same_of_the_rest(done: Runs) -> None:
     first, second = (done["qwen3 two"].rank(rank) for rank in (0, 1))
     split = {name for name, (own, whole) in first["parameters"].items() if own != whole}
     assert len(split) == 2 * 7 + 1  # of two layers, and the embedding, which is the head
@@ -201,7 +205,7 @@ def test_each_rank_holds_its_part_of_what_is_split_and_the_same_of_the_rest(done
     assert odd["model.embed_tokens.weight"] == [[97, 32], [97, 32]]
 
 
-def test_ranks_that_hold_the_same_head_hold_the_same_bits_of_it(done: dict[str, Done]) -> None:
+def test_ranks_that_hold_the_same_head_hold_the_same_bits_of_it(done: Runs) -> None:
     first, second = (done["one head qwen2 two"].rank(rank) for rank in (0, 1))
     copied = [name for name in first["parameters"] if "k_proj" in name or "v_proj" in name]
     assert len(copied) == 2 * 4  # of two layers, weights and biases
@@ -214,7 +218,7 @@ def test_ranks_that_hold_the_same_head_hold_the_same_bits_of_it(done: dict[str, 
     assert counted == {name: tuple(own) for name, (own, _) in first["parameters"].items()}
 
 
-def test_groups_of_ranks_have_the_configured_deadline(done: dict[str, Done]) -> None:
+def test_groups_of_ranks_have_the_configured_deadline(done: Runs) -> None:
     assert done["llama two"].rank(0)["seconds"] == [50.0] * 3
     assert done["one head llama two"].rank(0)["mesh_seconds"] == {"tp": [50.0], "heads copies": [50.0] * 2}
 
@@ -240,20 +244,20 @@ def test_tensor_parallelism_with_fsdp2_and_replicas_agrees_with_one(tmp_path: Pa
         "odd 2 x 2": Job("odd", 4, STEPS, TP | STEADY),
         "lora one": Job("qwen3", 1, STEPS, LORA),
     }
-    found = run(jobs, tmp_path)
-    for family in (*FAMILIES, "odd"):
-        expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"])
-    for name in four:
-        whole = name != "lora"
-        one = found["qwen3 one" if whole else "lora one"]
-        expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER)
-    for name in copied:
-        expect_agreement(found["qwen3 one" if "two" in name else "one head one"], found[name])
-    shares = [found["2 x 2"].rank(rank)["parameters"] for rank in range(4)]
-    for name, (_, whole) in shares[0].items():
-        held = sum(torch.Size(share[name][0]).numel() for share in shares)
-        norm = len(whole) == 1  # whole along "tp"
-        assert held == torch.Size(whole).numel() * (2 if norm else 1), name
+    with running(jobs, tmp_path) as found:
+        for family in (*FAMILIES, "odd"):
+            expect_agreement(found[f"{family} one"], found[f"{family} 2 x 2"])
+        for name in four:
+            whole = name != "lora"
+            one = found["qwen3 one" if whole else "lora one"]
+            expect_agreement(one, found[name], "model/model.safetensors" if whole else ADAPTER)
+        for name in copied:
+            expect_agreement(found["qwen3 one" if "two" in name else "one head one"], found[name])
+        shares = [found["2 x 2"].rank(rank)["parameters"] for rank in range(4)]
+        for name, (_, whole) in shares[0].items():
+            held = sum(torch.Size(share[name][0]).numel() for share in shares)
+            norm = len(whole) == 1  # whole along "tp"
+            assert held == torch.Size(whole).numel() * (2 if norm else 1), name
 
 
 # --- what cannot be split ---------------------------------------------------------------------------------------------

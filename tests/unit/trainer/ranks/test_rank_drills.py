@@ -176,6 +176,7 @@ def test_two_ranks_train_listen_on_loopback_alone_and_end_on_ctrl_c(drills: Dril
     assert drills.server.senders == 2
 
 
+@pytest.mark.rotating
 def test_a_server_that_knows_one_sender_alone_gets_gathered_weights(drills: Drills) -> None:
     drills.server.protocol = 1
     with Trainer(drills, GRPO, *PLAIN) as trainer:
@@ -206,6 +207,7 @@ def test_a_rank_that_is_killed_in_a_forward_pass_or_a_sync_ends_all(
     assert f"in `{where}`: connection closed by the peer" in trainer.log
 
 
+@pytest.mark.rotating
 def test_a_rank_that_is_stopped_in_a_forward_pass_ends_all_after_the_deadline(drills: Drills) -> None:
     with drilled(drills, "1 gradients STOP", "--dist-timeout-s", "8") as trainer:
         since = trainer.wait_for("DRILL")
@@ -215,6 +217,7 @@ def test_a_rank_that_is_stopped_in_a_forward_pass_ends_all_after_the_deadline(dr
     assert error.startswith("grpo: error: trainer rank 1 of 2 is stopped (SIGSTOP), and did not answer for 8 s")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_of_tensor_parallelism_send_what_they_hold(drills: Drills, ranks: int) -> None:
     """By the digest, which ends the run if it differs, vLLM has every word. Four ranks are a mesh of 2 x 2."""
@@ -246,6 +249,7 @@ def test_a_sync_takes_no_ranks_memory_beyond_two_buckets(tmp_path: Path, sends: 
     assert max(most.values()) <= 2 * largest + 50e6 < server.manifest.nbytes / 2, most
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("act", ["KILL", "STOP"])
 def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the_version_is_served(
     drills: Drills, act: str
@@ -264,12 +268,14 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_ends_all_and_nothing_of_the
     assert (drills.server.senders, drills.server.version) == (2, 0)
 
 
+@pytest.mark.rotating
 def test_a_rank_that_sends_for_longer_than_the_ranks_deadline_is_waited_for(drills: Drills) -> None:
     with drilled(drills, "1 sending SLOW", "--dist-timeout-s", "5") as trainer:
         trainer.ends(0)
     assert (drills.server.senders, drills.server.version) == (2, 2)
 
 
+@pytest.mark.rotating
 def test_an_error_of_one_rank_is_everyones_and_printed_once(drills: Drills) -> None:
     """Also where the others wait for that rank in a forward pass."""
     with drilled(drills, "1 gradients TrainerError") as trainer:
@@ -304,6 +310,7 @@ def test_a_rank_that_never_comes_is_missed_by_name(drills: Drills) -> None:
     assert error.endswith("within 12 s (--dist-timeout-s): rank 1 of 2 has not connected")
 
 
+@pytest.mark.rotating
 def test_a_killed_parent_takes_all_ranks_along_and_vllms_session_is_closed(drills: Drills) -> None:
     """Started by the console script."""
     with Trainer(drills, CONSOLE_SCRIPT, *PLAIN, batches=1) as trainer:
@@ -313,6 +320,7 @@ def test_a_killed_parent_takes_all_ranks_along_and_vllms_session_is_closed(drill
         trainer.ends(-signal.SIGKILL)
 
 
+@pytest.mark.rotating
 def test_torchrun_starts_the_same_program_and_ends_it_when_a_rank_is_killed(drills: Drills) -> None:
     """Its MASTER_PORT is where ranks meet, and not where vLLM's workers do."""
     with Trainer(drills, [*TORCHRUN, "--nproc-per-node", "2", "example_trainer/grpo.py"], batches=1) as trainer:
@@ -326,6 +334,7 @@ def test_torchrun_starts_the_same_program_and_ends_it_when_a_rank_is_killed(dril
     assert "SIGKILL" in trainer.log
 
 
+@pytest.mark.rotating
 def test_two_agents_of_torchrun_train_together(drills: Drills) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -1,8 +1,9 @@
 """Several trainer ranks compute what one computes: FSDP2 on Gloo, tiny models, float32 unless a test says otherwise.
 
-All runs are made once, by one process that forks their ranks (rank_child.py).
+A run is made once, when a test asks for it, by one process that forks the ranks of all (rank_child.py).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of
 from tests.unit.trainer.fakes import item, model_folder
 from tests.unit.trainer.rank_child import sequences
-from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
+from tests.unit.trainer.rank_runs import Done, Job, Runs, largest_difference, running_jobs
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -79,7 +80,7 @@ BIG = {
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Every run of this module, by name."""
     folder = tmp_path_factory.mktemp("ranks")
     models = {
@@ -109,7 +110,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"recomputed {ranks}": Job("llama", ranks, 2, RECOMPUTED, {"batch": {"top_p": 0.8}}),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora, prefixes once {ranks}": Job("llama", ranks, 2, LORA | {"share_prefixes": True}),
-            f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
+            f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1/model")}, "lora 1"),
             f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | LORA_KL),
         }
     for name in SHARED_TOO:
@@ -127,8 +128,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         # shared prefixes are in other sums where there are other ranks: most tests compare more closely than that
         settings = {"micro_batch_tokens": BUDGET, "dual_clip": 0, "share_prefixes": False} | dict(job.settings or {})
         more = {"chunk_rows": 5} | dict(job.more or {})
-        jobs[name] = Job(models[job.model], job.ranks, job.steps, settings, more)
-    return run_jobs(jobs, folder)
+        jobs[name] = Job(models[job.model], job.ranks, job.steps, settings, more, job.after)
+    with running_jobs(jobs, folder) as runs:
+        yield runs
 
 
 def zeros_folder(path: Path) -> str:
@@ -169,20 +171,22 @@ def test_the_runs_have_several_passes_a_rank_packed_ones_and_copies() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
+def test_two_ranks_agree_with_one(done: Runs, family: str) -> None:
     expect_agreement(done[f"{family} 1"], done[f"{family} 2"], loss=LOSS)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", SAME_RESULT)
-def test_how_a_run_is_spread_does_not_change_it(done: dict[str, Done], name: str) -> None:
+def test_how_a_run_is_spread_does_not_change_it(done: Runs, name: str) -> None:
     expect_agreement(done["few steps"], done[name], weights=3 * WEIGHTS)
 
 
-def test_ranks_multiply_by_onednn(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_ranks_multiply_by_onednn(done: Runs) -> None:
     expect_agreement(done["few steps"], done["oneDNN"], loss=10 * LOSS, weights=10 * WEIGHTS)
 
 
-def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
+def test_metrics_are_of_all_ranks(done: Runs) -> None:
     one, two = done["llama 1"].results["steps"], done["llama 2"].results["steps"]
     for ours, theirs in zip(one, two, strict=True):
         assert ours.keys() == theirs.keys()
@@ -192,12 +196,12 @@ def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
         assert ours["bit_exact/tokens"] > 0
 
 
-def test_every_rank_knows_the_least_memory_of_any(done: dict[str, Done]) -> None:
+def test_every_rank_knows_the_least_memory_of_any(done: Runs) -> None:
     for rank in range(3):
         assert done["three ranks"].rank(rank)["least"] == {"device": 10, "host": 18}
 
 
-def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
+def test_settings_of_fsdp2_have_their_effect(done: Runs) -> None:
     def calls(name: str) -> tuple[int, int]:
         found = done[name].rank(0)["calls"]
         return found["gathers"][0], found["sums"][0]
@@ -211,8 +215,9 @@ def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3
 
 
+@pytest.mark.rotating
 def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_environment(
-    done: dict[str, Done],
+    done: Runs,
 ) -> None:
     one, two = done["penalties 1"], done["penalties 2"]
     expect_agreement(one, two)
@@ -224,8 +229,9 @@ def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_e
     assert len(reference) == len(two.rank(0)["parameters"])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["sequences' ratios", "token's corrections"])
-def test_objectives_and_corrections_agree(done: dict[str, Done], name: str) -> None:
+def test_objectives_and_corrections_agree(done: Runs, name: str) -> None:
     one, two = done[f"{name} 1"], done[f"{name} 2"]
     expect_agreement(one, two)
     figure = "importance_masked_frac" if name == "sequences' ratios" else "importance_truncated_frac"
@@ -234,8 +240,9 @@ def test_objectives_and_corrections_agree(done: dict[str, Done], name: str) -> N
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", SHARED_TOO)
-def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: dict[str, Done], name: str) -> None:
+def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: Runs, name: str) -> None:
     whole, shared = done[f"{name} 1"], done[f"{name}, prefixes once"]
     expect_agreement(whole, shared, weights=3 * WEIGHTS)
     for column in ("ratio_max", "ratio_mean", "pg_loss", "entropy", "kl", "importance_masked_frac"):
@@ -243,7 +250,8 @@ def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: di
             assert shared.column(column) == pytest.approx(whole.column(column), rel=1e-5, abs=1e-7)
 
 
-def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_recomputed_log_probabilities_agree_after_an_update_too(done: Runs) -> None:
     """The metrics are of each batch's second update, in which the ratios are against the policy before the first."""
     one, two = done["recomputed 1"], done["recomputed 2"]
     expect_agreement(one, two)
@@ -251,6 +259,7 @@ def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, 
     assert all(ratio != 1 and ratio == pytest.approx(1, abs=0.1) for ratio in one.column("ratio_mean"))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("one", "several"),
     [
@@ -258,9 +267,7 @@ def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, 
         *(("few steps", name) for name in ("three ranks", "a sequence a pass", "prefixes once")),
     ],
 )
-def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(
-    done: dict[str, Done], one: str, several: str
-) -> None:
+def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(done: Runs, one: str, several: str) -> None:
     expected, found = done[one].results["by_sequence"], done[several].results["by_sequence"]
     assert [len(values) for values in found] == [len(values) for values in expected]
     assert len(expected) == 15
@@ -268,14 +275,16 @@ def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(
         assert mine == pytest.approx(other, abs=1e-4)
 
 
-def test_an_adapter_learns_the_same_from_shared_prefixes_on_ranks(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_an_adapter_learns_the_same_from_shared_prefixes_on_ranks(done: Runs) -> None:
     one, two = (done[f"lora, prefixes once {ranks}"] for ranks in (1, 2))
     expect_agreement(one, two, path=ADAPTER, weights=LORA_WEIGHTS)
     few = [done["lora 1"].column(name)[:2] for name in ("loss", "grad_norm")]
     assert few == [pytest.approx(one.column(name), rel=1e-4) for name in ("loss", "grad_norm")]
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: Runs) -> None:
     one, two = done["clipped 1"], done["clipped 2"]
     assert min(one.column("grad_norm")) > 5 * CLIPPED["max_grad_norm"]
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=NORM)
@@ -284,7 +293,8 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done])
     assert largest_difference(after, two.tensors()) <= 1e-7
 
 
-def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: Runs) -> None:
     assert len(sequences(0, groups=1, answers=2)[0]) == 1
     expect_agreement(done["few 1"], done["few 2"])
 
@@ -292,7 +302,8 @@ def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: dict[str, Done]) -> 
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_computes_about_the_same(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_bfloat16_computes_about_the_same(done: Runs) -> None:
     one, two = done["llama 1"], done["bfloat16"]
     assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
@@ -300,12 +311,14 @@ def test_bfloat16_computes_about_the_same(done: dict[str, Done]) -> None:
     assert {*two.rank(0)["dtypes"].values()} == {"float32"}
 
 
-def test_the_gradient_of_the_head_is_summed_in_float32(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_the_gradient_of_the_head_is_summed_in_float32(done: Runs) -> None:
     few, many = done["bfloat16, chunks of 1000"], done["bfloat16, chunks of 2"]
     assert many.column("grad_norm") == pytest.approx(few.column("grad_norm"), rel=1e-6)
 
 
-def test_updates_smaller_than_bfloat16_are_kept(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_updates_smaller_than_bfloat16_are_kept(done: Runs) -> None:
     before, after = (done["small steps"].tensors(f"{name}/model.safetensors") for name in ("start", "model"))
     moved = sum(int((before[name] != after[name]).sum()) for name in before)
     assert moved >= 0.88 * sum(tensor.numel() for tensor in before.values())
@@ -316,7 +329,7 @@ def test_updates_smaller_than_bfloat16_are_kept(done: dict[str, Done]) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama 2", 2), ("three ranks", 3), ("all in host memory", 2)])
-def test_each_rank_holds_its_rows_of_weights_and_moments(done: dict[str, Done], name: str, ranks: int) -> None:
+def test_each_rank_holds_its_rows_of_weights_and_moments(done: Runs, name: str, ranks: int) -> None:
     shares = [done[name].rank(rank) for rank in range(ranks)]
     for parameter, (_, whole) in shares[0]["parameters"].items():
         rows = [share["parameters"][parameter][0][0] for share in shares]
@@ -327,14 +340,14 @@ def test_each_rank_holds_its_rows_of_weights_and_moments(done: dict[str, Done], 
             assert share["moments"][parameter] == share["parameters"][parameter][0]
 
 
-def test_replicas_share_the_weights_of_their_own_shards(done: dict[str, Done]) -> None:
+def test_replicas_share_the_weights_of_their_own_shards(done: Runs) -> None:
     shares = [done["replicas of shards"].rank(rank)["parameters"] for rank in range(4)]
     assert shares[0] == shares[2]
     assert shares[1] == shares[3]
     assert all(local[0] * 2 in (whole[0], whole[0] + 1) for local, whole in shares[0].values())
 
 
-def test_no_rank_holds_the_model_while_it_loads(done: dict[str, Done]) -> None:
+def test_no_rank_holds_the_model_while_it_loads(done: Runs) -> None:
     for rank in (0, 1):
         about = done["big"].rank(rank)
         nbytes = sum(4 * torch.Size(whole).numel() for _, whole in about["parameters"].values())
@@ -347,7 +360,7 @@ def test_no_rank_holds_the_model_while_it_loads(done: dict[str, Done]) -> None:
 
 
 @pytest.mark.parametrize(("name", "groups"), [("llama 2", 2), ("replicas", 3), ("replicas of shards", 3)])
-def test_every_group_of_ranks_has_the_configured_deadline(done: dict[str, Done], name: str, groups: int) -> None:
+def test_every_group_of_ranks_has_the_configured_deadline(done: Runs, name: str, groups: int) -> None:
     for rank in (0, 1):
         assert done[name].rank(rank)["seconds"] == [50.0] * groups
 
@@ -355,13 +368,13 @@ def test_every_group_of_ranks_has_the_configured_deadline(done: dict[str, Done],
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_starts_the_same_on_any_number_of_ranks(done: dict[str, Done]) -> None:
+def test_an_adapter_starts_the_same_on_any_number_of_ranks(done: Runs) -> None:
     path = "start/adapter_model.safetensors"
     assert largest_difference(done["lora 1"].tensors(path), done["lora 2"].tensors(path)) == 0
     assert any(tensor.any() for tensor in done["lora 2"].tensors(path).values())
 
 
-def test_two_ranks_train_and_write_the_adapter_that_one_does(done: dict[str, Done]) -> None:
+def test_two_ranks_train_and_write_the_adapter_that_one_does(done: Runs) -> None:
     one, two = done["lora 1"], done["lora 2"]
     expect_agreement(one, two, ADAPTER, weights=LORA_WEIGHTS)
     for name in ("adapter_config.json",):
@@ -371,7 +384,7 @@ def test_two_ranks_train_and_write_the_adapter_that_one_does(done: dict[str, Don
     ]
 
 
-def test_an_adapter_of_several_ranks_loads_in_peft(done: dict[str, Done]) -> None:
+def test_an_adapter_of_several_ranks_loads_in_peft(done: Runs) -> None:
     loaded = AutoPeftModelForCausalLM.from_pretrained(done["lora 2"].folder / "model", dtype=torch.float32)
     ids = torch.arange(1, 30)[None]
     with torch.no_grad():
@@ -380,14 +393,16 @@ def test_an_adapter_of_several_ranks_loads_in_peft(done: dict[str, Done]) -> Non
     assert logprobs.tolist() != pytest.approx(done["lora 2"].results["start"], abs=1e-2)
 
 
-def test_an_adapter_resumes_on_another_number_of_ranks(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_an_adapter_resumes_on_another_number_of_ranks(done: Runs) -> None:
     kept = done["lora 1"].tensors(ADAPTER)
     for ranks in (1, 2):
         assert largest_difference(kept, done[f"lora resumed {ranks}"].tensors(f"start/{Path(ADAPTER).name}")) == 0
     expect_agreement(done["lora resumed 1"], done["lora resumed 2"], ADAPTER, weights=LORA_WEIGHTS)
 
 
-def test_an_adapter_is_float32_on_a_base_in_the_compute_dtype(done: dict[str, Done]) -> None:
+@pytest.mark.rotating
+def test_an_adapter_is_float32_on_a_base_in_the_compute_dtype(done: Runs) -> None:
     for ranks in (1, 2):
         about: dict[str, Any] = done[f"lora bfloat16 {ranks}"].rank(0)
         trained = {name for name in about["dtypes"] if ".lora_" in name}
