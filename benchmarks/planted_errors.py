@@ -34,6 +34,7 @@ ERRORS = Path(__file__).with_suffix(".toml")
 OUTSIDE = frozenset({"tests", "benchmarks", "docs"})
 LIMIT_S = 300.0  # for the tests of one error; a planted error may make them hang, which is noticed, too
 WORKERS = 2
+OPTIONS = "-q --no-header --tb=no -rfE -p no:cacheprovider --third all".split()
 NO_FAILURE, FAILURES, BROKEN = 0, 1, 2  # exit statuses of pytest; BROKEN: a test file could not be imported
 
 Outcome = Literal["caught", "missed"]
@@ -144,7 +145,7 @@ def try_out(error: Planted, root: Path) -> Result:
 
 def run_tests(ids: Sequence[str], root: Path, *, slow: bool, first_only: bool = True) -> tuple[int, str]:
     """pytest's exit status, and the first test that failed; FAILURES for tests that did not end in time."""
-    options = ["-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-n", "0" if first_only else "2"]
+    options = [*OPTIONS, "-n", "0" if first_only else "2"]
     options += [] if slow else ["--fast"]
     options += ["-x"] if first_only else []
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}

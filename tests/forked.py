@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
-CHILDREN = ("bridge_child", "single_child", "reload_child", "lora_child")  # of tests/integration: what they load
+CHILDREN = ("bridge_child", "single_child", "reload_child")  # of tests/integration: what they load
 MODELS = ("llama", "qwen2")
 PR_SET_PDEATHSIG = 1
 MOST_BYTES = 1 << 17  # of a request

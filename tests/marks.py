@@ -2,8 +2,8 @@
 
 `services`       the test starts a process. One that does so unmarked fails, at the place where it starts it; so
                  `-m "not services"`, which is --fast, is every test that starts none.
-`rotating`       the test is one of many drills that find the same kind of fault: of those in one file a third runs for
-                 each commit, chosen by it, and all by night.
+`rotating`       the test is one of many drills that find the same kind of fault: a third of them runs for each commit,
+                 chosen by it, and all by night.
 skips in CI      where CI=true, a skip fails the run unless EXPECTED_SKIPS names it: nothing is left out unseen.
 """
 
@@ -11,10 +11,8 @@ import os
 import platform
 import subprocess
 import sys
-import zlib
-from collections import Counter
 from collections.abc import Generator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,20 +41,17 @@ def third_of_commit() -> str:
 
 
 def of_other_thirds(rotating: Sequence[pytest.Item], third: str) -> set[pytest.Item]:
-    """Those that do not run. Each file begins with another third: files with one such test do not all run at once. Of
-    those that share a start of something, `rotating(together=True)`, a file runs all or none.
+    """Those that do not run. Tests that share a start of something, `rotating(together=True)`, of one file all do, or
+    none.
     """
-    places: Counter[str] = Counter()
-    others = set()
+    groups: dict[object, list[pytest.Item]] = {}
     for item in rotating:
-        file = PurePosixPath(item.nodeid.partition("::")[0]).name
         mark = item.get_closest_marker("rotating")
-        alone = mark is None or not mark.kwargs.get("together")
-        place = zlib.crc32(file.encode()) + (places[file] if alone else 0)
-        places[file] += alone
-        if third not in (THIRDS[place % 3], "all"):
-            others.add(item)
-    return others
+        together = mark is not None and mark.kwargs.get("together")
+        groups.setdefault(item.nodeid.partition("::")[0] if together else item, []).append(item)
+    return {
+        item for place, items in enumerate(groups.values()) for item in items if third not in (THIRDS[place % 3], "all")
+    }
 
 
 class NoProcess:

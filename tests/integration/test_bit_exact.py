@@ -191,6 +191,7 @@ def test_temperatures_are_exact(server: Server, trainer: Any) -> None:
     )
 
 
+@pytest.mark.rotating
 def test_truncated_sampling_is_exact(server: Server, trainer: Any) -> None:
     truncations: list[dict[str, Any]] = [
         {"top_p": 0.7},
@@ -202,6 +203,7 @@ def test_truncated_sampling_is_exact(server: Server, trainer: Any) -> None:
     assert_exact(trainer, [sample(server, prompt(1), top_k=5), sample(server, prompt(3), top_p=0.5)])
 
 
+@pytest.mark.rotating
 def test_more_than_four_thousand_tokens_are_exact(server: Server, trainer: Any) -> None:
     long = [partial(sample, server, [random.Random(i).randrange(1000) for _ in range(4100 + 50 * i)]) for i in range(2)]
     assert_exact(trainer, together(long))
@@ -214,6 +216,7 @@ def preemptions(server: Server) -> float:
     return sum(map(float, counts))
 
 
+@pytest.mark.rotating
 def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
     """One request for all the answers: they start together however late a busy machine serves a connection."""
     before = preemptions(server)
@@ -222,6 +225,7 @@ def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
     assert_exact(trainer, sequences, budget=1300)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("path", ["use_shared_memory", "single_copy"])
 def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path: str) -> None:
     config = TrainerConfig.model_validate(
@@ -287,6 +291,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
         assert server.status()["policy_version"] == 1
 
 
+@pytest.mark.rotating
 def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError,
@@ -295,6 +300,7 @@ def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path
         start_server(llama_folder, tmp_path, "--batch-invariant", "--kv-cache-dtype", "fp8")
 
 
+@pytest.mark.rotating
 def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     folder = rotated(LlamaConfig, tmp_path / "llama3", rope_type="llama3", **scaling)

@@ -96,6 +96,7 @@ def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> No
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
 
 
+@pytest.mark.rotating
 def test_the_doctor_compares_a_running_server_with_files(plain_server: Server) -> None:
     def doctor() -> tuple[int, str]:
         done = subprocess.run(
@@ -128,6 +129,7 @@ def cached_tokens(server: Server) -> float:
     return float(found)
 
 
+@pytest.mark.rotating
 def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(server: Server) -> None:
     """The last block of a prompt is always computed again, so another reply alone would not show it: the next token's
     log-probability must be that of the whole prompt under the new weights, which a request for `prompt_logprobs`
@@ -160,6 +162,7 @@ def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(ser
     assert abs(logprob - before[1]) > 10 * PARITY or token != before[0]
 
 
+@pytest.mark.rotating
 def test_only_what_has_changed_is_sent_and_every_word_arrives(server: Server) -> None:
     child = start_child(server, "changes 120")
     code, out, err = finish(child)
@@ -176,6 +179,7 @@ def test_only_what_has_changed_is_sent_and_every_word_arrives(server: Server) ->
     assert sync_and_probe(server) <= PARITY  # of a trainer that sends everything
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])
 def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(
     plain_server: Server, act: str
@@ -193,6 +197,7 @@ def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_on
     assert sync_and_probe(plain_server) <= PARITY
 
 
+@pytest.mark.rotating
 def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server: Server) -> None:
     child = start_child(server, "kill-during-commit")
     read_until(child, "SYNCED 0")
@@ -274,6 +279,7 @@ class Load:
                 self.answers += zip(found["policy_versions"], found["version_spans"], strict=True)
 
 
+@pytest.mark.rotating
 def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(plain_server: Server) -> None:
     child = start_child(plain_server, "freeze-mid-transfer")
     read_until(child, "MID-TRANSFER")
@@ -312,6 +318,7 @@ def without_memory(workers: list[int]) -> Iterator[None]:
             resource.prlimit(worker, resource.RLIMIT_FSIZE, limit)
 
 
+@pytest.mark.rotating
 def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vllm_server: Server) -> None:
     assert sync_and_probe(vllm_server) <= PARITY
     with without_memory(workers_of(vllm_server)):
@@ -322,6 +329,7 @@ def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vll
     assert sync_and_probe(vllm_server) <= PARITY
 
 
+@pytest.mark.rotating
 def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qwen_folder: Path) -> None:
     other = qwen_folder if server.model == str(llama_folder) else llama_folder
     code, _, err = finish(start_child(server, "sync", str(other)))

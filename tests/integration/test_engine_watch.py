@@ -31,6 +31,7 @@ def health_becomes(server: Server, status: int) -> str:
     return reply.text
 
 
+@pytest.mark.rotating
 def test_health_says_why_an_engine_is_of_no_use(llama_folder: Path, tmp_path: Path) -> None:
     server = start_server(llama_folder, tmp_path, "--engine-deadline-s", "3")
     try:

@@ -75,6 +75,7 @@ def check_training_and_files(server: Server, folder: Path) -> None:
         assert digests(server) == expected
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_ranks_train_experts_and_vllm_reads_the_files_that_they_write(qwen3_moe: Server, tmp_path: Path) -> None:
     check_training_and_files(qwen3_moe, tmp_path)

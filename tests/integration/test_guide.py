@@ -58,6 +58,7 @@ def replaced(words: list[str], model: str) -> list[str]:
     return words
 
 
+@pytest.mark.rotating
 def test_the_commands_of_the_page_train_by_hand(tmp_path: Path) -> None:
     model = subprocess.run(
         [sys.executable, "-m", "example_trainer.quickstart_model"],

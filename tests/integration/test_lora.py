@@ -130,6 +130,7 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
             seen.append(name)
 
 
+@pytest.mark.rotating
 def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Server, tmp_path: Path) -> None:
     long = dict(max_tokens=300, temperature=0, ignore_eos=True)
     untouched = complete(server, "base")["choices"][0]["logprobs"]["token_logprobs"]
@@ -171,6 +172,7 @@ def wait_until(holds: Any) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.rotating
 def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_once(
     server: Server, tmp_path: Path
 ) -> None:
@@ -214,6 +216,7 @@ def post_adapter(server: Server, path: Path, name: str = "policy-v9-bad") -> req
     return requests.post(f"{server.url}/v1/bridge/adapter", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
 
 
+@pytest.mark.rotating
 def test_a_bad_adapter_is_refused_and_the_one_before_still_served(
     server: Server, qwen_folder: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_bad_adapter_is_refused_and_the_one_before_still_served(
     assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[9, 9]]
 
 
+@pytest.mark.rotating
 def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(server: Server, tmp_path: Path) -> None:
     with trainer(server, tmp_path) as (bridge, model):
         bridge.sync(0, lambda: None)
@@ -269,6 +273,7 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
         assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [name]
 
 
+@pytest.mark.rotating
 def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
     server: Server, qwen_folder: Path, tmp_path: Path
 ) -> None:
@@ -286,6 +291,7 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
     assert requests.post(f"{server.url}/v1/bridge/adapter", json={}, timeout=DEADLINE_S).status_code == 401
 
 
+@pytest.mark.rotating
 def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match="does not accept LoRA adapters: restart it with --enable-lora"):
         make_bridge(lora_config(vllm_server.model, vllm_server.port, tmp_path))(vllm_server.model, CPU)
@@ -301,6 +307,7 @@ def fill(folder: Path, value: float) -> Path:
     return folder
 
 
+@pytest.mark.rotating
 def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_still_served(
     server: Server, tmp_path: Path
 ) -> None:
@@ -331,6 +338,7 @@ def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_sti
     assert server.generate(PROMPT, max_tokens=2, logprobs=0)["policy_versions"] == [[9, 9]]
 
 
+@pytest.mark.rotating
 def test_numbers_that_are_not_finite_reach_no_later_request(server: Server, tmp_path: Path) -> None:
     """An adapter of finite numbers that overflow leaves NaN in the KV blocks of its requests, which the next ones
     get.

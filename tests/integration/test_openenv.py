@@ -21,7 +21,7 @@ from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_recipes import launch
 from tests.unit.environments.support import running_env
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.rotating(together=True), pytest.mark.timeout(900)]
 
 PAGE = REPOSITORY / "docs/openenv.md"
 GUESS = re.search(r'```python\n("""Guess a number.*?)```', PAGE.read_text(), re.DOTALL)

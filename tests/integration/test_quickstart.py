@@ -144,6 +144,7 @@ def test_troubleshooting_commands_work_in_the_run_folder(finished: Finished) -> 
         assert done.stdout.strip(), (command, done.stderr)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
 def test_a_dying_service_ends_the_others_within_ten_seconds_and_is_named(victim: str, tmp_path: Path) -> None:
     run_name = f"test-{uuid.uuid4().hex[:8]}"

@@ -49,6 +49,7 @@ def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.Complet
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(recipe, marks=[] if recipe in ALWAYS else pytest.mark.nightly) for recipe in RECIPES],

@@ -62,6 +62,7 @@ def test_new_weights_are_served_without_a_restart_and_agree_with_the_trainer(ser
     assert kept.name.startswith("policy-v1-")
 
 
+@pytest.mark.rotating
 def test_a_trainer_killed_while_it_writes_leaves_the_last_version_served(plain_server: Server, tmp_path: Path) -> None:
     child = start_child(plain_server, tmp_path, "kill-mid-write")
     read_until(child, "SYNCED 0")
@@ -72,6 +73,7 @@ def test_a_trainer_killed_while_it_writes_leaves_the_last_version_served(plain_s
     assert not half.exists()
 
 
+@pytest.mark.rotating
 def test_a_trainer_killed_while_vllm_reads_leaves_a_whole_version_served(plain_server: Server, tmp_path: Path) -> None:
     child = start_child(plain_server, tmp_path, "kill-mid-read")
     read_until(child, "SYNCED 0")
@@ -80,6 +82,7 @@ def test_a_trainer_killed_while_vllm_reads_leaves_a_whole_version_served(plain_s
     assert parity_of(start_child(plain_server, tmp_path, "sync")) <= PARITY
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("act", "why"),
     [("damage", "SHA-256 differs"), ("skip", "policy version 2 does not follow 0: it must rise by one")],
@@ -97,6 +100,7 @@ def test_what_is_refused_leaves_the_last_version_served(
     assert vllm_server.status()["refusing"] is None
 
 
+@pytest.mark.rotating
 def test_another_mode_s_trainer_follows(vllm_server: Server, tmp_path: Path) -> None:
     assert parity_of(start_child(vllm_server, tmp_path, "sync")) <= PARITY
     assert sync_and_probe(vllm_server) <= PARITY
@@ -108,6 +112,7 @@ def test_two_hundred_reloads_under_load_fail_no_request_and_leak_nothing(vllm_se
     check_two_hundred_syncs(vllm_server, start_child(vllm_server, tmp_path, "many"))
 
 
+@pytest.mark.rotating
 def test_a_directory_is_served_by_hand(vllm_server: Server, llama_folder: Path, tmp_path: Path) -> None:
     assert by_hand(vllm_server, llama_folder, policy_version=0).status_code == 200
     from_disk = logprobs(vllm_server)
@@ -133,6 +138,7 @@ def test_a_directory_is_served_by_hand(vllm_server: Server, llama_folder: Path, 
     assert same(logprobs(vllm_server), from_disk)
 
 
+@pytest.mark.rotating
 def test_a_killed_server_is_reported_by_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
     server = start_server(llama_folder, tmp_path)
     child = start_child(server, tmp_path, "wait")

@@ -166,6 +166,7 @@ def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_
         child.wait()
 
 
+@pytest.mark.rotating
 def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Server, tmp_path: Path) -> None:
     pid = vllm_server.process.pid
     members = session_members(pid)

@@ -33,6 +33,7 @@ def nothing_is_left(server: Server, mapped: set[int], within_s: float) -> None:
         pass
 
 
+@pytest.mark.rotating
 def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path, tmp_path: Path) -> None:
     server = start_server(llama_folder, tmp_path)
     with trainer_process(str(llama_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:

@@ -200,6 +200,7 @@ def supervised(machines: Machines, drill: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.rotating
 def test_agents_on_two_machines_meet_and_their_ranks_add(machines: Machines) -> None:
     status, said = supervised(machines, "")
     assert status == 0, said
@@ -208,6 +209,7 @@ def test_agents_on_two_machines_meet_and_their_ranks_add(machines: Machines) -> 
     machines.expect_all_gone(5)
 
 
+@pytest.mark.rotating
 def test_the_machine_whose_rank_was_killed_is_named_and_not_the_one_that_misses_it(machines: Machines) -> None:
     status, said = supervised(machines, "kill")
     far = machines.hosts[1].address

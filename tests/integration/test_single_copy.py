@@ -111,6 +111,7 @@ def shared_kb(pid: int, server: Server, child: int) -> int:
     return sum(int(pss) for pss in re.findall(r"memfd:atropos-weights.*?\nPss: +(\d+) kB", smaps, re.DOTALL))
 
 
+@pytest.mark.rotating
 def test_trainer_killed_between_updates_leaves_its_last_version_served(plain_server: Server) -> None:
     child = start_child(plain_server, "idle")
     read_until(child, "SYNCED 0")
@@ -120,6 +121,7 @@ def test_trainer_killed_between_updates_leaves_its_last_version_served(plain_ser
     train_and_probe(plain_server)  # at once: no lease to wait for
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("act", ["kill-mid-update", "kill-before-resume"])
 def test_half_updated_weights_are_never_served(server: Server, act: str) -> None:
     child = start_child(server, act)
@@ -137,6 +139,7 @@ def running_requests(server: Server) -> float:
     return sum(float(found) for found in re.findall(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE))
 
 
+@pytest.mark.rotating
 def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server: Server) -> None:
     child = start_child(vllm_server, "freeze-when-told-mid-update")
     replies: list[requests.Response] = []
@@ -158,6 +161,7 @@ def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server:
     train_and_probe(vllm_server)
 
 
+@pytest.mark.rotating
 def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(plain_server: Server) -> None:
     child = start_child(plain_server, "freeze-mid-update")
     read_until(child, "MID-UPDATE")
@@ -173,6 +177,7 @@ def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(plain_serve
     assert before == after
 
 
+@pytest.mark.rotating
 def test_a_worker_that_fails_is_named_and_the_ranks_stay_in_step(vllm_server_tp2: Server) -> None:
     server = vllm_server_tp2
     child = start_child(server, "freeze-mid-update")
@@ -199,6 +204,7 @@ def bf16_server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     stop_server(server)
 
 
+@pytest.mark.rotating(together=True)
 @pytest.mark.parametrize("bf16_update", ["master", "stochastic"])
 def test_bfloat16_weights_are_trained_in_place(bf16_server: Server, bf16_update: str) -> None:
     prompt = list(range(5, 45))  # what the child trains on
@@ -215,6 +221,7 @@ def test_bfloat16_weights_are_trained_in_place(bf16_server: Server, bf16_update:
     assert sum(learnt) / len(learnt) > -5
 
 
+@pytest.mark.rotating
 def test_failed_update_is_reported_at_once(vllm_server: Server) -> None:
     code, _, err = finish(start_child(vllm_server, "fail-mid-update"))
     assert code != 0
@@ -223,6 +230,7 @@ def test_failed_update_is_reported_at_once(vllm_server: Server) -> None:
     train_and_probe(vllm_server)
 
 
+@pytest.mark.rotating
 def test_second_trainer_is_refused_while_one_lives(plain_server: Server) -> None:
     child = start_child(plain_server, "idle")
     read_until(child, "SYNCED 0")
@@ -234,6 +242,7 @@ def test_second_trainer_is_refused_while_one_lives(plain_server: Server) -> None
     child.wait()
 
 
+@pytest.mark.rotating
 def test_broadcast_and_single_copy_take_turns(plain_server: Server) -> None:
     train_and_probe(plain_server)
     assert sync_and_probe(plain_server) <= PARITY
@@ -241,6 +250,7 @@ def test_broadcast_and_single_copy_take_turns(plain_server: Server) -> None:
     assert sync_and_probe(plain_server) <= PARITY
 
 
+@pytest.mark.rotating
 def test_broadcast_heals_what_a_single_copy_left(vllm_server: Server) -> None:
     child = start_child(vllm_server, "kill-mid-update")
     child.communicate(timeout=DEADLINE_S)
@@ -249,6 +259,7 @@ def test_broadcast_heals_what_a_single_copy_left(vllm_server: Server) -> None:
     assert vllm_server.status()["refusing"] is None
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_two_hundred_updates_under_load_fail_no_request_and_leak_nothing(vllm_server: Server) -> None:
     check_two_hundred_syncs(vllm_server, start_child(vllm_server, "many"))

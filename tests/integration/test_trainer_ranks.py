@@ -50,6 +50,7 @@ def train(
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["vllm_server", pytest.param("vllm_server_tp2", marks=pytest.mark.nightly)])
 def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
@@ -74,6 +75,7 @@ def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     assert sync_and_probe(server) <= PARITY
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["vllm_server", pytest.param("vllm_server_tp2", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(

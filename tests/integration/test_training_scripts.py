@@ -18,6 +18,7 @@ from tests.integration.conftest import REPOSITORY, free_port, session_members
 pytestmark = pytest.mark.timeout(700)
 
 
+@pytest.mark.rotating
 def test_the_restart_script_trains_and_leaves_nothing_behind(llama_folder: Path) -> None:
     run_name = f"test-{uuid.uuid4().hex[:8]}"
     folder = REPOSITORY / "runs" / run_name

@@ -61,6 +61,7 @@ def versions(servers: list[Server]) -> list[int]:
     return [server.status()["policy_version"] for server in servers]
 
 
+@pytest.mark.rotating(together=True)
 def test_servers_on_two_hosts_serve_one_version(trainer: TrainerProcess, servers: list[Server]) -> None:
     for version in (1, 2):
         assert trainer.sync_with(2) == version
@@ -93,6 +94,7 @@ def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
     assert versions(servers) == [version, version]
 
 
+@pytest.mark.rotating(together=True)
 def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(
     trainer: TrainerProcess, servers: list[Server]
 ) -> None:

@@ -22,7 +22,8 @@ def checkout(tmp_path: Path) -> Path:
         "product/other.py": "TWICE = 1\nTWICE = 1\n",
         "tests/deep/test_mean.py": TEST.format("1, 5"),
         "tests/test_one.py": TEST.format("3"),
-        "tests/conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--fast', action='store_true')\n",
+        "tests/conftest.py": "def pytest_addoption(parser):\n"
+        "    parser.addoption('--fast', action='store_true')\n    parser.addoption('--third')\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
