@@ -97,6 +97,7 @@ def server_refusal(argv: list[str]) -> str | None:
     return None if serving.least <= share * GPU else f"vLLM needs {serving.least}, {serving.staging} of it for staging"
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(("command", "gpus"), COMMANDS)
 def test_a_documented_command_is_accepted_by_the_plan(command: str, gpus: str) -> None:

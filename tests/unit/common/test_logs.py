@@ -103,6 +103,7 @@ def test_json_lines_hold_the_same_text() -> None:
     assert json.loads(line)["message"] == ESCAPED
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 def test_vllms_own_formatter_and_uvicorns_access_log_are_covered_by_the_plugin() -> None:
     lines = run(

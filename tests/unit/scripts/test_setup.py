@@ -111,6 +111,7 @@ def test_an_environment_of_uv_is_not_replaced(project: Path) -> None:
     assert (project / ".venv/bin/python").is_file()
 
 
+@pytest.mark.rotating
 def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(project: Path) -> None:
     empty = project / "wheels"
     empty.mkdir()
@@ -191,6 +192,7 @@ def test_it_says_how_much_it_downloads_before_it_does(project: Path, mode: str, 
     assert f"{size} on disk\n" in done.stdout
 
 
+@pytest.mark.rotating
 def test_a_package_of_other_bytes_than_the_locked_ones_is_not_installed(project: Path) -> None:
     served = project / "wheels"
     served.mkdir()

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def run(*command: str, python: str | None = sys.executable, cwd: Path = ROOT) ->
     )
 
 
+@cache
+def helped(script: str) -> subprocess.CompletedProcess[str]:
+    """A script with --help."""
+    return run(f"scripts/{script}", "--help")
+
+
 # none starts a run
 SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "vllm_contract.sh", "vllm_started.sh")
 
@@ -54,7 +61,7 @@ def test_a_script_that_is_no_set_up_is_one_line(script: str) -> None:
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
 def test_every_script_explains_itself(script: str) -> None:
-    done = run(f"scripts/{script}", "--help")
+    done = helped(script)
     assert done.returncode == 0
     assert done.stdout.startswith(
         (
@@ -69,7 +76,7 @@ def test_every_script_explains_itself(script: str) -> None:
 
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
-    shown = run(f"scripts/{script}", "--help").stdout
+    shown = helped(script).stdout
     assert shown.startswith("usage: atropos train RECIPE|FILE.yaml [MODEL]")
     assert MODES[script] in shown
     assert "GPU" in shown

@@ -51,6 +51,7 @@ def saved(folder: Path, form: str, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 def test_a_tokenizer_is_the_one_that_autotokenizer_loads(tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,25 @@ pytest.importorskip("shtab")
 pytestmark = pytest.mark.services
 
 ASK = """\
-source <("$1" -m atropos_launcher completion bash) || exit 1
-shift
+source <(cat) || exit 1
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
 complete -p atropos | grep -q -- ' -F _shtab_atropos atropos' || exit 2
 _shtab_atropos && printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
+@cache
+def script(shell: str) -> str:
+    """What `atropos completion SHELL` prints."""
+    command = [sys.executable, "-m", "atropos_launcher", "completion", shell]
+    return subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def offered(*words: str, cwd: Path) -> set[str]:
     """What TAB offers for the last of the words of a command line."""
     done = subprocess.run(
-        ["bash", "-c", ASK, "bash", sys.executable, "atropos", *words],
+        ["bash", "-c", ASK, "bash", "atropos", *words],
+        input=script("bash"),
         cwd=cwd,
         env=PYTHON_PATH,
         capture_output=True,
@@ -83,8 +91,7 @@ def test_environments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
 def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "atropos_launcher", "completion", shell]
-    text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = script(shell)
     assert "gsm8k_lora" in text or shell == "tcsh"
     assert "--trainer.lr" in text or shell == "tcsh"
     if found := shutil.which(shell):
@@ -93,8 +100,7 @@ def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
 
 
 def test_zsh_registers_what_it_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "atropos_launcher", "completion", "zsh"]
-    text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = script("zsh")
     assert "if [[ $zsh_eval_context[-1] != loadautofunc ]]" in text
     assert '_files -W "(runs)" -/' in text  # a word without parentheses is the name of an array
     if zsh := shutil.which("zsh"):

@@ -141,6 +141,7 @@ def test_the_window_tells_a_run_whose_launcher_was_killed(tmp_path: Path) -> Non
     assert found["problems"] == ["its launcher is gone without a word: it was killed, or the machine stopped"]
 
 
+@pytest.mark.rotating
 @pytest.mark.services
 def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: Path) -> None:
     """A trainer that cannot load its model ends the run; the same words come after Ctrl-C and after a kill."""
