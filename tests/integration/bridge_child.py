@@ -44,6 +44,8 @@ def main(
 ) -> None:
     settings: dict[str, Any] = {"bridge_timeout_s": float(timeout_s), "bridge_backend": backend, "device": device}
     settings["bridge_delta"] = act == "changes"
+    if act.startswith("freeze"):
+        settings["bridge_lease_s"] = 8  # until a test may see its end
     bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, **settings)
     if act == "idle":
         time.sleep(300)

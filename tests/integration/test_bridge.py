@@ -281,7 +281,7 @@ class Load:
 
 @pytest.mark.rotating
 def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(plain_server: Server) -> None:
-    child = start_child(plain_server, "freeze-mid-transfer")
+    child = start_child(plain_server, "freeze-mid-transfer 20")
     read_until(child, "MID-TRANSFER")
     frozen = time.monotonic()
     assert plain_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
