@@ -81,7 +81,7 @@ class FileWeights(WeightSource):
 
 
 def finding(vllm: VllmClient, weights: str | None) -> dict[str, str]:
-    """What the doctor prints of one server: level, found, remedy."""
+    """Compare one server's weights, and return what the doctor prints of it: level, found, remedy."""
     started = time.perf_counter()
     try:
         status, manifest = vllm.status(), vllm.manifest()

@@ -4,7 +4,7 @@ from atroposlib.errors import AtroposError
 
 
 class TrainerError(AtroposError):
-    """What failed, with which value, and what to do about it."""
+    """Is raised with what failed, with which value, and what to do about it."""
 
 
 class ModelError(TrainerError):

@@ -363,7 +363,7 @@ class Run:
         return sync
 
     def is_due(self, step: int) -> bool:
-        """Whether a step ends with a checkpoint."""
+        """Return whether a step ends with a checkpoint."""
         interval = self.config.checkpoint_interval
         return interval > 0 and step % interval == 0
 
@@ -444,7 +444,7 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
 
 
 def registration(config: TrainerConfig) -> Registration:
-    """What the API is told of this run; the step it starts from is known later."""
+    """Build what the API is told about this run; the step it starts from is known later."""
     return Registration(
         wandb_group=config.wandb_group or config.save_path.name,
         wandb_project=config.wandb_project,

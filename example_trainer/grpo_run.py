@@ -80,7 +80,7 @@ def one_gpu(device: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def command(launcher: Path, server: Namespace, config: TrainerConfig) -> list[str]:
-    """What starts the server."""
+    """Return the command that starts the server."""
     words = ["--model", config.model_name, "--port", str(config.vllm_port)]
     words += ["--max-model-len", str(server.max_model_len)]
     words += ["--gpu-memory-utilization", str(server.gpu_memory_utilization)]

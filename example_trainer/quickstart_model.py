@@ -225,7 +225,7 @@ def write_model(gguf_path: Path, folder: Path, advance: Advance = lambda done, t
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file has the size recorded when the directory was made."""
+    """Return whether every file has the size recorded when the directory was made."""
     record = folder / RECORD_NAME
     if not record.is_file():
         return False

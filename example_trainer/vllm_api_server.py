@@ -61,7 +61,7 @@ PLUGIN_GROUPS = (
 
 
 class LaunchError(AtroposError):
-    """What was asked for cannot be served."""
+    """Is raised when what was asked for cannot be served."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,7 +240,9 @@ def _environment_before_vllm() -> None:
 
 
 def _log_in_our_format(folder: Path) -> None:
-    """Of all of vLLM's processes and of uvicorn, unless the user configures vLLM's logging."""
+    """Write the log lines of all of vLLM's processes and of uvicorn in our format, unless the user configures vLLM's
+    logging.
+    """
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH") or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
         return
     path = folder / LOG_CONFIG

@@ -27,7 +27,7 @@ class BridgeError(TrainerError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did; seconds and bytes."""
+    """Reports what one sync did, in seconds and bytes."""
 
     policy_version: int  # what vLLM serves now; behind the trainer's own between two restarts of mode none
     update_s: float  # the optimizer step; part of the stall only where trainer and vLLM share the weights
@@ -53,8 +53,8 @@ class WeightBridge(Protocol):
         """
 
     def parity_probe(self) -> float:
-        """How far vLLM's log-probabilities of a fixed prompt are from the trainer's, root mean square in nats; after a
-        sync that served.
+        """Return how far vLLM's log-probabilities of a fixed prompt are from the trainer's: the root mean square in
+        nats, after a sync that served.
         """
 
     def differing_tensors(self, policy_version: int) -> list[str] | None:

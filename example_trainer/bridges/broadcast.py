@@ -157,8 +157,8 @@ class BroadcastBridge(WeightBridge):
         self._rendezvous.close()
 
     def _on_each(self, act: Callable[[ServerLink], T], at_once: bool = True) -> list[T]:
-        """What `act` returns for each server that lives. One for which it fails is dropped; raises BridgeError when
-        none is left.
+        """Return what `act` returns for each live server. A server for which it fails is dropped; raises BridgeError
+        when none is left.
         """
 
         def attempt(link: ServerLink) -> T | BridgeError:

@@ -62,7 +62,7 @@ def chosen(
     protocols: Mapping[str, int],
     only_changes: bool = False,
 ) -> Direct | None:
-    """How the weights are sent, by --bridge-sends: None where rank 0 sends them all. Logs why.
+    """Choose by --bridge-sends how the weights are sent: None where rank 0 sends them all. Logs why.
 
     Gathering moves most bytes twice, so every rank sends where it can. `protocols` are the servers', by URL; with
     `only_changes`, `sends` is gathered. Raises BridgeError if `sends` is direct and that cannot be.
@@ -166,7 +166,7 @@ class RowSender:
             joined.groups.close()
 
     def _number(self, senders: Senders) -> int | None:
-        """Which sender this rank is."""
+        """Return which sender this rank is; None for a replica, which sends nothing."""
         is_replica = self._place.get(REPLICATE, 0) > 0
         return None if is_replica else self._place.get(SHARD, 0) * senders.tp_size + self._place.get(TP, 0)
 
@@ -244,7 +244,7 @@ class _Joined:
 
 
 def _placed(name: str, parameter: Tensor) -> dict[str, tuple[int, Placement]]:
-    """How a parameter is divided, by dimension of the mesh. Raises CannotSend."""
+    """Return how a parameter is divided, by dimension of the mesh. Raises CannotSend."""
     if not isinstance(parameter, DTensor):
         return {}
     mesh = parameter.device_mesh

@@ -76,7 +76,9 @@ def prepare(config: TrainerConfig, source: str, device: torch.device, launcher: 
 
 
 def servable(config: TrainerConfig, source: str) -> str:
-    """What vLLM can load: of a sharded checkpoint the model, exported as if this run had served it before."""
+    """Return what vLLM can load: a sharded checkpoint is exported as a whole model, as if this run had served it
+    before.
+    """
     if not is_sharded(Path(source)):
         return source
     folder = config.save_path / f"served_{read_policy_version(source)}"
@@ -166,8 +168,8 @@ class VllmServer:
             )
 
     def wait(self, folder: str | None = None, policy_version: int = 0) -> ServerStatus:
-        """Its status once it answers, and serves `folder` as `policy_version` if one is given. Raises BridgeError at
-        --vllm-start-timeout, and at once if our own has ended or serves something else.
+        """Return the server's status once it answers, and serves `folder` as `policy_version` if one is given.
+        Raises BridgeError at --vllm-start-timeout, and at once if our own server has ended or serves something else.
         """
         deadline_s = self._config.vllm_start_timeout
         what = "vLLM" if folder is None else f"vLLM with policy version {policy_version}"
@@ -198,7 +200,7 @@ class VllmServer:
         return wait_for(attempt, Wait(what, self.client.url, deadline_s, late, POLL_S, POLL_S))
 
     def command(self, source: str, policy_version: int, served_name: str) -> list[str]:
-        """What serves `source`: under the name that clients know, and in the dtype served so far."""
+        """Return the command that serves `source` under the name that clients know, in the dtype served so far."""
         config, words = self._config, [str(self._launcher)]
         if isinstance(config.bridge, Adapter):
             # the base model, with an adapter that it samples from

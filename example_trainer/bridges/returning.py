@@ -81,7 +81,7 @@ class ReturningBridge(WeightBridge):
             self._inner.sync(self._version, lambda: None)
 
     def _done(self, act: Callable[[], T], first: Callable[[], None] = lambda: None) -> T:
-        """What `act` returns; after a return of the server `first` comes before it."""
+        """Return what `act` returns; after a return of the server, `first` runs before it."""
         for _ in range(ENOUGH):
             try:
                 return act()
@@ -92,7 +92,9 @@ class ReturningBridge(WeightBridge):
         return act()
 
     def _repaired(self, first: Callable[[], None]) -> BridgeError | None:
-        """Why the server that has returned is not held with its weights; None if it is."""
+        """Reconnect to the returned server, and run `first`. Return why it is not held with its weights; None if it
+        is.
+        """
         try:
             self._inner.reconnect()
             first()

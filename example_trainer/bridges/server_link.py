@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 
 class Rendezvous:
-    """Where the trainer listens: the workers of all servers come here, each session under its own keys."""
+    """Holds the listener that the workers of all servers come to, each session under its own keys."""
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self.address = address
@@ -43,7 +43,9 @@ class Rendezvous:
 
 
 def listen(config: TrainerConfig, mode: Grouped) -> Rendezvous:
-    """Where the workers of all servers will come. Raises BridgeError if a server on another machine could not."""
+    """Listen where the workers of all servers will come. Raises BridgeError if a server on another machine could
+    not.
+    """
     address = _resolve(mode.master_addr, "MASTER_ADDR")
     if ipaddress.ip_address(address).is_loopback:
         for host, _ in config.vllm_servers:

@@ -76,7 +76,7 @@ class Session:
 
 
 class SessionBridge(WeightBridge):
-    """What the bridges with one session have in common: all but `sync`."""
+    """Implements what the bridges with one session have in common: all but `sync`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SessionBridge(WeightBridge):
 
 @contextmanager
 def told(otherwise: str) -> Iterator[None]:
-    """Around a last word to a server, which may be gone: then `otherwise` is logged, and the trainer continues."""
+    """Wrap a last word to a server, which may be gone: then log `otherwise`, and let the trainer continue."""
     try:
         yield
     except RuntimeError as error:
@@ -130,7 +130,9 @@ def told(otherwise: str) -> Iterator[None]:
 
 
 def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> Manifest:
-    """What `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by name and shape."""
+    """Return the manifest of what `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by
+    name and shape.
+    """
     manifest = vllm.manifest()
     with reading(f"trainer and the vLLM server at {vllm.url} do not have the same model", BridgeError):
         compare(manifest, shapes)

@@ -93,7 +93,7 @@ class SglangClient(ServerClient):
     software = "SGLang"
 
     def wait_until_ready(self, deadline_s: float) -> tuple[ServerInfo, ModelInfo]:
-        """What it serves, and how, once it answers. Raises BridgeError at the deadline."""
+        """Return what the server serves, and how, once it answers. Raises BridgeError at the deadline."""
 
         def absent(reason: str) -> BridgeError:
             return BridgeError(

@@ -43,7 +43,7 @@ class ScoresPrompts(Protocol):
     """A client whose server gives log-probabilities of a prompt."""
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Of each token but the first."""
+        """Return the log-probability of each token but the first."""
 
 
 class ScoredPrompt(msgspec.Struct):

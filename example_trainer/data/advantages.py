@@ -9,7 +9,7 @@ STD_EPS = 1e-4
 
 
 def group_advantages(scores: NDArray[np.float64], how: Advantage) -> NDArray[np.float64]:
-    """How much better than its siblings each answer is. `scores` and result: [rollouts].
+    """Compute how much better than its siblings each answer is. `scores` and result: [rollouts].
 
         group_std    score less the mean, over the population standard deviation + 1e-4: GRPO (Shao et al. 2024, arXiv
                      2402.03300, section 4.1.2)
@@ -28,5 +28,7 @@ def group_advantages(scores: NDArray[np.float64], how: Advantage) -> NDArray[np.
 
 
 def has_signal(scores: NDArray[np.float64]) -> bool:
-    """Whether a group can teach anything: its scores differ, or it is a group of one with a score other than zero."""
+    """Return whether a group can teach anything: its scores differ, or it is a group of one with a score other than
+    zero.
+    """
     return bool(scores[0] != 0) if len(scores) == 1 else bool((scores != scores[0]).any())

@@ -75,7 +75,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step trains on, and statistics of everything that was sampled for it.
+    """Holds what one optimizer step trains on, and statistics of everything that was sampled for it.
 
     The statistics count all groups that can be trained on, whether or not they are among the `sequences`;
     `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
@@ -209,7 +209,7 @@ def _advantages(item: ScoredData, how: Advantage, policy_version: int) -> list[N
 
 
 def _why_left_out(item: ScoredData, computed: bool) -> str:
-    """Why no sequence of a group is trained on."""
+    """Explain why no sequence of a group is trained on."""
     if computed:
         return "no token of it is trained on: its answers were cut (--mask-truncated), or lie beyond --seq-len"
     if item.advantages or has_signal(np.asarray(_rollout_scores(item))):

@@ -108,7 +108,7 @@ def deal_shared(sequences: list[Sequence], ranks: int, budget: int) -> list[list
 
 
 def _to_ranks(bins: list[list[int]], sizes: list[int], ranks: int) -> list[list[list[int]]]:
-    """As many micro-batches for each rank, the largest first to the rank with the fewest tokens."""
+    """Deal as many micro-batches to each rank, the largest first, to the rank with the fewest tokens."""
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for size, members in sorted(zip(sizes, bins, strict=True), key=lambda pair: (-pair[0], pair[1])):
@@ -169,7 +169,7 @@ def micro_batches(
 
 
 def _can_share(sequences: list[Sequence]) -> bool:
-    """Whether equal tokens are computed alike: sequences that bring their own experts may differ in them."""
+    """Return whether equal tokens are computed alike: sequences that bring their own experts may differ in them."""
     return all(sequence.routed_experts is None for sequence in sequences)
 
 

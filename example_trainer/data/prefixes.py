@@ -57,8 +57,8 @@ def most_tokens(budget: int, longest: int) -> int:
 
 
 def cut(lengths: PySequence[int], common: PySequence[int], trained: PySequence[int], budget: int) -> list[range]:
-    """Where to cut sequences in tree order into micro-batches of at most `most_tokens`. Of such cuts, the one that
-    computes the fewest tokens twice (a pass counts as PASS).
+    """Choose where to cut sequences in tree order into micro-batches of at most `most_tokens`. Of such cuts, take
+    the one that computes the fewest tokens twice (a pass counts as PASS).
     """
     size, shared, trains = (np.asarray(values, np.int64) for values in (lengths, common, trained))
     new, learned = (size - shared).cumsum(), trains.cumsum()  # distinct tokens and trained ones, up to each sequence

@@ -42,7 +42,9 @@ class Routing:
 
     @contextmanager
     def of(self, given: Tensor | None, *, counted: bool) -> Iterator[None]:
-        """Around a forward pass: the experts of its tokens, if known, until the next one; whether they are compared."""
+        """Wrap a forward pass: set the experts of its tokens, if known, until the next one, and whether they are
+        compared.
+        """
         self._given, self._counts = given, counted and given is not None
         try:
             yield
@@ -50,8 +52,8 @@ class Routing:
             self._counts = False
 
     def take_counts(self) -> tuple[int, int]:
-        """How many pairs of token and layer had another set of experts, and how many were compared, since the last
-        call.
+        """Return how many pairs of token and layer had another set of experts, and how many were compared, since the
+        last call.
         """
         different, compared = (int(sum(counts, start=torch.zeros(()))) for counts in (self._different, self._compared))
         self._different, self._compared = [], []
@@ -110,7 +112,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def shape_of(model: Any) -> RoutingShape | None:
-    """What `routed_experts` of a group for this model must be; None for a model without experts."""
+    """Return the shape that `routed_experts` of a group must have for this model; None for a model without experts."""
     routers = routers_of(model)
     if not routers:
         return None

@@ -12,7 +12,7 @@ from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 
 
 def sampled_staleness(group: ScoredData, policy_version: int) -> list[NDArray[np.int64]]:
-    """Of each sequence's sampled tokens; empty where no versions are known."""
+    """Compute the staleness of each sequence's sampled tokens; empty where no versions are known."""
     return [
         policy_version - versions[np.asarray(mask) != NOT_TRAINED]
         for mask, versions in zip(group.masks, _versions(group), strict=False)
@@ -20,7 +20,8 @@ def sampled_staleness(group: ScoredData, policy_version: int) -> list[NDArray[np
 
 
 def staleness_weights(group: ScoredData, policy_version: int) -> list[NDArray[np.float32]]:
-    """What the advantages of a sequence are multiplied by, [length] or [1]: 1 unless the API down-weights old policies.
+    """Compute what the advantages of a sequence are multiplied by, [length] or [1]: 1 unless the API down-weights
+    old policies.
 
     The API's weight is that of the group's oldest token. Where each token's version is known, it has its own.
     """

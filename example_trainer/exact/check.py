@@ -145,7 +145,7 @@ def summary(row: dict[str, float | int]) -> str:
 
 @dataclass(frozen=True)
 class Served:
-    """How vLLM computes: dtype and tensor-parallel ranks."""
+    """Describes how vLLM computes: dtype and tensor-parallel ranks."""
 
     dtype: str
     tp_size: int

@@ -89,7 +89,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:
-    """Of each segment, the places in the row that its last token sees."""
+    """Return for each segment the places in the row that its last token sees."""
     found: list[Tensor] = []
     for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parents, strict=True):
         found.append(own if parent < 0 else torch.cat([found[parent], own]))

@@ -149,7 +149,7 @@ class ApiClient:
         return wait_for(attempt, Wait("a batch", self.url, timeout_s, failed, why=self.why_no_batch), self._sleep)
 
     def why_no_batch(self, otherwise: str) -> str:
-        """What the API knows of it; `otherwise` where it cannot tell."""
+        """Ask the API why there is no batch; return `otherwise` where it cannot tell."""
         try:
             return ". ".join(explain(self._api.call(routes.ACTIVITY)))
         except (ApiUnreachable, ApiRefused):  # no such route, or down: the next request reports it

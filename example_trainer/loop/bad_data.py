@@ -26,7 +26,7 @@ class Rejection:
 
 
 class RejectionBudget:
-    """Of the last 100 groups, `allowed` may be set aside."""
+    """Allows `allowed` of the last 100 groups to be set aside."""
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed

@@ -204,9 +204,7 @@ class Learner:
         return measured
 
     def by_sequence(self, sequences: list[Sequence], comparison: Comparison) -> list[NDArray[np.float32]]:
-        """What the comparison of these sequences has for each of them: the trainer's log-probabilities of its trained
-        tokens.
-        """
+        """Split the comparison by sequence: the trainer's log-probabilities of each sequence's trained tokens."""
         if not sequences:
             return []
         config, (_, _, column) = self._config, comparison.columns()
@@ -265,7 +263,7 @@ class Learner:
 
     @property
     def in_shared_memory(self) -> bool:
-        """Whether the weights are a vLLM server's own."""
+        """Return whether the weights are a vLLM server's own."""
         return self._storage is not None
 
     def close(self) -> None:
@@ -327,8 +325,8 @@ class Learner:
         self._sender.leave(session)
 
     def _failures(self, act: Callable[[], None]) -> list[str]:
-        """What of `act` failed on which rank, on every rank. Peers are servers' here, so their loss ends no rank; how
-        long they may take is the bridge's limit.
+        """Run `act`, and return on every rank what of it failed on which rank. Peers are servers' here, so their
+        loss ends no rank; how long they may take is the bridge's limit.
         """
         line = torch.empty(0, dtype=torch.uint8)
         try:

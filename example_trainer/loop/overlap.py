@@ -86,7 +86,7 @@ class EarlyGradients:
         return replace(batch, sequences=sequences)
 
     def left(self, sequences: Sequence[Sampled]) -> list[Sampled]:
-        """Those that were not computed early."""
+        """Return the sequences that were not computed early."""
         done = {id(sequence) for part in self.parts for sequence in part.sequences}
         return [sequence for sequence in sequences if id(sequence) not in done]
 

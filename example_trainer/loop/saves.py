@@ -51,7 +51,8 @@ class Save:
 
 
 class Saves:
-    """Those of one run, on rank 0. At most one is being written: the next one, and the run's end, wait for it.
+    """Writes the checkpoints of one run, on rank 0. At most one is being written: the next one, and the run's end,
+    wait for it.
 
     `pause` is how to wait for a while.
     """
@@ -86,8 +87,8 @@ class Saves:
             self.advance()
 
     def advance(self) -> bool:
-        """Whether no checkpoint is being written; one that has just been written has got its name. Never waits. Raises
-        CheckpointError.
+        """Return whether no checkpoint is being written; one that has just been written has got its name. Never
+        waits. Raises CheckpointError.
         """
         self._looked = time.monotonic()
         return self._current is None or self._publish_if_written(self._current)
@@ -141,7 +142,7 @@ class Saves:
         )
 
     def _publish_if_written(self, save: Save) -> bool:
-        """Whether every rank's part is on the disk; the checkpoint has its name then."""
+        """Return whether every rank's part is on the disk; the checkpoint has its name then."""
         written = self._learner.saved()
         failed = [each.failed for each in written if each.failed]
         if not failed and not all(each.name for each in written):
@@ -168,7 +169,9 @@ class Saves:
 
 
 def is_due_sharded(config: TrainerConfig, learner: Learner) -> bool:
-    """Whether this run's checkpoints are in shards. Raises CheckpointError where they are asked for and cannot be."""
+    """Return whether this run's checkpoints are in shards. Raises CheckpointError where they are asked for and
+    cannot be.
+    """
     if config.bridge.trains_adapter or config.checkpoint_format == "hf":
         return False
     shared = learner.ranks.mesh is not None

@@ -34,7 +34,7 @@ from example_trainer.settings.objectives import LossMean
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step updates. The seed and the step decide how the batch is dealt."""
+    """Describes how a step updates. The seed and the step decide how the batch is dealt."""
 
     updates_per_batch: int = 1
     epochs: int = 1
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What one update trains on. `loss_divisor` is what its mean divides by."""
+    """Holds what one update trains on. `loss_divisor` is what its mean divides by."""
 
     sequences: list[Sequence]
     loss_divisor: float
@@ -131,8 +131,8 @@ class Updates:
 
     @property
     def logprobs(self) -> Logprobs:
-        """Those that the trainer gave the trained tokens of each of the batch's sequences before any update; None for a
-        sequence that only a later update computes.
+        """Return the log-probabilities that the trainer gave the trained tokens of each of the batch's sequences
+        before any update; None for a sequence that only a later update computes.
         """
         found: dict[int, NDArray[np.float32]] = {}
         for sequences, comparison in self._compared:
@@ -141,11 +141,13 @@ class Updates:
 
     @property
     def left_out(self) -> str | None:
-        """Why the batch made no update, once `make` has run; None if it made one, or has nothing to train on."""
+        """Explain why the batch made no update, once `make` has run; None if it made one, or has nothing to train
+        on.
+        """
         return str(self._bad) if self._bad is not None and not self.made else None
 
     def row(self) -> Row:
-        """What was measured: metrics of the updates' losses and gradients only if one was made."""
+        """Return what was measured: metrics of the updates' losses and gradients only if one was made."""
         return {
             **values(of_updates(self._measured)),
             **self._checked,
@@ -153,7 +155,7 @@ class Updates:
         }
 
     def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
-        """Its parts; without `early` one."""
+        """Compute the gradient of the first mini-batch, and return its parts; without `early` there is one."""
         if early is None:
             return [Part(mini_batch.sequences, self._gradients(mini_batch), self._learner.comparison)]
         parts = list(early.parts)

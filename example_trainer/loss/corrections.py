@@ -14,7 +14,8 @@ from example_trainer.settings.config import LossSettings
 
 
 def importance_weights(log_weights: Tensor, in_loss: bool, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """What each token's loss is multiplied by, and where a bound acted. `in_loss`: the loss has these ratios already.
+    """Compute what each token's loss is multiplied by, and where a bound acted. `in_loss`: the loss has these ratios
+    already.
 
     truncate   min(w, high): truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
                brings you off-policy RL training", https://fengyao.notion.site/off-policy-rl; Ionides 2008, "Truncated
@@ -34,8 +35,8 @@ def importance_weights(log_weights: Tensor, in_loss: bool, settings: LossSetting
 
 
 def too_far_off_policy(advantages: Tensor, lost: Tensor, limit: float) -> Tensor:
-    """Which tokens are dropped: those with A < 0 of a sequence that has lost more than `limit` nats a token since it
-    was sampled. `lost` is the sequence's mean of sampler's less current log-probability.
+    """Mark the tokens that are dropped: those with A < 0 of a sequence that has lost more than `limit` nats a token
+    since it was sampled. `lost` is the sequence's mean of sampler's less current log-probability.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): pushing down what the policy would
     hardly say any more teaches little, and unsettles much.

@@ -9,7 +9,7 @@ from example_trainer.settings.objectives import Ratio
 
 
 class Sequences:
-    """Which tokens of a micro-batch belong together: sums over a sequence, told to each of its tokens."""
+    """Records which tokens of a micro-batch belong together: sums over a sequence, told to each of its tokens."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         """`counts` are the tokens of each sequence, one after another."""
@@ -18,19 +18,19 @@ class Sequences:
         self.tokens = torch.tensor(counts, dtype=torch.float32, device=device)[self._of]  # of each token's sequence
 
     def sum(self, values: Tensor) -> Tensor:
-        """Of each token, the sum over its sequence."""
+        """Compute for each token the sum over its sequence."""
         sums = torch.zeros(self._number, dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self._of, values.double())[self._of].float()
 
     def mean(self, values: Tensor) -> Tensor:
-        """Of each token, the mean over its sequence."""
+        """Compute for each token the mean over its sequence."""
         return self.sum(values) / self.tokens
 
 
 def of_sequences(differences: Tensor, sequences: Sequences, kind: Ratio) -> tuple[Tensor, Tensor]:
-    """Of each token, the log-ratio of its sequence, and that log-ratio's derivative by the token's own log-probability
-    times the sequence's tokens, over which every token's loss repeats it. `differences` are log-probabilities less the
-    old policy's.
+    """Compute for each token the log-ratio of its sequence, and that log-ratio's derivative by the token's own
+    log-probability times the sequence's tokens, over which every token's loss repeats it. `differences` are
+    log-probabilities less the old policy's.
 
         sequence_mean   (sum of differences) / T     GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7)
         sequence_sum    sum of differences           the ratio of the sequences' probabilities

@@ -66,7 +66,7 @@ class TokenTerms:
         return with_penalties(policy, kl, entropy, settings), policy, metrics
 
     def _kl(self, logprobs: Tensor, chunk: slice) -> Tensor | None:
-        """Of the current policy, with gradient; in the reward of the old one, which earned it."""
+        """Estimate the KL of the current policy, with gradient; in the reward that of the old one, which earned it."""
         settings = self._settings
         if self._reference is None:
             return None

@@ -39,8 +39,8 @@ IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Its weights: how many in all, by name, and how that is known. A model of which only the name tells has the
-    shapes of the known one nearest in size.
+    """Describes a model's weights: how many in all, by name, and how that is known. A model of which only the name
+    tells has the shapes of the known one nearest in size.
     """
 
     count: int
@@ -115,7 +115,7 @@ class ModelSize:
         return max(self.out("gate_proj"), self.experts_per_token * experts[2] if experts else 0)
 
     def split(self, tp: int) -> "ModelSize":
-        """What one of `tp` ranks of tensor parallelism computes with."""
+        """Return what one of `tp` ranks of tensor parallelism computes with."""
         if tp == 1:
             return self
         shapes = split_shapes(self.shapes, tp, self.kv_heads or tp)
@@ -124,8 +124,8 @@ class ModelSize:
         return replace(self, count=self.count * own // whole, shapes=shapes, heads=heads)
 
     def tp_refusal(self, tp: int) -> str | None:
-        """Why `tp` ranks cannot split it, as far as its family and sizes are known; None if they can, or if that is not
-        known.
+        """Explain why `tp` ranks cannot split it, as far as its family and sizes are known; None if they can, or if
+        that is not known.
         """
         if tp > 1 and self.model_type and (why := family_refusal(self.model_type, "this model")):
             return why

@@ -69,7 +69,7 @@ class MemoryItem:
 
 
 def total(items: Sequence[MemoryItem]) -> int:
-    """What is not counted elsewhere."""
+    """Add up the bytes that are not counted elsewhere."""
     return sum(item.nbytes for item in items if not item.shared)
 
 
@@ -84,7 +84,7 @@ def computes_in(config: TrainerConfig, on_gpu: bool) -> Literal["float32", "bflo
 
 
 def offloads(config: TrainerConfig, on_gpu: bool) -> tuple[Offload, ...]:
-    """What --offload may become, cheapest first."""
+    """List what --offload may become, cheapest first."""
     if config.offload != "auto":
         return (config.offload,)
     whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
@@ -93,7 +93,7 @@ def offloads(config: TrainerConfig, on_gpu: bool) -> tuple[Offload, ...]:
 
 @dataclass(frozen=True)
 class Training:
-    """What decides on the memory of a trainer rank."""
+    """Holds what decides on the memory of a trainer rank."""
 
     config: TrainerConfig
     size: ModelSize
@@ -104,7 +104,7 @@ class Training:
 
     @property
     def offload(self) -> Offload:
-        """What is in host memory; none until `auto` is resolved."""
+        """Return what is in host memory; none until `auto` is resolved."""
         return "none" if self.config.offload == "auto" else self.config.offload
 
     @property
@@ -130,7 +130,7 @@ class Training:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 takes part."""
+        """Return whether FSDP2 takes part."""
         return self.ranks > self.tp or self.width < FLOAT32 or self.offload != "none"
 
     @cached_property
@@ -193,8 +193,8 @@ class Training:
 
     @property
     def masks(self) -> int:
-        """Of attention behind a shared prefix, on a CPU: at most 0.65 of a row's square, of which two rows are kept
-        (attention_blocks.py).
+        """Compute the bytes of the masks of attention behind a shared prefix, on a CPU: at most 0.65 of a row's
+        square, of which two rows are kept (attention_blocks.py).
         """
         shares = self.config.shares_prefixes and not self.on_gpu
         return int(2 * 0.65 * FLOAT32 * self.tokens**2) if shares else 0
@@ -234,17 +234,17 @@ class Training:
 
     @property
     def fuses_norms(self) -> bool:
-        """Whether norms are one kernel (fused_norms.py), which keeps its input as it is."""
+        """Return whether norms are one kernel (fused_norms.py), which keeps its input as it is."""
         return self.on_gpu and self.width < FLOAT32
 
     @property
     def kept_of_layer(self) -> int:
-        """How much of it remains by --gradient-checkpointing: its input."""
+        """Compute the bytes of a layer that remain by --gradient-checkpointing: its input."""
         return self.width * self.size.hidden * self.tokens
 
     @property
     def largest_gradients(self) -> int:
-        """Of the feed-forward part: three of its four values."""
+        """Compute the bytes of the feed-forward part's gradients: three of its four values."""
         return 3 * self.width * self.own.inner * self.tokens
 
     @property
@@ -256,7 +256,7 @@ class Training:
 
     @cached_property
     def phases(self) -> dict[str, list[MemoryItem]]:
-        """What one rank's device holds at once."""
+        """List by phase what one rank's device holds at once."""
         stays = [*self.states["device"], *([MemoryItem("CUDA and NCCL, about", CUDA)] if self.on_gpu else [])]
         size, layer, shard = self.own, self.own.layer, self.shard
         activations = MemoryItem("activations of one micro-batch", self.activations + self.masks)
@@ -317,7 +317,7 @@ class Training:
 
     @property
     def items(self) -> list[MemoryItem]:
-        """What a rank's device holds when it is fullest."""
+        """List what a rank's device holds when it is fullest."""
         return self.phases[self.peak]
 
     @property
@@ -331,7 +331,7 @@ class Training:
 
 
 def single_copy(config: TrainerConfig, count: int, is_half: bool) -> list[MemoryItem]:
-    """What training `count` weights takes on the device where vLLM has them."""
+    """List what training `count` weights takes on the device where vLLM has them."""
     halves = count if is_half else 0
     bridge = config.bridge
     rounds = isinstance(bridge, SingleCopy) and bridge.bf16_update == "stochastic"
@@ -352,7 +352,7 @@ def single_copy(config: TrainerConfig, count: int, is_half: bool) -> list[Memory
 
 @dataclass(frozen=True)
 class Room:
-    """What is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
+    """Holds what is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
 
     device: int
     host: int
@@ -378,7 +378,7 @@ def settled(training: Training, room: Room) -> Training:
 
 
 def _passes(training: Training) -> Iterator[dict[str, object]]:
-    """What --micro-batch-tokens and --logits-chunk-mb may become where they are not given, the fastest first."""
+    """List what --micro-batch-tokens and --logits-chunk-mb may become where they are not given, the fastest first."""
     config = training.config
     for tokens in (*GPU_TOKENS, config.pass_tokens):
         yield {
@@ -394,7 +394,7 @@ def decided(training: Training) -> dict[str, object]:
 
 
 def remedies(training: Training, room: Room) -> list[str]:
-    """What makes it fit, as flags, each checked by this plan on devices with as much free memory."""
+    """List the changes that make it fit, as flags, each checked by this plan on devices with as much free memory."""
     found = []
     for words, changed in _changes(training):
         for more, settings in _less_activations(training.config):
@@ -447,7 +447,7 @@ def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, ob
 
 
 def refusal(training: Training, room: Room, where: str) -> str:
-    """Why it does not fit on `where`, with the numbers and the flags that help."""
+    """Explain why it does not fit on `where`, with the numbers and the flags that help."""
     return f"{shortage(training, room, where)}: {advice(training, room)}"
 
 
@@ -478,7 +478,7 @@ def advice(training: Training, room: Room) -> str:
 
 @dataclass(frozen=True)
 class Serving:
-    """What decides on the memory of a rank of vLLM."""
+    """Holds what decides on the memory of a rank of vLLM."""
 
     config: TrainerConfig
     size: ModelSize
@@ -529,7 +529,7 @@ class Serving:
 
     @property
     def least(self) -> int:
-        """What a rank needs inside of --gpu-memory-utilization."""
+        """Compute the bytes that a rank needs inside of --gpu-memory-utilization."""
         return self.weights + self.staging + self.cache_of_one + VLLM_OWN
 
     def share(self, gpu: int, beside_trainer: bool = False) -> float:
@@ -576,7 +576,7 @@ def table(title: str, items: Sequence[MemoryItem], free: int | None = None) -> l
 
 
 def trainer_table(training: Training, room: Room | None = None) -> list[str]:
-    """What each rank of the trainer takes, when its device is fullest."""
+    """List what each rank of the trainer takes, when its device is fullest."""
     rank = f"each of {training.ranks} trainer ranks" if training.ranks > 1 else "the trainer"
     lines = table(f"Memory of {rank}, fullest in: {training.peak}", training.items, room.device if room else None)
     if training.host_items:

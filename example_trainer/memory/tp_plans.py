@@ -42,7 +42,7 @@ MOST = 64  # ranks, the limit of --tp-size
 
 
 def family_refusal(model_type: str, model: str) -> str | None:
-    """Why a family cannot be split; None if it can."""
+    """Explain why a family cannot be split; None if it can."""
     if model_type in PLANS:
         return None
     return (
@@ -52,8 +52,8 @@ def family_refusal(model_type: str, model: str) -> str | None:
 
 
 def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
-    """Why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can. Of fewer key-value
-    heads than ranks, each is held by as many ranks.
+    """Explain why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can. Of fewer
+    key-value heads than ranks, each is held by as many ranks.
     """
 
     def can_split(what: str, tp: int) -> bool:
@@ -68,7 +68,7 @@ def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
 
 
 def sizes(heads: int, kv_heads: int, inner: int) -> dict[str, int]:
-    """What tensor parallelism must divide, for `size_refusal`."""
+    """Name the sizes that tensor parallelism must divide, for `size_refusal`."""
     return {HEADS: heads, KEY_VALUES: kv_heads, "feed-forward features": inner}
 
 

@@ -94,7 +94,9 @@ def attention_blocks(
 
 
 def knows_causal_contexts(device: torch.device) -> bool:
-    """Whether torch computes queries behind a context without a mask: by FlashAttention, which then takes none."""
+    """Return whether torch computes queries behind a context without a mask: by FlashAttention, which then takes
+    none.
+    """
     return device.type == "cuda"
 
 
@@ -103,8 +105,8 @@ def _sees_all(tokens: int, window: int | None) -> bool:
 
 
 def _is_square(size: int, before: int) -> bool:
-    """Whether `size` queries behind a context cost less together with those of the context: on a CPU, where torch skips
-    half of a square, and computes all of a mask.
+    """Return whether `size` queries behind a context cost less together with those of the context: on a CPU, where
+    torch skips half of a square, and computes all of a mask.
     """
     return CAUSAL * (before + size) < size
 
@@ -162,8 +164,8 @@ def _mask(
     window: int | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Which keys of its context and its own each query of the segments `inside` sees: those of its sequence, up to
-    itself, within the window. None where torch knows it: a causal square, and on a GPU one behind a context.
+    """Mark which keys of its context and its own each query of the segments `inside` sees: those of its sequence, up
+    to itself, within the window. None where torch knows it: a causal square, and on a GPU one behind a context.
     """
     longest = max(_depth(segment, lengths, depths) for segment in inside)
     before = depths[inside[0]]

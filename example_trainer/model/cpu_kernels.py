@@ -89,8 +89,8 @@ def _dense(factor: Tensor) -> Tensor:
 
 
 def _torch(left: Tensor, right: Tensor) -> Tensor:
-    """As `onednn_product`, by PyTorch. A processor without AVX-512 multiplies the rounded factors in float32, which is
-    a hundred times as fast as PyTorch's own loop over bfloat16, and rounds the result.
+    """Multiply as `onednn_product` does, by PyTorch. A processor without AVX-512 multiplies the rounded factors in
+    float32, which is a hundred times as fast as PyTorch's own loop over bfloat16, and rounds the result.
     """
     if left.dtype == torch.bfloat16 and not _has_bfloat16():
         return (left.float() @ right.float().t()).bfloat16().float()
@@ -110,7 +110,7 @@ def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this processor: from AVX-512 on."""
+    """Return whether oneDNN multiplies bfloat16 on this processor: from AVX-512 on."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -148,8 +148,8 @@ def kernels_of_run(
     saved: str | None,
     served_dtype: str = "float32",
 ) -> Kernels:
-    """Those of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the fastest.
-    bfloat16 competes where `served_dtype`, in which vLLM computes, is bfloat16. Every rank calls it. Raises
+    """Choose the kernels of --kernels, or for `auto` those that the checkpoint of a resumed run has `saved`, or the
+    fastest. bfloat16 competes where `served_dtype`, in which vLLM computes, is bfloat16. Every rank calls it. Raises
     TrainerError for kernels that this machine does not have.
     """
     here = torch.backends.mkldnn.is_available()
@@ -179,7 +179,7 @@ def kernels_of_run(
 
 
 def _has_its_own(config: TrainerConfig, device: torch.device) -> str | None:
-    """What computes with kernels of its own; None where there is a choice."""
+    """Name what computes with kernels of its own; None where there is a choice."""
     if device.type != "cpu":
         return "a GPU"
     return "--batch-invariant" if config.batch_invariant else "a single copy" if config.bridge.same_devices else None
@@ -276,7 +276,7 @@ def timed(shapes: Shapes, candidates: tuple[Kernels, ...] = ("torch", "onednn"))
 
 
 def _read(cache: Path) -> dict[str, Kernels]:
-    """What earlier runs found; nothing of a file that is not ours."""
+    """Read what earlier runs found; nothing from a file that is not ours."""
     try:
         with expect_regular(cache).open("rb") as file:
             content = file.read(CACHE_BYTES + 1)

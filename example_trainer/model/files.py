@@ -20,7 +20,9 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 class WeightFiles:
-    """Those of `source`, a hub id or a directory. Files are mapped, not read, until a part is asked for."""
+    """Opens the weight files of `source`, a hub id or a directory. Files are mapped, not read, until a part is asked
+    for.
+    """
 
     def __init__(self, source: str) -> None:
         self._folder = Path(source)
@@ -90,7 +92,7 @@ class WeightFiles:
 def safetensors_header(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
 ) -> bytes:
-    """What a safetensors file begins with; the tensors' bytes follow in this order, without gaps.
+    """Build what a safetensors file begins with; the tensors' bytes follow in this order, without gaps.
 
     The format (github.com/huggingface/safetensors): the header's length, then JSON.
     """

@@ -27,7 +27,9 @@ def plain_norms(model: nn.Module) -> list[Any]:
 
 @cache
 def _is_plain(kind: Any) -> bool:
-    """Whether modules of this class are such norms: Gemma's, for one, add 1 to the weight. By what one computes."""
+    """Return whether modules of this class are such norms, by what one computes: Gemma's, for one, add 1 to the
+    weight.
+    """
     if not kind.__name__.endswith("RMSNorm") or list(signature(kind).parameters)[1:] != ["eps"]:
         return False
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):

@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 
 class Ranks(Protocol):
-    """What is needed of parallel.Ranks."""
+    """Declares what is needed of parallel.Ranks."""
 
     size: int
 
@@ -90,7 +90,9 @@ def planned(config: TrainerConfig, device: "torch.device", ranks: Ranks) -> Trai
 
 
 def plan_of_run(config: TrainerConfig) -> list[str]:
-    """What --dry-run prints: the table of a rank on this machine, without loading torch, and why it does not fit."""
+    """Return what --dry-run prints: the table of a rank on this machine, without loading torch, and why it does not
+    fit.
+    """
     size = model_size(config.model_name)
     if size is None:
         return [f"Memory: unknown, because neither config.json nor the name of {config.model_name} gives its size"]
@@ -109,7 +111,7 @@ def plan_of_run(config: TrainerConfig) -> list[str]:
 
 
 def free_room(device: "torch.device", local_ranks: int) -> Room:
-    """What this rank may take."""
+    """Measure what this rank may take."""
     host = available_memory() // local_ranks
     if device.type != "cuda":
         return Room(host, host)
@@ -146,7 +148,7 @@ def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: 
 
 @contextmanager
 def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
-    """Around a run: memory that a device does not give becomes a TrainerError that names the flags to change."""
+    """Wrap a run: memory that a device does not give becomes a TrainerError that names the flags to change."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

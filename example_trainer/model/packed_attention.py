@@ -88,8 +88,8 @@ def tree_attention(
 
 
 class VarlenRows(NamedTuple):
-    """Which keys the queries of a row's segments see, as FlashAttention's call for sequences of many lengths takes it:
-    causal, the last query of a segment seeing all its keys.
+    """Describes which keys the queries of a row's segments see, as FlashAttention's call for sequences of many
+    lengths takes it: causal, the last query of a segment seeing all its keys.
     """
 
     of_queries: Tensor  # [segments + 1], int32: where each begins in the row
@@ -123,7 +123,7 @@ def _varlen_rows(lengths: tuple[int, ...], parents: tuple[int, ...], device: tor
 
 
 def _takes_varlen(query: Tensor) -> bool:
-    """Whether FlashAttention computes sequences of many lengths in one call here."""
+    """Return whether FlashAttention computes sequences of many lengths in one call here."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and query.shape[0] == 1 and query.shape[-1] % 8 == 0
 
@@ -158,8 +158,8 @@ def _attention(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """Of one block, the last of the queries, which come in parts, as keys and values do; without a mask it is causal,
-    the last query seeing all.
+    """Compute the attention of one block, the last of the queries, which come in parts, as keys and values do.
+    Without a mask it is causal, the last query seeing all.
     """
     query, key, value = (
         parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (queries_of, keys_of, values_of)

@@ -74,8 +74,8 @@ def logprobs_and_entropy(
 
 @torch.no_grad()
 def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a target: it
-    was sampled.
+    """Mark which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a
+    target: it was sampled.
     """
     vocabulary = logits.shape[1]
     values, order = logits.sort(-1)

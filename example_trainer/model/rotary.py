@@ -38,7 +38,7 @@ def original_length(config: Any) -> int | None:
 
 
 def _of_layers(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """Those of the whole model, or of each type of its layers."""
+    """Yield the parameters of the whole model, or of each type of its layers."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters:

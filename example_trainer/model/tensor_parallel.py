@@ -157,7 +157,7 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """Its part along the first dimension of the mesh, the same along another."""
+    """Return this rank's part along the first dimension of the mesh, the same along another."""
     own = parameter.detach().chunk(mesh.size(0), dim)[mesh.get_local_rank(0)].contiguous()
     placements = [Shard(dim), *(Replicate() for _ in range(1, mesh.ndim))]
     whole = DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -41,7 +41,7 @@ def _hand_gradient_over(parameter: Tensor) -> None:
 
 
 def exact_value(parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer steps for `parameter`: its master, or itself."""
+    """Return what the optimizer steps for `parameter`: its master, or itself."""
     return parameter.master if isinstance(parameter, MasteredParameter) else parameter
 
 

@@ -31,7 +31,7 @@ SETTINGS = (
 
 
 class Measured(msgspec.Struct):
-    """What is read of a row of metrics.jsonl; null where it was not measured."""
+    """Holds what is read from a row of metrics.jsonl; null where it was not measured."""
 
     step: int
     reward_mean: float | None = None

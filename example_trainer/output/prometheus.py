@@ -81,7 +81,7 @@ class StepCollector(Collector):
             self._sums[""] += max(0.0, row["step_s"] - row["generate_s"] - row["train_s"])  # the rest of a step
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus is told."""
+        """Yield the metrics that Prometheus collects."""
         with self._lock:
             last, sums = self._last, Counter(self._sums)
         for name, text, column in GAUGES:

@@ -12,7 +12,7 @@ NEXT_SEQUENCE = "\n\n[the same rollout continues with another prompt]\n\n"
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model was given, all that followed, and what that earned."""
+    """Holds what a model was given, all that followed, and what that earned."""
 
     prompt: str
     answer: str

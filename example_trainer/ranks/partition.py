@@ -35,7 +35,7 @@ class Part:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Its first row and column."""
+        """Return the part's first row and column."""
         return self.rows.start, 0 if self.columns is None else self.columns.start
 
 
@@ -45,7 +45,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def part(parameter: Tensor) -> Part:
-    """What this rank holds."""
+    """Return the part that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Part(range(parameter.shape[0]) if parameter.ndim else range(0, 1))
     return _part(parameter, _own_place(parameter.device_mesh))
@@ -62,19 +62,19 @@ def holders(parameter: Tensor, mesh: DeviceMesh) -> Iterator[tuple[int, Part]]:
 
 
 def has_tp(mesh: DeviceMesh | None) -> bool:
-    """Whether layers are split over ranks."""
+    """Return whether layers are split over ranks."""
     return mesh is not None and TP in (mesh.mesh_dim_names or ())
 
 
 def is_first_holder(parameter: Tensor, mesh: DeviceMesh | None, *but: str) -> bool:
-    """Whether no lower rank holds the same part; along the dimensions `but` others may."""
+    """Return whether no lower rank holds the same part; along the dimensions `but` others may."""
     split = _split_over(parameter) | {*but}
     where = {} if mesh is None else _place_of(parameter, _own_place(mesh))
     return not any(index for name, index in where.items() if name not in split)
 
 
 def copies(parameter: Tensor) -> int:
-    """How many neighbours along "tp" hold the same part of what "tp" cuts."""
+    """Count the neighbours along "tp" that hold the same part of what "tp" cuts."""
     if not isinstance(parameter, DTensor) or COPIES not in (names := parameter.device_mesh.mesh_dim_names or ()):
         return 1
     return parameter.device_mesh.size(names.index(COPIES))
@@ -100,7 +100,7 @@ def _split_over(parameter: Tensor) -> set[str]:
 
 
 def _part(parameter: Tensor, where: Mapping[str, int]) -> Part:
-    """What the rank at these places of the mesh's dimensions holds."""
+    """Return what the rank at these places of the mesh's dimensions holds."""
     rows = parameter.shape[0]
     if not isinstance(parameter, DTensor):
         return Part(range(rows))

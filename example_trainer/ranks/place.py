@@ -63,7 +63,9 @@ class Place:
 
     @staticmethod
     def of_this_process() -> "Place":
-        """As torchrun or this module says; else alone. Raises TrainerError for variables that do not fit together."""
+        """Read the place that torchrun or this module sets; else the process is alone. Raises TrainerError for
+        variables that do not fit together.
+        """
         if (ours := os.environ.get(VARIABLE)) is not None:
             rank, size, port, listener, parent = map(int, ours.split())
             return Place(rank, size, rank, size, port, listener if rank == 0 else None, parent)
@@ -81,18 +83,18 @@ class Place:
 
     @property
     def started_by_others(self) -> bool:
-        """Whether this is a rank, even if the only one."""
+        """Return whether this is a rank, even if the only one."""
         return VARIABLE in os.environ or of_torchrun(os.environ)
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all ranks are."""
+        """Return whether all ranks are on one machine."""
         return self.local_size == self.size
 
 
 def of_torchrun(environ: Mapping[str, str]) -> bool:
-    """Whether somebody else started this process as one rank of several: then MASTER_ADDR and MASTER_PORT are where
-    the ranks meet, and not where vLLM's workers do.
+    """Return whether somebody else started this process as one rank of several: then MASTER_ADDR and MASTER_PORT are
+    where the ranks meet, and not where vLLM's workers do.
     """
     return TORCHRUN in environ or environ.get("WORLD_SIZE", "1") != "1"
 
@@ -117,8 +119,8 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_to_start(config: TrainerConfig) -> int:
-    """How many processes this one must start; 0 if it is the only one. Raises TrainerError for more than there can
-    be.
+    """Count the processes that this one must start; 0 if it is the only one. Raises TrainerError for more than there
+    can be.
     """
     ranks = config.trainer_ranks
     if ranks == "auto":
@@ -134,7 +136,7 @@ def ranks_to_start(config: TrainerConfig) -> int:
 
 
 def ranks_on_cpu(config: TrainerConfig) -> int:
-    """What `--trainer-ranks auto` is where no GPUs are counted: what the other sizes need."""
+    """Return what `--trainer-ranks auto` is where no GPUs are counted: what the other sizes need."""
     return config.tp_size * (config.fsdp_size or 1)
 
 
@@ -189,7 +191,7 @@ def too_few_gpus(ranks: int, gpus: int) -> TrainerError:
 
 
 def _gpus(config: TrainerConfig) -> list[str]:
-    """Those that ranks would compute on."""
+    """List the GPUs that ranks would compute on."""
     if config.device == "cpu" or importlib.metadata.version("torch").endswith("+cpu"):
         return []
     return visible_gpus(os.environ)

@@ -63,13 +63,13 @@ class ToldElsewhere(TrainerError):
 
 
 class HasRanks(Protocol):
-    """What has collective methods."""
+    """Declares that an object has `ranks`, so that it can have collective methods."""
 
     ranks: "Ranks"
 
 
 class Call(msgspec.Struct):
-    """What rank 0 asks of the others; they get the arguments by broadcast."""
+    """Carries what rank 0 asks of the others; they get the arguments by broadcast."""
 
     method: str
     nbytes: int
@@ -115,7 +115,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -292,7 +292,7 @@ class Ranks:
         return buffer.numpy().tobytes()
 
     def _agreed(self, act: Callable[[], R]) -> R:
-        """What `act` returns, once every rank has done it.
+        """Return what `act` returns, once every rank has done it.
 
         Raises its TrainerError. That ends this process, which the others notice, at the end of `act` or in its midst.
         Of several ranks that fail the first one has the error, and the others ToldElsewhere.
@@ -420,7 +420,9 @@ def expect_the_same(ranks: Ranks, config: TrainerConfig) -> None:
 
 
 def shards_alone(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether one rank computes as several do: in bfloat16, or with weights or moments that may be in host memory."""
+    """Return whether one rank computes as several do: in bfloat16, or with weights or moments that may be in host
+    memory.
+    """
     kept = offloads(config, device.type == "cuda")
     return compute_dtype(config, device) is not torch.float32 or "moments" in kept or "all" in kept
 
@@ -431,8 +433,8 @@ def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 
 
 def _mesh(device: torch.device, size: int, config: TrainerConfig, timeout: timedelta) -> DeviceMesh:
-    """What the weights are spread over. All its groups have our deadline; those that DeviceMesh makes would have
-    torch's own. Ranks along "tp" are neighbours, as they talk most.
+    """Build the mesh that the weights are spread over. All its groups have our deadline; those that DeviceMesh makes
+    would have torch's own. Ranks along "tp" are neighbours, as they talk most.
     """
     tp = config.tp_size
     shard = config.fsdp_size or size // tp
@@ -450,7 +452,7 @@ def _mesh(device: torch.device, size: int, config: TrainerConfig, timeout: timed
 
 @contextmanager
 def told_once_a_machine() -> Iterator[None]:
-    """Around what every rank finds out by itself: of the ranks of one machine the first prints an error of it."""
+    """Wrap what every rank finds out by itself: of the ranks of one machine the first prints an error of it."""
     try:
         yield
     except TrainerError as error:

@@ -55,7 +55,7 @@ class _Rank:
         self._killed = False
 
     def runs(self) -> bool:
-        """Whether it does. Notes how it has ended, or since when it is stopped."""
+        """Return whether the rank runs. Notes how it has ended, or since when it is stopped."""
         status = self.process.poll()
         if not self._killed:
             self.end = status
@@ -129,8 +129,8 @@ class _Parent:
         return 1
 
     def _loss(self) -> str | None:
-        """Why the run cannot continue, if a rank has ended or is stopped for too long: a line, empty where the rank has
-        printed one.
+        """Explain why the run cannot continue, if a rank has ended or is stopped for too long: a line, empty where
+        the rank has printed one.
         """
         for rank in self.ranks:
             rank.runs()
@@ -148,7 +148,7 @@ class _Parent:
         return None
 
     def _last_word(self) -> str:
-        """Why rank 0 has ended, where neither it nor another one has said so, and none was lost."""
+        """Explain why rank 0 has ended, where neither it nor another one has said so, and none was lost."""
         for rank in self.ranks:
             if rank.stopped_at is not None or rank.end is None:
                 return self._silent(rank)
@@ -171,7 +171,9 @@ class _Parent:
         return f"{rank.number} of {len(self.ranks)}"
 
     def _have_ended(self, ranks: Sequence[_Rank], within_s: float) -> bool:
-        """Whether they have, after at most `within_s` seconds; a second Ctrl-C or TERM ends the wait."""
+        """Return whether the ranks have ended, after at most `within_s` seconds; a second Ctrl-C or TERM ends the
+        wait.
+        """
         deadline, asked = time.monotonic() + within_s, len(self._asked)
         while any([rank.runs() for rank in ranks]):
             if time.monotonic() > deadline or len(self._asked) > asked:

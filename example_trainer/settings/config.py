@@ -287,7 +287,7 @@ class LossSettings(Config):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a KL or entropy term acts on every sampled token, whatever its advantage."""
+        """Return whether a KL or entropy term acts on every sampled token, whatever its advantage."""
         return self.kl_coef > 0 or self.entropy_coef > 0
 
     @property
@@ -297,7 +297,7 @@ class LossSettings(Config):
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a token's loss depends on the log-probabilities of its whole sequence."""
+        """Return whether a token's loss depends on the log-probabilities of its whole sequence."""
         corrected = self.importance != "none" and self.importance_level == "sequence"
         return self.ratio != "token" or corrected or self.off_policy_mask > 0
 
@@ -483,12 +483,12 @@ class OutputSettings(Config):
 
     @property
     def metrics_file(self) -> Path:
-        """Where the metrics rows go."""
+        """Return where the metrics rows go."""
         return self.metrics_path or self.log_dir / "metrics.jsonl"
 
     @property
     def trained_file(self) -> Path:
-        """Where the rows of trained groups go."""
+        """Return where the rows of trained groups go."""
         return self.trained_path or self.log_dir / "trained.jsonl"
 
 
@@ -510,7 +510,7 @@ class TrainerConfig(
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prefixes are shared, unless a checkpoint says otherwise."""
+        """Return whether prefixes are shared, unless a checkpoint says otherwise."""
         return self.share_prefixes is not False
 
     @property
@@ -525,12 +525,12 @@ class TrainerConfig(
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients may be computed before their batch is whole."""
+        """Return whether gradients may be computed before their batch is whole."""
         return self.overlap and self.updates_per_batch == self.epochs == 1 and self.old_logprobs == "sampler"
 
     @property
     def needs_sampler_logprobs(self) -> bool:
-        """Whether a group without the sampler's log-probabilities cannot be trained on."""
+        """Return whether a group without the sampler's log-probabilities cannot be trained on."""
         corrected = self.importance != "none" or self.off_policy_mask > 0
         return self.old_logprobs == "sampler" or corrected or self.batch_invariant
 

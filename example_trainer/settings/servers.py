@@ -121,7 +121,7 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
 
 
 def _addresses(entry: str, ports: Sequence[int], where: str) -> list[Address]:
-    """Of one host[:port]; of every port where it has none."""
+    """List the addresses that one host[:port] names; one for every port where it has none."""
     bare = entry if entry.count(":") > 1 and not entry.startswith("[") else None  # an IPv6 address without a port
     name = f"[{bare}]" if bare else entry
     match = re.fullmatch(r"(?:([A-Za-z0-9][A-Za-z0-9._-]*)|\[([0-9A-Fa-f:.]+)\])(?::(\d+))?", name)

@@ -34,7 +34,7 @@ REMEDY = "train with one process (--tp-size 1), which takes any split, or by bro
 
 
 class SharedRanks:
-    """Where the weights live: in the memory of vLLM's ranks, one for each of the trainer's."""
+    """Describes where the weights live: in the memory of vLLM's ranks, one for each of the trainer's."""
 
     def __init__(self, workers: list[SharedRank]) -> None:
         self.workers = workers
@@ -102,7 +102,7 @@ class RankCopy:
             local(parameter).copy_(self._files.block(name, own.rows, own.columns))
 
     def inside(self) -> tuple[int, int]:
-        """How many of the parameters lie in vLLM's memory, and how many there are."""
+        """Count the parameters that lie in vLLM's memory, and all there are."""
         start, end = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.numel()
         places = [local(parameter.detach()).data_ptr() for parameter in self.policy.parameters()]
         return sum(start <= place < end for place in places), len(places)

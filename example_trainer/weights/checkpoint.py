@@ -49,8 +49,8 @@ log = get_logger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to
-    the batching API.
+    """Records how far a run is: steps done, the policy version they led to, optimizer updates among them. `run`
+    names it to the batching API.
 
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
@@ -121,7 +121,7 @@ class Checkpoints:
 
 
 def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:
-    """What trainer_state.pt records of a checkpoint, beside moments and generators."""
+    """Return what trainer_state.pt records about a checkpoint, beside moments and generators."""
     return {"progress": vars(progress), "optimizer": type(optimizer).__name__, "shapes": _shapes(optimizer)}
 
 
@@ -193,8 +193,9 @@ def expect_same_model(folder: Path, config: TrainerConfig) -> None:
 
 
 def sharing(folder: Path, progress: Progress, config: TrainerConfig) -> bool:
-    """Whether a resumed run shares prefixes: as the run of this checkpoint did. Raises CheckpointError if the flags ask
-    for the other way. A checkpoint that does not tell computed every sequence whole, and continues as configured.
+    """Return whether a resumed run shares prefixes: as the run of this checkpoint did. Raises CheckpointError if the
+    flags ask for the other way. A checkpoint that does not tell computed every sequence whole, and continues as
+    configured.
     """
     if progress.share_prefixes is None:
         log.warning("%s is older than shared prefixes; this run rounds differently where it shares them", folder)
@@ -235,7 +236,7 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
 
 
 def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module | None, rank: int) -> Progress:
-    """As `restore`, from what its file has; raises whatever Python does for other contents."""
+    """Restore as `restore` does, from what its file has; raises whatever Python does for other contents."""
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder / STATE} contains the moments of {state['optimizer']}, but this run uses "

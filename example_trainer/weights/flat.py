@@ -12,7 +12,7 @@ from example_trainer.weights.source import WeightSource, pack
 
 
 class FlatWeights(WeightSource):
-    """Of `parameters`, which must be exactly the manifest's."""
+    """Serves the weights of `parameters`, which must be exactly the manifest's."""
 
     def __init__(self, manifest: Manifest, parameters: dict[str, nn.Parameter]) -> None:
         self._parameters = parameters

@@ -37,7 +37,7 @@ from example_trainer.weights.lora import name_in_files
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """What is gathered one at a time. Raises ModelError for a family without."""
+    """Return the layers that are gathered one at a time. Raises ModelError for a family without."""
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(

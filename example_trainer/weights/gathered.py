@@ -42,8 +42,8 @@ GATHER_BYTES = 64 << 20  # of a bridge's buckets at once
 
 @dataclass(frozen=True)
 class RankSends:
-    """What rank 0 has all ranks do that send their rows themselves (bridges/direct.py): the first two return a line for
-    each rank that failed.
+    """Holds what rank 0 has all ranks do that send their rows themselves (bridges/direct.py): the first two return a
+    line for each rank that failed.
     """
 
     join: Callable[[BroadcastOffer, Manifest], list[str]]
@@ -126,7 +126,7 @@ def _cut(several: Sequence[Bucket], packed: Future[Tensor]) -> Iterator[Tensor]:
 
 
 class GatheredWeights(WeightSource):
-    """Of the model with these `shapes`, on rank 0."""
+    """Serves the weights of the model with these `shapes`, on rank 0."""
 
     collective = True
 

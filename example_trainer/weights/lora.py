@@ -35,7 +35,7 @@ class AdapterError(TrainerError):
 
 
 class SavedAdapter(msgspec.Struct):
-    """What is read of adapter_config.json."""
+    """Holds what is read from adapter_config.json."""
 
     base_model_name_or_path: str
     r: int
@@ -60,8 +60,8 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
 def meta_adapted_model(
     source: str, config: TrainerConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """What `load_adapted_model` gives, without storage and with the frozen weights in `dtype`; and the adapter's
-    values by parameter name. They are the same on every rank, and with one rank, given the same seed.
+    """Return what `load_adapted_model` gives, without storage and with the frozen weights in `dtype`; and the
+    adapter's values by parameter name. They are the same on every rank, and with one rank, given the same seed.
     """
     resumed = _resumed(source, config)
     model = meta_model(config.model_name)

@@ -41,7 +41,7 @@ def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank:
 
 
 def rest(optimizer: Optimizer) -> State:
-    """What `parts` leaves out."""
+    """Return what `parts` leaves out."""
     return {
         index: {
             key: value for key, value in optimizer.state.get(parameter, {}).items() if not _is_split(value, parameter)
@@ -63,7 +63,7 @@ def whole(optimizer: Optimizer, *, keep: bool) -> State:
 
 
 def from_whole(state: State, optimizer: Optimizer) -> State:
-    """Of whole moments, what this rank's optimizer needs."""
+    """Take from whole moments what this rank's optimizer needs."""
     parameters = _parameters(optimizer)
 
     def own(value: Any, parameter: nn.Parameter) -> Any:
@@ -77,7 +77,7 @@ def from_whole(state: State, optimizer: Optimizer) -> State:
 
 
 def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optimizer) -> State:
-    """Of a sharded checkpoint, what this rank's optimizer needs. Raises ModelError."""
+    """Read from a sharded checkpoint what this rank's optimizer needs. Raises ModelError."""
     files = ShardFiles(folder, MOMENTS)
     found: State = {}
     for index, (name, parameter) in enumerate(stepped(model, optimizer).items()):
@@ -93,7 +93,7 @@ def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optim
 
 
 def stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """What the optimizer steps, in its order, by the names of the model's parameters."""
+    """Return what the optimizer steps, in its order, by the names of the model's parameters."""
     names = {id(exact_value(parameter)): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
 
@@ -107,7 +107,7 @@ def _generators() -> dict[str, Tensor]:
 
 
 def set_generators(folder: Path, rank: int) -> None:
-    """Those of `rank` in a sharded checkpoint; of rank 0 where there were fewer."""
+    """Set the random generators to those of `rank` in a sharded checkpoint; of rank 0 where there were fewer."""
     files = ShardFiles(folder, GENERATORS)
     for name, use in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
         saved = next((f"{name}.{of}" for of in (rank, 0) if f"{name}.{of}" in files.shapes), None)

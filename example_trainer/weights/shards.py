@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def offsets(self) -> list[int]:
-        """Where it begins in each dimension of the whole tensor."""
+        """Return where it begins in each dimension of the whole tensor."""
         return [self.start, self.column, *(0 for _ in self.content.shape)][: self.content.ndim]
 
 
@@ -66,7 +66,7 @@ class Written(msgspec.Struct):
 
 
 class ShardWriter:
-    """Of one rank. The memory of the copy is kept from one checkpoint to the next."""
+    """Writes the files of one rank. The memory of the copy is kept from one checkpoint to the next."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}

@@ -70,8 +70,8 @@ class SharedWeights(WeightSource):
 def shared_tensors(
     workers: list[SharedRank], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> dict[str, SharedTensor]:
-    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one per rank). Raises
-    TrainerError.
+    """Return what the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one per
+    rank). Raises TrainerError.
     """
     parts: dict[str, dict[int, list[Tensor]]] = {}
     described: dict[str, Shard] = {}
@@ -83,7 +83,7 @@ def shared_tensors(
 
 
 def shared_views(worker: SharedRank, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-    """What a rank's `bridge_attach` reply describes, as views into its memory."""
+    """Yield what a rank's `bridge_attach` reply describes, as views into its memory."""
     for shard in worker.shards:
         offset, shape, name = worker.layout[shard.vllm_name]
         dtype = getattr(torch, name)

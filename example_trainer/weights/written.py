@@ -43,7 +43,9 @@ class CheckpointError(TrainerError):
 
 @dataclass(frozen=True)
 class Form:
-    """What is kept of a model: the directories' names, the writer of its files into an existing one, and their size."""
+    """Describes what is kept of a model: the directories' names, the writer of its files into an existing one, and
+    their size.
+    """
 
     step_prefix: str
     final: str
@@ -67,8 +69,8 @@ WHOLE_MODEL = Form(
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a run trains, and how it is written: `form`, with the tokenizer where there is one (training never uses
-    text).
+    """Holds what a run trains, and how it is written: `form`, with the tokenizer where there is one (training never
+    uses text).
     """
 
     model: PreTrainedModel
@@ -77,7 +79,7 @@ class TrainedModel:
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """What computes with the model."""
+        """Return what computes with the model."""
         return Policy(self.model)
 
     @property
