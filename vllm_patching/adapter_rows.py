@@ -26,7 +26,7 @@ def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_i
 def expand_slice(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, start: int, size: int, add_inputs: bool = True
 ) -> None:
-    """As `expand`, for `size` columns of `output` from `start`."""
+    """Expand as `expand` does, for `size` columns of `output` from `start`."""
     columns = output[:, start : start + size]
     if not add_inputs:
         columns.zero_()

@@ -228,14 +228,14 @@ def onednn_linear(weight: torch.Tensor) -> packed.Product:
 
 
 def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here: on x86 from AVX-512 on. torch's own loop is a hundred times slower than
-    float32 (measured on Zen 3), and stock vLLM falls back to it.
+    """Return whether oneDNN multiplies bfloat16 here: on x86 from AVX-512 on. torch's own loop is a hundred times
+    slower than float32 (measured on Zen 3), and stock vLLM falls back to it.
     """
     return not torch.backends.mkldnn.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_onednn_linear() -> bool:
-    """Whether this vLLM was built with oneDNN."""
+    """Return whether this vLLM was built with oneDNN."""
     return bool(getattr(cpu_kernels(), "_supports_onednn", False))
 
 
@@ -337,7 +337,7 @@ def keep_plain_experts() -> None:
 
 
 def why_not_stacked(experts: vllm_types.Experts) -> str | None:
-    """Why a layer's experts are not what Hugging Face stacks, all of them, gate over up; None if they are."""
+    """Explain why a layer's experts are not what Hugging Face stacks, all of them, gate over up; None if they are."""
     if experts.use_ep:
         return "expert parallelism spreads whole experts over ranks: start vLLM without --enable-expert-parallel"
     method: vllm_types.UnquantizedExperts = experts.quant_method
@@ -472,8 +472,8 @@ def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable
 
 
 def cuda_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What vLLM calls on CUDA with VLLM_BATCH_INVARIANT=1 for a model of this Hugging Face configuration, its rotary
-    table made on `device` as vLLM's loader makes it: the fields of batch_invariant/cuda.py's CudaKernels.
+    """Collect what vLLM calls on CUDA with VLLM_BATCH_INVARIANT=1 for a model of this Hugging Face configuration,
+    its rotary table made on `device` as vLLM's loader makes it: the fields of batch_invariant/cuda.py's CudaKernels.
     """
     import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -660,7 +660,7 @@ def use_xgrammar_alone(args: vllm_types.Arguments) -> None:
 
 
 def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str, Any]) -> vllm_types.Grammar:
-    """What vLLM's engine compiles for `fields` of structured outputs. Raises what vLLM and xgrammar raise."""
+    """Compile what vLLM's engine compiles for `fields` of structured outputs. Raises what vLLM and xgrammar raise."""
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
     from vllm.v1.structured_output.request import get_structured_output_key
@@ -680,8 +680,8 @@ def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str,
 
 
 def version_spans(sequence: vllm_types.CompletionOutput, started: int, finished: int) -> list[list[int]] | None:
-    """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None if only
-    the versions at its two ends are known.
+    """Return for one finished sequence the [start, version] of each run of tokens that one policy version sampled;
+    None if only the versions at its two ends are known.
 
     vLLM reports the version of each token since 0.32. Before that, only the versions served at the request's start and
     end are known.
@@ -767,7 +767,7 @@ def api_keys(args: vllm_types.Arguments) -> list[str]:
 
 
 def tokenizer_of(model: vllm_types.ModelConfig) -> dict[str, Any]:
-    """What `load_tokenizer` needs to load the served model's tokenizer in another process."""
+    """Return what `load_tokenizer` needs to load the served model's tokenizer in another process."""
     return {
         "tokenizer_name": model.tokenizer,
         "tokenizer_mode": model.tokenizer_mode,
@@ -797,8 +797,8 @@ def tool_parsers() -> list[str]:
 def parse_tool_calls(
     tokenizer: Any, parser: str, text: str, tools: list[dict[str, Any]]
 ) -> tuple[str | None, list[tuple[str, str]]]:
-    """What vLLM's `parser` finds in `text`: the content, and (name, arguments in JSON) of each call. Raises what the
-    parser does.
+    """Return what vLLM's `parser` finds in `text`: the content, and (name, arguments in JSON) of each call. Raises
+    what the parser does.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

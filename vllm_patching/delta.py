@@ -25,7 +25,7 @@ SKIP = 255  # of a gap's bytes: so many words are unchanged, and the gap continu
 
 
 class Form(IntEnum):
-    """How the places of a piece's changed words travel."""
+    """Names how the places of a piece's changed words travel."""
 
     WHOLE = 0  # they do not: all words are sent
     GAPS = 1  # unchanged words before each changed one
@@ -34,7 +34,7 @@ class Form(IntEnum):
 
 @dataclass
 class Sent:
-    """What one transfer has sent so far, to one receiver."""
+    """Counts what one transfer has sent so far, to one receiver."""
 
     nbytes: int = 0
     changed: int = 0  # words; all of them where the receiver has no base

@@ -8,7 +8,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """What the machine has free, or a container's limit leaves."""
+    """Return the bytes that the machine has free, or that a container's limit leaves."""
     available: int = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":

@@ -16,7 +16,7 @@ def write(config_path: Path, why: str) -> None:
 
 
 def take(config_path: Path) -> str | None:
-    """What was written since the last call, if anything."""
+    """Return and remove what was written since the last call, if anything."""
     file = _file(config_path)
     why = file.read_text() if file.is_file() else None
     file.unlink(missing_ok=True)

@@ -16,7 +16,9 @@ from vllm_patching import vllm_types
 
 
 class RoutingRecorder:
-    """Around each forward step of one worker. Steps do not overlap: vLLM-CPU schedules synchronously."""
+    """Records the experts of each forward step of one worker. Steps do not overlap: vLLM-CPU schedules
+    synchronously.
+    """
 
     def __init__(self, connector: vllm_types.RoutingConnector) -> None:
         self._connector = connector

@@ -17,7 +17,7 @@ from vllm_patching import transport
 
 
 class SeveralSenders:
-    """Of `groups`, one with each of `senders`."""
+    """Receives over `groups`, one with each of `senders`."""
 
     def __init__(self, senders: Senders, groups: list[transport.Groups]) -> None:
         self._senders = senders

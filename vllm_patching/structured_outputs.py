@@ -49,8 +49,8 @@ def off(asked: Mapping[str, Any]) -> str:
 
 
 def refusal(asked: Mapping[str, Any]) -> str | None:
-    """Why a server with the flag refuses what is asked, by the fields of vLLM's StructuredOutputsParams; None if it
-    does not. Takes time and memory in proportion to the bounds, whatever is asked.
+    """Explain why a server with the flag refuses what is asked, by the fields of vLLM's StructuredOutputsParams;
+    None if it does not. Takes time and memory in proportion to the bounds, whatever is asked.
     """
     budget = MOST_CHARACTERS
     for kind in KINDS:
@@ -93,7 +93,7 @@ def _depth_refused(text: str) -> str | None:
 
 
 def _value_refused(value: Any, is_grammar: bool = False) -> str | None:
-    """Why a decoded value is refused, with all that is inside it."""
+    """Explain why a decoded value is refused, with all that is inside it."""
     characters = values = 0
     waiting: list[_Part] = [_Part("grammar" if is_grammar else "", value, 1, 1)]
     while waiting:

@@ -41,7 +41,7 @@ class PeerLost(RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong with a peer, as one short line, from the long messages of Gloo, NCCL and the store."""
+    """Describe what went wrong with a peer, as one short line, from the long messages of Gloo, NCCL and the store."""
     text = str(error)
     if isinstance(error, PeerLost):
         return text
@@ -57,7 +57,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Around what a group does: its failure becomes PeerLost("WHAT: why")."""
+    """Wrap what a group does: its failure becomes PeerLost("WHAT: why")."""
     try:
         yield
     except AtroposError:
@@ -102,9 +102,9 @@ class Groups:
             self.data.broadcast([chunk], from_rank_0()).wait()
 
     def begin(self, buffer: torch.Tensor) -> list[Transfer]:
-        """As `broadcast`, by messages that are still under way. Over Gloo, one of 1 MB takes half of the processor
-        time of a broadcast. None for NCCL, where the groups of one device take turns, in the same order on all workers,
-        so that none waits for another.
+        """Begin a `broadcast` by messages that are still under way. Over Gloo, one of 1 MB takes half of the
+        processor time of a broadcast. None for NCCL, where the groups of one device take turns, in the same order on
+        all workers, so that none waits for another.
         """
         if self.backend == "nccl":
             self.broadcast(buffer)
@@ -224,7 +224,7 @@ def nccl_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
 
 @contextmanager
 def _waits_that_raise() -> Iterator[None]:
-    """Around the making of an NCCL group, which reads this variable then. By PyTorch's source `wait` blocks until the
+    """Wrap the making of an NCCL group, which reads this variable then. By PyTorch's source `wait` blocks until the
     collective is done and raises at the deadline. Without it a watchdog would end the process: the vLLM worker for a
     dead trainer, the trainer for a dead worker.
     """

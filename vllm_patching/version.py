@@ -16,7 +16,7 @@ class UnsupportedVllm(AtroposError):
 
 
 def is_supported(release: Version) -> bool:
-    """Whether it is in the supported range; 0.34rc1, which sorts before 0.34, is not."""
+    """Return whether it is in the supported range; 0.34rc1, which sorts before 0.34, is not."""
     return OLDEST <= release and release.release < BEYOND.release
 
 

@@ -153,7 +153,7 @@ class BridgeWorker(RoutingWorker):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """What the launcher decided: `config_path` and `staging`: device | host | none."""
+        """Return what the launcher decided: `config_path` and `staging`: device | host | none."""
         settings: dict[str, Any] = self.vllm_config.additional_config["atropos_bridge"]
         return settings
 

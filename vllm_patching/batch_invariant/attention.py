@@ -28,7 +28,7 @@ def _vllm_ops() -> Any:
 
 
 def _cache_dtype() -> dict[str, str]:
-    """What the schedule is told of the cache, since vLLM 0.27."""
+    """Return what the schedule is told of the cache, since vLLM 0.27."""
     from vllm_patching.version import VERSION
 
     return {"kv_cache_dtype": "auto"} if VERSION >= Version("0.27") else {}

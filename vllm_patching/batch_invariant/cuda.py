@@ -95,7 +95,8 @@ class CudaKernels:
 
 
 def longest_query(tokens: int, head_size: int) -> int:
-    """Of a batch, as FlashAttention 3 is told so that it takes 128 keys at a time, whatever the batch.
+    """Return the longest query of a batch, as FlashAttention 3 is told so that it takes 128 keys at a time, whatever
+    the batch.
 
     Where it knows of one token it drops the causal mask, and takes more keys for heads below 64. For heads of 64 it
     takes 192 while the longest query and the heads that share its keys make at most 64 rows. Then a context of more

@@ -45,8 +45,8 @@ def _check(out: int, width: int) -> None:
 
 
 def packing_is_exact(weight: torch.Tensor, pack: Callable[[torch.Tensor], Callable[..., torch.Tensor]]) -> bool:
-    """Whether `pack(weight)`, a product by a copy of a weight of this shape, has the bits of the product by the
-    weight, in every batch.
+    """Return whether `pack(weight)`, a product by a copy of a weight of this shape, has the bits of the product by
+    the weight, in every batch.
     """
     return _packing_is_exact(min(weight.shape[0], MOST_OUTPUTS), weight.shape[1], pack)
 

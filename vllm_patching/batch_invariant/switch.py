@@ -32,7 +32,9 @@ def switch_on(environment: MutableMapping[str, str], *, cpu: bool) -> None:
 
 
 def is_on() -> bool:
-    """Whether this process was started batch-invariant. Raises NotInvariant if only some of the variables are set."""
+    """Return whether this process was started batch-invariant. Raises NotInvariant if only some of the variables are
+    set.
+    """
     if os.environ.get(SWITCH) != "1":
         return False
     if not any(variables.items() <= os.environ.items() for variables in (CPU_VARIABLES, CUDA_VARIABLES)):

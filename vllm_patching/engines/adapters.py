@@ -152,7 +152,7 @@ class AdapterEngine(Engine):
         return 0 if adapter is None else self._versions.get(adapter.lora_name, 0)
 
     def _check_folder(self, path: str) -> Pairs:
-        """What `path` adapts. Raises Refused unless it has an adapter for this model that fits this server."""
+        """Return what `path` adapts. Raises Refused unless it has an adapter for this model that fits this server."""
         if not Path(path).is_absolute():
             raise Refused(f"path {path!r} is not absolute: give the absolute path of the directory", 422)
         try:

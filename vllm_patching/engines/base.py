@@ -239,7 +239,7 @@ class Engine:
         """Before any session opens: raise Refused if a former trainer of this mode could still write live weights."""
 
     async def abandoned(self) -> bool:
-        """Whether every worker has lost the trainer, so that another one may come before its lease ends."""
+        """Return whether every worker has lost the trainer, so that another one may come before its lease ends."""
         return False
 
 

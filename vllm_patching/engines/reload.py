@@ -95,7 +95,7 @@ class ReloadEngine(StagingEngine):
         await self.serving.rpc("bridge_leave")
 
     async def _staged(self, version: int) -> bool:
-        """Whether every worker has read `version`. Raises WorkerFailed for one that cannot."""
+        """Return whether every worker has read `version`. Raises WorkerFailed for one that cannot."""
         workers = await self.serving.workers()
         for worker in workers:
             if worker.state == "failed":
@@ -147,8 +147,8 @@ class TensorFiles(Struct):
 
 
 def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> TensorFiles:
-    """Where the tensors of `manifest` are in `folder`, all of it checked. With `written`, a trainer wrote it, and
-    without a manifest it is unfinished. Raises FileFault, ManifestMismatch, OSError, ValueError.
+    """Find where the tensors of `manifest` are in `folder`, and check all of it. With `written`, a trainer wrote it,
+    and without a manifest it is unfinished. Raises FileFault, ManifestMismatch, OSError, ValueError.
     """
     if not folder.is_absolute():
         raise FileFault("its path is not absolute: give the absolute path, the same for trainer and vLLM")

@@ -46,7 +46,7 @@ class Session:
         return self.renewed + self.offer.lease_s - time.monotonic()
 
     def gone(self) -> bool:
-        """Whether its trainer is known to have ended."""
+        """Return whether its trainer is known to have ended."""
         process = self.offer.process
         return process is not None and process.same_place(this_process()) and not still_runs(process)
 

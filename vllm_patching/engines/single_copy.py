@@ -37,7 +37,7 @@ class _Pause:
     deadline: float
 
     def broken(self) -> str | None:
-        """Why this pause must end without resume, if so."""
+        """Explain why this pause must end without resume, if so."""
         if self.session.gone():
             fault = "died"
         elif self.session.lease_left() <= 0:

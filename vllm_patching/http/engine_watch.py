@@ -45,7 +45,7 @@ class EngineWatch:
         return self._silent
 
     def why_not(self, request: Scope) -> str | None:
-        """Why `request` cannot be answered now: `reason`, if it needs the engine."""
+        """Explain why `request` cannot be answered now: `reason`, if it needs the engine."""
         needed = request["type"] == "http" and (request["path"] in HEALTH or request["path"].startswith("/v1/bridge/"))
         return self.reason if needed or generates(request) else None
 

@@ -42,13 +42,13 @@ class Gate:
         self._reasons.pop(cause, None)
 
     def reason(self, cause: str | None = None) -> str | None:
-        """Why generation is refused, for `cause` or for any; None if it is not."""
+        """Explain why generation is refused, for `cause` or for any; None if it is not."""
         if cause is not None:
             return self._reasons.get(cause)
         return "; ".join(self._reasons.values()) or None
 
     def why_not(self, request: Scope) -> str | None:
-        """Why `request` is refused, if it is."""
+        """Explain why `request` is refused, if it is."""
         return self.reason() if generates(request) and request["path"] not in self._open_paths else None
 
 
@@ -74,8 +74,8 @@ class Unavailable:
 
 
 class GeneratingTime:
-    """How long at least one request was generating, since the start: the time of several at once counts once. While
-    generation is paused for a sync, a request that waits counts, too.
+    """Measures how long at least one request was generating, since the start: the time of several at once counts
+    once. While generation is paused for a sync, a request that waits counts, too.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +116,7 @@ class Timed:
 
 
 def generates(scope: Scope) -> bool:
-    """Whether a request, as ASGI describes it, may make the engine generate."""
+    """Return whether a request, as ASGI describes it, may make the engine generate."""
     if scope["type"] == "websocket":
         return True
     return scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(OPEN_PREFIXES)

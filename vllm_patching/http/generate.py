@@ -35,7 +35,7 @@ Body = dict[str, Any]  # of a request, as decoded
 
 
 class Reply(Struct):
-    """As above: lists by sequence, and within these by position."""
+    """Is the reply that the module describes: lists by sequence, and within these by position."""
 
     text: list[str]
     prompt: str | None
@@ -85,7 +85,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
 
 
 def _refusal(error: BaseException) -> Refused:
-    """Why vLLM refused a request, such as one longer than --max-model-len, or could not serve it."""
+    """Explain why vLLM refused a request, such as one longer than --max-model-len, or could not serve it."""
     if isinstance(error, compat.EngineDeadError):
         return Refused(printable(str(error), 500), 503)
     if isinstance(error, compat.EngineGenerateError):  # it has no message of its own

@@ -20,7 +20,7 @@ REMEMBERED = 256  # grammars that passed, so that a schema of many requests is c
 
 
 class GrammarCheck:
-    """What passes it is within `bounds`, which names a reason if not, and compiles within the limit."""
+    """Passes only what is within `bounds`, which names a reason if not, and compiles within the limit."""
 
     def __init__(self, work: LimitedWork, bounds: Bounds, time_limit_s: float = COMPILE_LIMIT_S) -> None:
         self._work = work

@@ -41,8 +41,8 @@ class RequireKey:
 
 
 def bears_key(scope: Scope, keys: Sequence[str]) -> bool:
-    """Whether the request carries one of the server's keys, as vLLM itself reads them. The comparison takes the same
-    time wherever two keys of one length differ.
+    """Return whether the request carries one of the server's keys, as vLLM itself reads them. The comparison takes
+    the same time wherever two keys of one length differ.
     """
     header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, given = header.partition(b" ")

@@ -48,7 +48,7 @@ class Conversations:
             self._count -= len(forgotten)
 
     def calls(self, session: str) -> list[Call]:
-        """What `session` sampled, in the order of the replies; nothing for one that is unknown or forgotten."""
+        """Return what `session` sampled, in the order of the replies; nothing for one that is unknown or forgotten."""
         return self._calls.get(session, [])
 
 
@@ -91,7 +91,9 @@ async def run_token_route(request: Request, sessions: Sessions, conversations: C
 
 
 async def relayed(request: Request, path: str, body: bytes = b"") -> Response:
-    """What this app's route at `path` answers to the same request. That route notices a client that disconnects."""
+    """Return what this app's route at `path` answers to the same request. That route notices a client that
+    disconnects.
+    """
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
 

@@ -46,7 +46,7 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
 
 
 def _typed(name: str, value: Any, expected: Any) -> Any:
-    """As `typed_value`. Also refuses a structure's key that vLLM would ignore or uses internally."""
+    """Check as `typed_value` does. Also refuses a structure's key that vLLM would ignore or uses internally."""
     for kind in typing.get_args(expected):
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             public = {field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")}

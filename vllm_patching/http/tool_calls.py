@@ -30,8 +30,8 @@ class ToolCallParsing:
         self._time_limit_s = time_limit_s
 
     async def found(self, request: ParseToolCalls) -> FoundToolCalls:
-        """What the parser finds. Raises Refused for a parser that there is not, that does not suit the model, or that
-        takes too long.
+        """Return what the parser finds. Raises Refused for a parser that there is not, that does not suit the model,
+        or that takes too long.
         """
         name = request.parser or self._chosen
         if name is None:
@@ -59,5 +59,5 @@ class ToolCallParsing:
 
 
 def most_characters(parser: str) -> int:
-    """How long a text the parser gets."""
+    """Return how long a text the parser gets at most."""
     return LONGEST_SUPERLINEAR if parser in SUPERLINEAR else LONGEST_TEXT

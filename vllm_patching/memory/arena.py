@@ -141,7 +141,7 @@ class Arena:
         return found
 
     def live_part(self, shard: Shard) -> torch.Tensor:
-        """What vLLM computes with, of one shard."""
+        """Return what vLLM computes with, of one shard."""
         live = self._parameters[shard.vllm_name].data
         return live.narrow(shard.dim, shard.start, shard.length) if live.dim() else live
 

@@ -12,7 +12,7 @@ from vllm_patching.memory.shared_buffer import SharedBufferError
 
 
 def refusal(buffer: torch.Tensor) -> str | None:
-    """Why the allocation of `buffer` cannot be shared; None if it can."""
+    """Explain why the allocation of `buffer` cannot be shared; None if it can."""
     if any(
         0 <= buffer.data_ptr() - segment["address"] < segment["total_size"] and segment.get("is_expandable")
         for segment in torch.cuda.memory_snapshot()

@@ -25,8 +25,8 @@ DEPTH = 4  # objects within objects of a module
 
 @contextmanager
 def refusing_derived(model: nn.Module) -> Iterator[None]:
-    """What vLLM does to the loaded weights of `model` within this must leave no tensor but the parameters, as they are.
-    Raises UnsupportedModel.
+    """Raise UnsupportedModel if vLLM, within this context, makes tensors of the loaded weights of `model` beside the
+    parameters, or changes these.
     """
     expect_stacked_experts(model)  # before vLLM rewrites them: this refusal has a remedy
     held = Held(model)

@@ -193,7 +193,7 @@ def _of_one(name: str, full_name: str, blocks: list[Block], shape: tuple[int, ..
 def _experts(
     module: vllm_types.Experts, full_name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int
 ) -> Iterator[Shard]:
-    """Of w13_weight [experts, gate over up, in] and w2_weight [experts, out, in]."""
+    """Yield the shards of w13_weight [experts, gate over up, in] and w2_weight [experts, out, in]."""
     layer, _, leaf = hugging_face_name(full_name).rpartition(".")
     layer = layer.removesuffix(".routed_experts")
     if leaf == "w13_weight":

@@ -41,7 +41,7 @@ class Packed:
     pack: Callable[..., Product]
 
     def product(self, *weights: Tensor) -> Product:
-        """What multiplies now."""
+        """Return what multiplies now."""
         global _due
         product = _products.get(self, self.plain)
         if product is self.plain and _packing and (start := time.monotonic()) >= _due:
@@ -52,14 +52,14 @@ class Packed:
 
 
 class PackedLinear(Packed):
-    """Of a linear layer."""
+    """Multiplies by the weight of a linear layer."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.product(weight)(x, weight, bias)
 
 
 class PackedExperts(Packed):
-    """Of a layer's experts; as `plain_experts`."""
+    """Multiplies by a layer's experts, as `plain_experts` does."""
 
     def __call__(self, x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: Any) -> Tensor:
         return self.product(w13, w2)(x, w13, w2, shares, chosen, **how)
