@@ -11,7 +11,7 @@ from atropos_launcher.runs import RUNS
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command. An unknown flag is answered with the nearest known one."""
+    """Parses the arguments of one command. An unknown flag is answered with the nearest known one."""
 
     def __init__(self, command: str, about: str, **options: Any) -> None:
         super().__init__(prog=f"atropos {command}".rstrip(), description=about, allow_abbrev=False, **options)

@@ -74,7 +74,7 @@ def env() -> int:
 
 
 def overview() -> str:
-    """What there is."""
+    """List the commands that there are."""
     width = max(map(len, COMMANDS))
     lines = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
     return "\n".join(["usage: atropos COMMAND [...]", "", *lines, "", "`atropos COMMAND --help` lists its flags."])

@@ -23,7 +23,7 @@ def environments() -> Path:
 
 
 def environment_names() -> list[str]:
-    """Those that come with Atropos, as `gsm8k` for gsm8k_server.py."""
+    """List the environments that come with Atropos, as `gsm8k` for gsm8k_server.py."""
     return sorted(path.stem.removesuffix("_server") for path in environments().glob("*_server.py"))
 
 

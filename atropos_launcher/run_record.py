@@ -32,7 +32,7 @@ def write_record(path: Path, seed: int, model: str, gpus: list[str], services: S
 
 
 def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> dict[str, Any]:
-    """What is worth knowing about this start."""
+    """Collect what is worth knowing about this start."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -56,8 +56,8 @@ def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) 
 
 
 def placed(service: Service) -> dict[str, Any]:
-    """Where a service is: its address, its GPUs as CUDA_VISIBLE_DEVICES names them, its CPU cores; what it has of
-    these.
+    """Return where a service is: its address, its GPUs as CUDA_VISIBLE_DEVICES names them, its CPU cores; what it
+    has of these.
     """
     gpus, url = service.environment.get("CUDA_VISIBLE_DEVICES"), (service.health or "").removesuffix("/health")
     found = {"url": url, "gpus": gpus.split(",") if gpus else [], "cores": list(service.cores)}

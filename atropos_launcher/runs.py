@@ -31,12 +31,12 @@ def find_run(runs: Path, name: str) -> Path:
 
 
 def recorded_runs(runs: Path) -> list[Path]:
-    """Those that have services, newest first."""
+    """List the runs that have services, newest first."""
     return _newest_first([run for run in _directories(runs) if (run / FOLDER).is_dir()], FOLDER)
 
 
 def ended_runs(runs: Path) -> list[Path]:
-    """Those that have none any more, newest first."""
+    """List the runs that have no services any more, newest first."""
     ended = [run for run in _directories(runs) if not (run / FOLDER).exists() and any(run.glob("*.log"))]
     return _newest_first(ended, ".")
 
@@ -60,7 +60,7 @@ def progress(run: Path) -> str:
 
 
 def outcome(run: Path) -> str:
-    """How a run ended that has no services any more."""
+    """Describe how a run ended that has no services any more."""
     done = steps_done(run)
     if done and done == steps_total(run):
         return f"finished: {progress(run)}"
@@ -75,7 +75,7 @@ def steps_done(run: Path) -> int:
 
 
 def steps_total(run: Path) -> int | None:
-    """As the resolved run says, or the trainer's own configuration."""
+    """Read the number of steps from the resolved run, or from the trainer's own configuration."""
     import yaml
 
     for name, key in (("run.yaml", "steps"), ("trainer.yaml", "training_steps")):
@@ -101,8 +101,8 @@ def _last_value(rows: Path, key: str) -> float | None:
 
 
 def _directories(runs: Path) -> list[Path]:
-    """Those that this user may read. A name with control characters is nobody's: on a terminal or in a list it could
-    look like another.
+    """List the directories that this user may read. A name with control characters is nobody's: on a terminal or in
+    a list it could look like another.
     """
     if not runs.is_dir():
         return []

@@ -14,7 +14,7 @@ LAUNCHER = "launcher"  # the name of the launcher's own record
 
 @dataclass(frozen=True)
 class Service:
-    """What runs, and what its end means. Its output is appended to NAME.log in the run's directory."""
+    """Describes what runs, and what its end means. Its output is appended to NAME.log in the run's directory."""
 
     name: str  # api, vllm, trainer, or the environment's name
     command: tuple[str, ...]
@@ -39,5 +39,5 @@ def trainer_name(number: int) -> str:
 
 
 def is_trainer(service: str) -> bool:
-    """Whether a service of that name is the trainer, or its ranks on another machine."""
+    """Return whether a service of that name is the trainer, or its ranks on another machine."""
     return _TRAINERS.fullmatch(service) is not None

@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an HTTP service answered; status 0 when it did not."""
+    """Holds what an HTTP service answered; status 0 when it did not."""
 
     status: int
     body: Any = None
@@ -139,7 +139,7 @@ def check_compiler(compiler: str | None, header: Path) -> Finding:
 
 
 def check_proven(record: GpuRecord | str | None, gpus: Sequence[str]) -> Finding:
-    """What `atropos gpu-check` found on these GPUs; `record` is a line where it cannot be read."""
+    """Report what `atropos gpu-check` found on these GPUs; `record` is a line where it cannot be read."""
     name, remedy = "gpu-check", "run atropos gpu-check once: it trains a small model over each bridge"
     if record is None:
         return Finding("warn", name, "never ran on this machine", remedy)
@@ -189,7 +189,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_several(mode: type[Mode], servers: int) -> Finding:
-    """Of a mode that feeds one server."""
+    """Report that a mode feeds one server, and several are asked for."""
     able = " or ".join(kind for kind, other in LAUNCHED.items() if other.feeds_several)
     return Finding(
         "fail", "servers", f"{servers}, but {mode.shown()} supports only one", f"name one, or choose mode {able}"

@@ -34,7 +34,7 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
 
 
 def split_checks(mode: type[Mode], tp: int, tensor_parallel: int, served_dtype: str, model: Model) -> Iterator[Finding]:
-    """What --tp-size asks of the model and, of a single copy, of vLLM."""
+    """Check what --tp-size asks of the model and, of a single copy, of vLLM."""
     yield check_trainer_split(tp, model)
     if mode.same_devices:
         yield check_by_ranks(tp, tensor_parallel, served_dtype, model)
@@ -108,7 +108,7 @@ def check_shared_memory(free: int, separate_workers: bool, nccl: bool = False) -
 
 
 def check_peers(gpus: Sequence[Gpu], peers: Mapping[tuple[int, int], str]) -> Finding:
-    """Whether the GPUs of a run reach each other's memory, over NVLink or PCIe."""
+    """Check whether the GPUs of a run reach each other's memory, over NVLink or PCIe."""
     name, pairs = "peer access", list(combinations((gpu.index for gpu in gpus), 2))
     if not peers:
         return Finding("warn", name, "nvidia-smi topo -p2p r does not tell", "see NCCL_DEBUG=INFO in vLLM's log")

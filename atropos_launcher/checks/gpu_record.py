@@ -17,7 +17,7 @@ RECORD = Path("atropos/gpu-check.json")  # below the user's cache
 
 
 class UserCache(Config):
-    """What gpu-check takes from the environment."""
+    """Holds what gpu-check takes from the environment."""
 
     cache_home: Path = Field(
         Path.home() / ".cache", description="cache of this user", json_schema_extra={"env": "XDG_CACHE_HOME"}

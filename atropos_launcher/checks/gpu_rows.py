@@ -43,7 +43,7 @@ class Check:
 
     @property
     def needs_checkout(self) -> bool:
-        """Whether it is part of the tests, which are not installed."""
+        """Return whether it is part of the tests, which are not installed."""
         return self.module != LAUNCHER
 
     def visible(self, gpus: Sequence[str]) -> str | None:
@@ -51,7 +51,7 @@ class Check:
         return None if self.most is None or self.most >= len(gpus) else ",".join(gpus[: self.most])
 
     def shown(self, gpus: Sequence[str]) -> str:
-        """As a person would type it."""
+        """Write the command as a person would type it."""
         first = ("atropos",) if self.module == LAUNCHER else ("python", "-m", self.module)
         visible = self.visible(gpus)
         return shlex.join([*([f"CUDA_VISIBLE_DEVICES={visible}"] if visible else []), *first, *self.command])

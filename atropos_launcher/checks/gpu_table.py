@@ -27,7 +27,7 @@ COMMAND, VERSIONS = "Command: `", "PyTorch "
 
 @dataclass(frozen=True)
 class Result:
-    """What one row of the table shows."""
+    """Holds what one row of the table shows."""
 
     name: str
     came: str  # passed, FAILED and why, or not run and why

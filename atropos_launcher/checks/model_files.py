@@ -15,7 +15,7 @@ CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no paramete
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json and the headers of the safetensors files tell."""
+    """Holds what config.json and the headers of the safetensors files tell."""
 
     source: str
     shapes: Mapping[str, tuple[int, ...]]

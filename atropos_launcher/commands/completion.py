@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def whole_parser() -> ArgumentParser:
-    """Of every command, with all its flags, and with what completes their values."""
+    """Build the parser of every command, with all its flags, and with what completes their values."""
     whole = ArgumentParser(prog="atropos")
     commands = whole.add_subparsers()
     for name, command in COMMANDS.items():
@@ -77,7 +77,7 @@ def whole_parser() -> ArgumentParser:
 
 
 def _add_what_is_parsed_elsewhere(name: str, known: ArgumentParser) -> None:
-    """What command_line.py reads without argparse."""
+    """Add the arguments that command_line.py reads without argparse."""
     if name in ("train", "evaluate"):
         known.add_argument("run_file", metavar="RECIPE|FILE.yaml")
     if name in ("train", "evaluate", "quickstart"):

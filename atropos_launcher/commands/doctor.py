@@ -298,7 +298,7 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
 
 
 def live(config: DoctorConfig) -> Iterator[Finding]:
-    """What running servers compute with, against the files of --weights. Raises ConfigError."""
+    """Compare what running servers compute with against the files of --weights. Raises ConfigError."""
     name = "live weights"
     urls = [url for where in config.live for url in ([where] if ":" in where else urls_of_run(Path(where)))]
     flags = ["--live", ",".join(urls), *(["--weights", config.weights] if config.weights else [])]

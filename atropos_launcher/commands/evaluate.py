@@ -56,7 +56,7 @@ class OutputFlags(Config):
 
 
 class EvaluateFlags(ServerFlags, OutputFlags, SampleFlags, RunFlags):
-    """Those of `atropos evaluate`."""
+    """Declares the flags of `atropos evaluate`."""
 
 
 def parser() -> ArgumentParser:
@@ -163,5 +163,5 @@ def evaluation_files(plan: Plan) -> dict[str, str]:
 
 
 def results(run_dir: Path, service: str) -> Path:
-    """Where an environment writes its metrics and answers."""
+    """Return where an environment writes its metrics and answers."""
     return run_dir / f"evaluation_{service}"

@@ -51,7 +51,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run."""
+    """Describes where the checks run."""
 
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; none in a rehearsal
     folder: Path  # of logs and table
@@ -226,7 +226,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def digest_of(said: str) -> str:
-    """What a log says of the weights that vLLM computes with: `equal`, `differs`, or nothing."""
+    """Read from a log what it tells about the weights that vLLM computes with: `equal`, `differs`, or nothing."""
     return "differs" if DIFFERS.search(said) else "equal" if ARRIVED.search(said) else ""
 
 
@@ -258,7 +258,7 @@ def _every(stamp: str, runs: Path, models: Models, rehearse: bool) -> list[Check
 
 
 def _chosen(listed: Sequence[Check], options: Namespace) -> list[Check]:
-    """What --only and --rows leave. Raises ConfigError for a word that names no check."""
+    """Return the checks that --only and --rows leave. Raises ConfigError for a word that names no check."""
     names = [check.name for check in listed]
     if not any(options.only in name for name in names):
         raise ConfigError(f"--only {options.only}: no check's name contains it; --list lists all")

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _logs(runs: Path, names: Sequence[str]) -> list[Path]:
-    """Of one service or of all. A single name is a run's, or else a service's. Raises NoSuchRun."""
+    """List the logs of one service or of all. A single name is a run's, or else a service's. Raises NoSuchRun."""
     run, service = latest_run(runs) if not names else None, names[1] if len(names) == 2 else None
     if run is None:
         try:

@@ -106,7 +106,7 @@ def new_environment(name: str, template: str) -> NewEnvironment:
 
 
 def next_steps(server: Path, test: Path) -> str:
-    """What to type next."""
+    """Tell what to type next."""
     return f"""\
 Wrote {server} and {test}. Run its test:
 

@@ -173,7 +173,7 @@ def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool
 
 
 def need_of(asked: Asked, site: Site) -> Need | None:
-    """What the memory plan is made of; None where the model's size or the GPUs' memory is not known."""
+    """Collect what the memory plan is made of; None where the model's size or the GPUs' memory is not known."""
     size = model_size(site.model)
     if size is None or (asked.gpus and not asked.gpu_bytes):
         return None
@@ -205,7 +205,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
 
 
 def ports_line(asked: Asked, site: Site) -> str:
-    """Which ports are not those of the defaults, and why; empty where all are."""
+    """Name the ports that are not those of the defaults, and why; empty where all are."""
     found: list[str] = []
     if site.machines.several:  # a port is looked at on this machine only
         return ""
@@ -246,7 +246,9 @@ def find_model(model: str | None, dry_run: bool) -> str:
 
 
 def described(plan: Plan, asked: Asked) -> str:
-    """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
+    """Return what a dry run prints: the run as a file by which it can be repeated, the services' commands, the
+    memory plan.
+    """
     site = plan.site
     shared = variables(plan.run, site)
     machines = machine_lines(plan)
@@ -296,7 +298,7 @@ def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -
 
 
 def disk_line(run_dir: Path) -> str:
-    """What to do about a disk without room, which ends every service; empty while there is room."""
+    """Tell what to do about a disk without room, which ends every service; empty while there is room."""
     free = shutil.disk_usage(run_dir).free
     if free >= LEAST_FREE:
         return ""
@@ -348,7 +350,7 @@ class End(NamedTuple):
 
     @property
     def why_memory(self) -> str:
-        """What there is to say of memory; empty if nothing."""
+        """Return what there is to say of memory; empty if nothing."""
         if self.out_of_memory:
             return "The system ended a process for want of memory. What this run was planned to take:"
         if self.killed:

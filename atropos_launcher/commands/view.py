@@ -66,5 +66,5 @@ def beside(site: "Site", ports: Ports) -> Service:
 
 
 def page(window: Service, run_dir: Path) -> str:
-    """Where a browser finds the run."""
+    """Return the address where a browser finds the run."""
     return f"{(window.health or '').removesuffix('health')}#/run/{quote(run_dir.name, safe='')}"

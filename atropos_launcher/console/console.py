@@ -106,7 +106,7 @@ class PlainConsole:
             print(line, file=self._out, flush=True)
 
     def put_error(self, text: str) -> None:
-        """Why the run may end, with lines of a log."""
+        """Print why the run may end, with lines of a log."""
         with _lost_on_a_full_disk():
             print(text, file=self._err, flush=True)
 
@@ -139,12 +139,14 @@ def _lost_on_a_full_disk() -> Iterator[None]:
 
 
 def _kind(service: str) -> str:
-    """What is shown of its lines: as of the one vLLM server, or of the one trainer."""
+    """Return the service whose way of showing lines it shares: the one vLLM server, or the one trainer."""
     return SERVER if is_server(service) else TRAINER if is_trainer(service) else service
 
 
 def is_terminal(out: TextIO) -> bool:
-    """Whether bars can be drawn there: by a process in the foreground, on a terminal that can move its cursor."""
+    """Return whether bars can be drawn there: by a process in the foreground, on a terminal that can move its
+    cursor.
+    """
     if not out.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         return False
     try:

@@ -26,8 +26,8 @@ Ask = Callable[[], "Activity"]  # raises NotYet or ApiRefused
 
 
 class Diagnosis:
-    """What there is to tell since the last call. `health` has the addresses of other services by name, and `records`
-    the processes of the run.
+    """Finds what there is to tell since the last call. `health` has the addresses of other services by name, and
+    `records` the processes of the run.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Diagnosis:
 
 
 class Silence:
-    """How long no step has been reported, and when it is time to say so. `now` is the clock, in seconds."""
+    """Measures how long no step has been reported, and when it is time to say so. `now` is the clock, in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

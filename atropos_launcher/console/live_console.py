@@ -76,7 +76,7 @@ def as_guest(terminal: Terminal, drawing: Callable[[], RenderableType] | None = 
 
 
 class LiveConsole(PlainConsole):
-    """As a context manager it draws bars; `queued` asks how many groups wait."""
+    """Draws bars when it is used as a context manager; `queued` asks how many groups wait."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class LiveConsole(PlainConsole):
             super().put_error(text)
 
     def _bars(self) -> Table | Text:
-        """What stands below the lines now."""
+        """Draw what stands below the lines now."""
         with self._turn:
             if self._over.is_set():
                 return Text("")
@@ -155,7 +155,7 @@ class LiveConsole(PlainConsole):
 
 
 class QueuedGroups:
-    """How many groups the batching API holds for the next batches; None where it does not answer."""
+    """Asks how many groups the batching API holds for the next batches; None where it does not answer."""
 
     def __init__(self, api: str, token: str | None = None, timeout_s: float = 2.0) -> None:
         self._address = urlsplit(api).netloc

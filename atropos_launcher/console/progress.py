@@ -85,7 +85,7 @@ class _Evaluation:
 
 @dataclass
 class RunProgress:
-    """What is known of a run. `groups` make a batch, None where environments have groups of different sizes."""
+    """Holds what is known of a run. `groups` make a batch, None where environments have groups of different sizes."""
 
     steps: int
     groups: int | None
@@ -117,7 +117,7 @@ class RunProgress:
                 self._read(service, line, now)
 
     def bars(self, now: float) -> list[Bar]:
-        """What takes time at the moment, the steps last."""
+        """List what takes time at the moment, the steps last."""
         found = [_start_bar(service, start, now) for service, start in self._starts.items()]
         found += [
             Bar(service, part.percent, 100, f"{part.what} {part.percent} %")
@@ -196,12 +196,12 @@ def vllm_stage(line: str) -> int:
 
 
 def trainer_phase(line: str) -> str | None:
-    """What the trainer does from this line on, empty when a step is over; None if the line does not tell."""
+    """Return what the trainer does from this line on, empty when a step is over; None if the line does not tell."""
     return next((name for name, pattern in _TRAINER_LINES if pattern.search(line)), None)
 
 
 def part_of(line: str) -> Part | None:
-    """Of a line that is a progress bar, as downloads and loaders write them."""
+    """Read a line that is a progress bar, as downloads and loaders write them."""
     found = _PART.search(line)
     if not found or int(found["percent"]) > 100:
         return None

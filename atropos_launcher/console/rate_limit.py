@@ -9,7 +9,7 @@ _VARIES = re.compile(r"\d+")
 
 
 class Repeated:
-    """Which lines are new. Two are alike if they differ in digits only."""
+    """Tells which lines are new. Two are alike if they differ in digits only."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -28,7 +28,7 @@ class Repeated:
         return f"{line} ({held} more like it before)" if held else line
 
     def rest(self) -> list[str]:
-        """What is still held back, one line for each kind."""
+        """Return what is still held back, one line for each kind."""
         found = [f"{line} ({count} more like it)" if count > 1 else line for count, line in self._held.values()]
         self._held.clear()
         return found

@@ -23,7 +23,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run takes place."""
+    """Describes where a run takes place."""
 
     run_dir: Path
     model: str  # an id, or the absolute path of a directory
@@ -47,7 +47,7 @@ class Site:
         return [f"http://{self.vllm_host(index)}:{port}" for index, port in enumerate(self.vllm_ports)]
 
     def vllm_host(self, index: int) -> str:
-        """Where one vLLM server listens, and is reached from this machine."""
+        """Return where one vLLM server listens, and is reached from this machine."""
         return self.machines.reached_at(self.machines.serving[index]) if self.machines.several else HOST
 
 
@@ -70,7 +70,7 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
 
 
 def _master(site: Site) -> str:
-    """Where vLLM's workers reach the trainer."""
+    """Return the address where vLLM's workers reach the trainer."""
     return site.machines.first if site.machines.several else site.environ.get("MASTER_ADDR", "") or "localhost"
 
 
@@ -93,7 +93,7 @@ def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
 
 
 def tensor_parallel_size(server: Mapping[str, Any]) -> int:
-    """As a run file says it of a vLLM server."""
+    """Return the tensor-parallel size that a run file gives a vLLM server."""
     return int(server.get("tensor_parallel_size") or 1)
 
 

@@ -89,7 +89,7 @@ def _of_servers(layout: CoreLayout, cores: Cores, servers: int) -> tuple[Cores, 
 
 
 def _checked(key: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What it returns; its ValueError becomes a ConfigError that names the key."""
+    """Return what `function` returns; its ValueError becomes a ConfigError that names the key."""
     try:
         return function(*args, **kwargs)
     except ValueError as error:

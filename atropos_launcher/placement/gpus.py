@@ -67,7 +67,7 @@ class Placement:
 
     @property
     def vllm(self) -> tuple[str, ...]:
-        """Of all servers."""
+        """List the GPUs of all servers."""
         return tuple(gpu for server in self.servers for gpu in server.gpus)
 
     @property
@@ -76,16 +76,16 @@ class Placement:
 
     @property
     def is_shared(self) -> bool:
-        """Whether vLLM and the trainer have a GPU in common."""
+        """Return whether vLLM and the trainer have a GPU in common."""
         return any(map(self.shares, self.servers))
 
     def shares(self, server: ServerPlace) -> bool:
-        """Whether this server and the trainer have."""
+        """Return whether this server and the trainer have a GPU in common."""
         return not self.apart and bool({*server.gpus} & {*self.trainer})
 
     @property
     def one_server_each(self) -> bool:
-        """Whether each machine that serves has one of the servers."""
+        """Return whether each machine that serves has one of the servers."""
         return self.apart or self.machines > 1
 
     @property
@@ -96,7 +96,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ServerNeed:
-    """What a run says of one vLLM server's memory."""
+    """Holds what a run states about one vLLM server's memory."""
 
     max_model_len: int
     utilization: float | None = None  # of a GPU
@@ -106,7 +106,7 @@ class ServerNeed:
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan of a run is made of, the memory of one GPU, and what is free in host memory."""
+    """Holds what the plan of a run is made of, the memory of one GPU, and what is free in host memory."""
 
     config: TrainerConfig
     size: ModelSize
@@ -121,7 +121,7 @@ class Need:
         return available_memory() if self.host is None else self.host
 
     def share(self, placement: Placement, index: int = 0) -> float:
-        """Of a GPU's memory, what a vLLM server takes."""
+        """Return the share of a GPU's memory that a vLLM server takes."""
         beside_trainer = placement.shares(placement.servers[index])
         return self.servers[index].utilization or self.serving(placement, index).share(self.gpu, beside_trainer)
 
@@ -160,7 +160,7 @@ class Need:
         return settled(training, room), room
 
     def refusal(self, placement: Placement) -> str | None:
-        """Why vLLM or the trainer does not fit the GPUs; None where both do."""
+        """Explain why vLLM or the trainer does not fit the GPUs; None where both do."""
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
         if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
@@ -176,7 +176,7 @@ class Need:
         return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
-        """Why vLLM does not fit, and what to do; None where it does."""
+        """Explain why vLLM does not fit, and what to do; None where it does."""
         staged = self.host_staging(placement)
         if staged > self.host_memory:
             return (
@@ -251,7 +251,7 @@ class Need:
         return lines
 
     def fits(self, placement: Placement, without_offload: bool = False) -> bool:
-        """Whether vLLM and trainer both have what they need on GPUs."""
+        """Return whether vLLM and trainer both have what they need on GPUs."""
         training, room = self.training(placement)
         heads, kv_heads = self.size.heads or 0, self.size.kv_heads or 1
         for ranks in (len(server.gpus) for server in placement.servers):
@@ -263,7 +263,7 @@ class Need:
 
 
 def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:
-    """Why a single copy by ranks cannot share the vocabulary; None if it can, or if its size is not known."""
+    """Explain why a single copy by ranks cannot share the vocabulary; None if it can, or if its size is not known."""
     rows, multiple = size.embedding[0], math.lcm(VOCABULARY_MULTIPLE, ranks)
     if not size.shapes or rows % multiple == 0:
         return None
@@ -274,7 +274,7 @@ def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:
 
 
 def ranks_of_single_copy(config: TrainerConfig) -> int:
-    """Of a single copy with --tp-size, which trains each of vLLM's ranks by one of its own; else 1."""
+    """Return how many ranks train a single copy with --tp-size, each of vLLM's by one of its own; else 1."""
     return config.tp_size if config.bridge.same_devices else 1
 
 
@@ -473,7 +473,7 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
 
 
 def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
-    """What vLLM serves in."""
+    """Return the dtype that vLLM serves in."""
     return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
 
 

@@ -88,7 +88,7 @@ class Machines:
 
     @property
     def are_apart(self) -> bool:
-        """Whether no machine both trains and serves."""
+        """Return whether no machine both trains and serves."""
         return self.several and not any(machine.trains and machine.serves for machine in self.all)
 
     def elsewhere(self, host: str) -> str:
@@ -96,7 +96,7 @@ class Machines:
         return "" if host in (self.first, LOOPBACK) else host
 
     def reached_at(self, host: str) -> str:
-        """Where processes of this machine reach a server there: on this machine, loopback."""
+        """Return where processes of this machine reach a server there: on this machine, loopback."""
         return self.elsewhere(host) or LOOPBACK
 
 

@@ -62,7 +62,7 @@ def torch_cuda() -> str | None:
 
 
 def processor() -> str:
-    """Its model, as Linux tells."""
+    """Return the processor's model, as Linux tells."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -94,8 +94,8 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
 
 
 def peer_access(printed: str | None) -> dict[tuple[int, int], str]:
-    """Whether one GPU can read another's memory, by their indices, as `nvidia-smi topo -p2p r` prints it: OK, or why
-    not. Empty where the driver does not tell.
+    """Read whether one GPU can read another's memory, by their indices, as `nvidia-smi topo -p2p r` prints it: OK,
+    or why not. Empty where the driver does not tell.
 
              GPU0    GPU1
      GPU0    X       CNS
@@ -116,7 +116,7 @@ def find_compiler(named: str | None) -> str | None:
 
 
 def python_header() -> Path:
-    """Where Python.h is, if it is installed."""
+    """Return where Python.h is, if it is installed."""
     return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
@@ -143,7 +143,7 @@ def resolve(host: str) -> str | None:
 
 
 def printed_by(*command: str) -> str | None:
-    """What a command prints; None where there is no such command, or it fails or takes too long."""
+    """Return what a command prints; None where there is no such command, or it fails or takes too long."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
         return done.stdout.strip() if done.returncode == 0 else None

@@ -150,12 +150,12 @@ class RunFlags(Config):
 
 
 class TrainFlags(MachineFlags, RunFlags):
-    """Those of `atropos train`."""
+    """Declares the flags of `atropos train`."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed, resolved to a run; `given` are the command's own flags, of the class that it named."""
+    """Holds what was typed, resolved to a run; `given` are the command's own flags, of the class that it named."""
 
     run: RunFile
     given: RunFlags
@@ -241,7 +241,7 @@ def _flags_of_programs() -> dict[str, str]:
 
 
 def _machines(given: RunFlags, dry_run: bool) -> Machines:
-    """Those of --hosts, or this one."""
+    """Read the machines of --hosts; without it, take this one."""
     if not isinstance(given, TrainFlags) or given.hosts is None:
         return THIS_ONE
     return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)

@@ -100,7 +100,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
 
 
 def _addresses(site: Site) -> Tree:
-    """Where the trainer finds the vLLM servers."""
+    """Return where the trainer finds the vLLM servers."""
     ports = list(map(str, site.vllm_ports))
     if not site.machines.several:
         return {"vllm_host": HOST, "vllm_port": ",".join(ports)}
@@ -108,12 +108,14 @@ def _addresses(site: Site) -> Tree:
 
 
 def _meeting(site: Site) -> Tree:
-    """Where the workers of vLLM servers on other machines reach a trainer that torchrun tells another address."""
+    """Return where the workers of vLLM servers on other machines reach a trainer that torchrun tells another
+    address.
+    """
     return {"master_addr": site.machines.first} if site.machines.several else {}
 
 
 def _apart(run: RunFile, site: Site) -> bool:
-    """Whether vLLM and the trainer have devices of their own, so that both can compute at once."""
+    """Return whether vLLM and the trainer have devices of their own, so that both can compute at once."""
     if site.machines.are_apart:
         return True
     if site.placement.on_gpus:
@@ -123,7 +125,7 @@ def _apart(run: RunFile, site: Site) -> bool:
 
 
 def _owned_vllm(run: RunFile, site: Site) -> Tree:
-    """How a trainer starts the vLLM that it owns."""
+    """Return how a trainer starts the vLLM that it owns."""
     if not MODES[run.kind].owns_vllm:
         return {}
     own = str(run.bridge.get("vllm_flags", ""))
@@ -205,7 +207,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
 
 
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
-    """Whether an environment samples for later batches while the trainer is at one."""
+    """Return whether an environment samples for later batches while the trainer is at one."""
     return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())
 
 
@@ -229,8 +231,8 @@ def service_name(run: RunFile, name: str, index: int = 0) -> str:
 
 
 def environment_program(name: str) -> tuple[str, ...] | None:
-    """What follows `python` to run an environment: of a file, of one that comes with Atropos (`gsm8k`), or of a module.
-    None if there is no such thing.
+    """Return what follows `python` to run an environment: of a file, of one that comes with Atropos (`gsm8k`), or of
+    a module. None if there is no such thing.
     """
     if (ours := environments() / f"{name}_server.py").is_file():
         return (str(ours),)
@@ -243,7 +245,7 @@ def environment_program(name: str) -> tuple[str, ...] | None:
 
 
 def no_program(name: str) -> str:
-    """What to say where there is no such environment."""
+    """Tell that there is no such environment, and what to give instead."""
     ours = ", ".join(environment_names())
     return f"there is no file or module {name!r}; give the path of its .py file, or one of {ours}"
 

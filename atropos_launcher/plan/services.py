@@ -181,7 +181,7 @@ def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], share
 
 
 def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
-    """What ranks on other machines must find in the run's directory, and what to do where they do not. Raises
+    """Return what ranks on other machines must find in the run's directory, and what to do where they do not. Raises
     ConfigError for checkpoints that are to be elsewhere.
     """
     saved = trainer.save_path

@@ -71,7 +71,7 @@ class Layout(Config):
 
     @property
     def names_gpus(self) -> bool:
-        """Whether it says of any GPU whose it is."""
+        """Return whether it names any GPU's owner."""
         return (self.vllm, self.trainer) != ("auto", "auto")
 
 
@@ -204,7 +204,7 @@ class RunFile(Config):
 
 @dataclass(frozen=True)
 class Choice:
-    """What the overlays ask for."""
+    """Holds what the overlays ask for."""
 
     device: Literal["cpu", "gpu"]
     dataset: str | None = None  # LOCAL_FILES for files of one's own

@@ -52,7 +52,7 @@ def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[st
 
 
 def typed_values(config: Config, typed: Sequence[str]) -> Tree:
-    """What flags set in a configuration, with the values that they came to."""
+    """Collect what flags set in a configuration, with the values that they came to."""
     values, _ = parse(keys_of(type(config)), typed, prog="", about="")
     found: Tree = {}
     for path in values:
@@ -65,7 +65,7 @@ def typed_values(config: Config, typed: Sequence[str]) -> Tree:
 
 
 def dumped(content: Any) -> str:
-    """As YAML."""
+    """Write `content` as YAML."""
     plain = list(content) if isinstance(content, tuple) else content
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 

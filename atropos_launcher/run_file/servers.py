@@ -29,7 +29,7 @@ def server_name(index: int, count: int) -> str:
 
 
 def is_server(service: str) -> bool:
-    """Whether a service of that name is a vLLM server."""
+    """Return whether a service of that name is a vLLM server."""
     return _NAMES.fullmatch(service) is not None
 
 
@@ -50,7 +50,7 @@ def each_server(vllm: object) -> list[Tree]:
 
 
 def is_for_each(value: Any) -> TypeGuard[list[Any]]:
-    """Whether a value of `layout` is a list for each server, as [[0, 1], [2]]."""
+    """Return whether a value of `layout` is a list for each server, as [[0, 1], [2]]."""
     return isinstance(value, list) and any(isinstance(part, list) for part in value)
 
 

@@ -37,7 +37,7 @@ class Child:
         self.has_served = not self.is_awaited
 
     def start(self, records: Records) -> int:
-        """Its pid. It runs once its record is written."""
+        """Start the process, and return its pid. It runs once its record is written."""
         with open_regular(self.log, "ab") as output:
             process = subprocess.Popen(
                 # without what PYTHON variables and site-packages would load: it is only there to exec
@@ -60,7 +60,7 @@ class Child:
         return process.pid
 
     def status(self) -> int | None:
-        """How the leader ended, negative for a signal; None while it runs. It stays a zombie."""
+        """Return how the leader ended, negative for a signal; None while it runs. It stays a zombie."""
         assert self.process is not None
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:

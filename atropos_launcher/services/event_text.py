@@ -23,7 +23,7 @@ from atroposlib.processes.log_files import printable
 
 
 def text(event: Event) -> str:  # noqa: C901  # one line an event
-    """What happened, in a sentence."""
+    """Describe what happened, in a sentence."""
     match event:
         case Started(service, pid, log):
             return f"Started {service} (pid {pid}, log {log})"

@@ -19,7 +19,7 @@ class OomKills:
         self._seen = dict(_counters(root))
 
     def since_last(self) -> str | None:
-        """Which counter rose since the last call, or since the start: the words for a line; None if none did."""
+        """Return which counter rose since the last call, or since the start: the words for a line; None if none did."""
         now = dict(_counters(self._root))
         risen = [name for name, count in now.items() if count > self._seen.get(name, count)]
         self._seen = now

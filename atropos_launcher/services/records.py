@@ -58,7 +58,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, name: str, pid: int, url: str = "") -> Self:
-        """Of a process that is ours, or our child: it cannot be gone."""
+        """Record a process that is ours, or our child: it cannot be gone."""
         start = first_ticks(pid)
         if start is None:
             raise ProcessLookupError(errno.ESRCH, f"no process {pid}")
@@ -78,7 +78,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a process of the service's group is stopped (SIGSTOP)."""
+        """Return whether a process of the service's group is stopped (SIGSTOP)."""
         return self.is_alive and bool(stopped_members(self.pid))
 
     def signal(self, number: signal.Signals) -> bool:

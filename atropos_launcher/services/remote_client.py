@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """What `main` returns. Raises Asked when the service is not to start at all."""
+    """Run the service, and return what `main` returns. Raises Asked when the service is not to start at all."""
     host = asked.host
     entering = remote_words(asked.remote_command, host)
     words = [*entering, sys.executable, "-I", "-S", remote_agent.__file__]
@@ -83,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of this program, which plan/services.py writes the command line of."""
+    """Build the parser of this program, which plan/services.py writes the command line of."""
     found = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
     found.add_argument("--host", required=True)
     found.add_argument("--name", required=True)

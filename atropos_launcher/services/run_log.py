@@ -47,6 +47,6 @@ def _level(event: Event) -> str:
 
 
 def why_it_ended(run_dir: Path) -> str | None:
-    """Of the run's last start, what made it end before its time."""
+    """Return what made the run's last start end before its time."""
     end = end_of(last_lines(run_dir / f"{LAUNCHER}.log", 100))
     return end and end.why

@@ -37,7 +37,7 @@ class SharedMemory:
         self._files: dict[str, int] = {}
 
     def read(self) -> None:
-        """What a launcher has noted. Raises ForeignRecord."""
+        """Read what a launcher has noted. Raises ForeignRecord."""
         content = self._records.read_file(NOTES)
         if content is None:
             return

@@ -41,7 +41,7 @@ def _signal(services: Sequence[Record], number: signal.Signals) -> list[Record]:
 
 
 def _await_gone(services: Sequence[Record], seconds: float) -> list[Record]:
-    """Those that still have members then."""
+    """Wait until the services are gone, at most `seconds`. Return those that still have members then."""
     deadline = time.monotonic() + seconds
     while left := [service for service in services if service.members()]:
         if time.monotonic() > deadline:

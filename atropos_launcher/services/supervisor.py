@@ -66,7 +66,7 @@ class CannotStart(AtroposError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How patient the supervisor is."""
+    """Sets how patient the supervisor is."""
 
     last_s: float = 300.0  # for the others, once the first of those that may end has
     pause_s: float = 2.0  # before the first restart; three times as long before each next one
@@ -85,7 +85,7 @@ class _End(Exception):
 
 
 class _Signals:
-    """Which signal asked first. One that is ignored, as under nohup, stays ignored."""
+    """Remembers which signal asked first. One that is ignored, as under nohup, stays ignored."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -186,7 +186,7 @@ class Supervisor:
             return over.status
 
     def _end_leftovers(self) -> None:
-        """Of a launcher that was killed here."""
+        """End the services of a launcher that was killed here."""
         self._memory.read()
         leftovers = self._records.services()
         if leftovers:
@@ -194,7 +194,7 @@ class Supervisor:
             self._records.claim()
 
     def _start(self, child: Child) -> int | None:
-        """Its pid; None if it is optional and cannot be started."""
+        """Start a service, and return its pid; None if it is optional and cannot be started."""
         service = child.service
         try:
             with reading(f"cannot start {service.name} with log {child.log}", CannotStart):
@@ -212,7 +212,7 @@ class Supervisor:
             self._tell(Waiting(service.name, service.health, service.start_limit_s, child.log))
 
     def _look(self) -> None:
-        """What has happened since the last look."""
+        """Handle what has happened since the last look."""
         self._show_lines()
         for child in self._children:
             self._look_at(child)
@@ -291,7 +291,7 @@ class Supervisor:
             self._tell(died)
 
     def _how(self, status: int) -> str:
-        """How a service died; whether the system had no memory left is asked of its counters."""
+        """Describe how a service died; whether the system had no memory left is asked of its counters."""
         counter = self._oom.since_last()
         self.out_of_memory = counter is not None
         if counter is not None:
@@ -316,7 +316,7 @@ class Supervisor:
             self._announce_wait(child)
 
     def _awaits_space(self, child: Child, error: CannotStart) -> bool:
-        """Whether a service that a full disk keeps from starting is tried again, which is told."""
+        """Return whether a service that a full disk keeps from starting is tried again, which is told."""
         now = time.monotonic()
         if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)):
             return False
