@@ -45,7 +45,7 @@ class Settings(Config):
 
 @dataclass
 class Row:
-    """What one number of environments came to."""
+    """Holds what one number of environments came to."""
 
     environments: int
     registered_s: float

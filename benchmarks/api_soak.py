@@ -53,7 +53,7 @@ class Settings(Config):
 
 @dataclass
 class Ledger:
-    """What clients were promised and what they got."""
+    """Counts what clients were promised and what they got."""
 
     acknowledged: set[int] = field(default_factory=set)  # groups whose post was answered 200
     trained: Counter[int] = field(default_factory=Counter)  # groups in the steps of the surviving line of checkpoints
@@ -232,7 +232,7 @@ class Trainer:
 
     @property
     def has_lost_steps(self) -> bool:
-        """Whether it died after its last checkpoint, so that batches may wait again."""
+        """Return whether it died after its last checkpoint, so that batches may wait again."""
         return self._fresh
 
     async def checkpoint(self) -> None:

@@ -211,7 +211,7 @@ async def write_at_once(port: int, bodies: list[bytes], settings: Settings) -> l
 
 
 def memory_ratio(client: Client, process: int, bodies: list[bytes], settings: Settings) -> float:
-    """How much a server that has held nothing before grows, by the bytes of the groups that it holds."""
+    """Measure how much a server that has held nothing before grows, by the bytes of the groups that it holds."""
     client.post("/register", _registration(settings))
     before = resident_bytes(process)
     for body in bodies:

@@ -38,7 +38,7 @@ ARMS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one run has come to."""
+    """Holds what one run has come to."""
 
     arm: str
     seed: int

@@ -128,7 +128,7 @@ def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
 
 
 def finished(folder: Path, setting: Setting, arm: Arm, seed: int, flags: list[str]) -> FinishedRun:
-    """What a run directory has. Raises TrainerError if an exact run was not exact, or another one was."""
+    """Read what a run directory has. Raises TrainerError if an exact run was not exact, or another one was."""
     steps = [{column: row.get(column) for column in KEPT} for row in read_rows(folder / "metrics.jsonl")]
     evaluations = [
         {key: row[key] for key in ("policy_version", "accuracy")} for row in read_rows(folder / "evaluations.jsonl")

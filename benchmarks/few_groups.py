@@ -52,7 +52,7 @@ class FewGroupsConfig(Config):
 
 
 class Moved(NamedTuple):
-    """Of one step."""
+    """Describes how far one step moved the weights."""
 
     distance: float  # L2, of all weights
     grad_norm: float  # before clipping

@@ -55,7 +55,7 @@ def run_preset(config: ObjectivesConfig, algorithm: Algorithm) -> None:
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Those of a file of a run; none without the file."""
+    """Read the rows of a file of a run; none without the file."""
     return read_rows(path) if path.is_file() else []
 
 

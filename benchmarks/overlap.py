@@ -73,7 +73,7 @@ def table(runs: Path) -> str:
 
 
 def median(rows: Rows, name: str) -> float:
-    """Of a column."""
+    """Compute the median of a column."""
     return statistics.median(float(row[name]) for row in rows)
 
 

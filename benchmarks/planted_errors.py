@@ -62,7 +62,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests made of one error; `by` is the first test that failed."""
+    """Records what the tests made of one error; `by` is the first test that failed."""
 
     name: str
     area: str
@@ -122,7 +122,7 @@ def test_ids(error: Planted, root: Path) -> list[str]:
 
 @contextmanager
 def planted(error: Planted, root: Path) -> Iterator[None]:
-    """Around the tests: the error is in `root`. Raises CannotPlant."""
+    """Put the error in `root` while the tests run. Raises CannotPlant."""
     path = find(error, root)
     before = path.read_text()
     path.write_text(before.replace(error.old, error.new))
@@ -191,7 +191,7 @@ def expect_good(errors: Sequence[Planted], root: Path) -> None:
 
 
 def table(report: Report) -> str:
-    """How many errors of each area were caught, and the names of the others."""
+    """Count how many errors of each area were caught, and name the others."""
     areas = dict.fromkeys(result.area for result in report.results)
     caught = {area: [each.outcome == "caught" for each in report.results if each.area == area] for area in areas}
     lines = [f"{area:<12} {sum(found):>3} of {len(found)}" for area, found in caught.items()]

@@ -77,7 +77,7 @@ FULL = TrainerConfig.model_validate(
 
 @dataclass(frozen=True)
 class Api:
-    """Of docs/benchmarks/api_throughput.md."""
+    """Holds the results of docs/benchmarks/api_throughput.md."""
 
     json: float  # groups per second posted and fetched, with the journal
     packed: float
@@ -123,14 +123,14 @@ def tokens_per_second(size: ModelSize, gpus: int) -> float:
 
 
 def trainer_fits(size: ModelSize, ranks: int, tp: int = 1, gpu: int = 80) -> bool:
-    """Whether the memory plan accepts full training with this --tp-size, states on the GPUs."""
+    """Return whether the memory plan accepts full training with this --tp-size, states on the GPUs."""
     if ranks % tp or size.tp_refusal(tp):
         return False
     return Training(FULL.model_copy(update={"tp_size": tp}), size, ranks).need <= gpu * GB
 
 
 def server_fits(size: ModelSize, ranks: int, gpu: int) -> bool:
-    """Whether the memory plan accepts a vLLM server of so many GPUs, in bfloat16, with staging on the GPUs."""
+    """Return whether the memory plan accepts a vLLM server of so many GPUs, in bfloat16, with staging on the GPUs."""
     serving = Serving(FULL, size, "bfloat16", ranks)
     return serving.least <= serving.share(gpu * GB) * gpu * GB
 
@@ -158,7 +158,7 @@ def table(head: list[str], rows: Iterator[list[str]]) -> str:
 
 
 def api_table() -> str:
-    """What one API carries."""
+    """Tabulate what one API carries."""
     api = measured_api()
     rows = (
         [name, f"{rate:.0f}", rounded(rate * api.tokens / 1e6), f"{nbytes / 1e3:.0f}", rounded(rate * nbytes / 1e6)]
@@ -171,7 +171,7 @@ def api_table() -> str:
 
 
 def demand_table() -> str:
-    """What trainers ask of it."""
+    """Tabulate what trainers ask of it."""
     api = measured_api()
     carried = api.packed * api.tokens
 

@@ -114,7 +114,7 @@ def walk(learner: Any, dtype: str) -> float:
 
 
 def run_arm(name: str, options: argparse.Namespace, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every rank of an arm wrote."""
+    """Run one arm, and return what every rank of it wrote."""
     ranks = 1 if name == ALONE else options.ranks
     config = {
         "model_name": options.model,

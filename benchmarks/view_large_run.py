@@ -108,7 +108,7 @@ def get(url: str, path: str, **query: object) -> Any:
 
 
 def first_page(url: str, run: str) -> list[dict[str, Any]]:
-    """What a browser asks for when it opens the run and its groups."""
+    """Fetch what a browser asks for when it opens the run and its groups."""
     get(url, "")
     get(url, f"/{run}/metrics")
     found = get(url, f"/{run}/groups", limit=50)["rows"]

@@ -109,7 +109,7 @@ Modes = dict[str, Result]
 
 @dataclass(frozen=True)
 class Arm:
-    """How one bridge mode is started."""
+    """Describes how one bridge mode is started."""
 
     bridge: dict[str, Any]  # as in TrainerConfig
     server: list[str] | None  # its flags; None: the trainer starts it
@@ -268,7 +268,7 @@ class _Stepping(Learner):
 
     @collective
     def give_gradients(self) -> None:
-        """Of the next step."""
+        """Set the gradients of the next step."""
         for parameter in self._trained:
             parameter.grad = torch.full_like(parameter, 1e-3)
 
@@ -464,7 +464,7 @@ def _memory(figures: Modes) -> Iterator[str]:
 def _goals(  # noqa: C901  one goal after the other
     figures: Modes, limits: dict[str, float], parity: float
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """What the product promises: goal, figure (medians), limit, whether it is met."""
+    """Yield what the product promises: goal, figure (medians), limit, whether it is met."""
 
     def at_most(what: str, measured: float, limit: float) -> tuple[str, str, str, bool]:
         return what, f"{measured * 1e3:.1f} ms", f"{limit * 1e3:.1f} ms", measured <= limit

@@ -105,7 +105,7 @@ class CountdownEnv(QuestionEnv):
         return [*messages, {"role": "assistant", "content": PREFILL}] if self.config.prefill else messages
 
     def reference_answer(self, item: Puzzle) -> str:
-        """What an equation must come to; there are many that do."""
+        """Return what an equation must come to; there are many that do."""
         return str(item.target)
 
     async def score(self, item: Puzzle, answer: str) -> float:
@@ -117,7 +117,7 @@ class CountdownEnv(QuestionEnv):
 
 
 def equation_value(equation: str, puzzle: Puzzle, use_all: bool) -> Fraction | None:
-    """What `equation` comes to; None when it is none, or does not use the puzzle's numbers as allowed.
+    """Compute what `equation` comes to; None when it is none, or does not use the puzzle's numbers as allowed.
 
     "= 12" may follow the expression if that is its value.
     """

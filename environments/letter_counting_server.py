@@ -36,7 +36,7 @@ class Question:
 
     @property
     def count(self) -> int:
-        """How often the letter stands in the word, in either case."""
+        """Count how often the letter stands in the word, in either case."""
         return self.word.lower().count(self.letter)
 
 

@@ -281,7 +281,7 @@ class OpenEnv(QuestionEnv):
         return {"seed": seed, **self.config.reset_arguments}
 
     def prompt(self, item: Arguments) -> Messages:
-        """What comes before the first observation."""
+        """Return what comes before the first observation."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.config.task}]
 
@@ -289,7 +289,7 @@ class OpenEnv(QuestionEnv):
         return [self.config.url, item, self.prompt(item)]
 
     async def score(self, item: Arguments, answer: str, state: Mapping[str, Any]) -> Scored:
-        """As the environment scored the episode, and how it ended."""
+        """Return the environment's score of the episode, and how it ended."""
         return Scored(state["score"], state["outcome"])
 
     # --- an episode -----------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class OpenEnv(QuestionEnv):
         self._go_on(play, seen)
 
     def _without_address(self, text: str) -> str:
-        """What the model may see: an address says nothing to it, and would differ from run to run."""
+        """Return what the model may see: an address says nothing to it, and would differ from run to run."""
         url = self.config.url
         return text.replace(f" at {url}", "").replace(url, "the server").replace(urlsplit(url).netloc, "the server")
 
@@ -481,7 +481,7 @@ class OpenEnv(QuestionEnv):
 
 
 def without_thoughts(answer: str) -> str:
-    """What follows the thoughts. Raises Unreadable where they have no end."""
+    """Return what follows the thoughts. Raises Unreadable where they have no end."""
     _, ended, said = answer.rpartition(END_OF_THOUGHTS)
     if not ended and OPENING in answer:
         raise Unreadable(f"nothing follows the thoughts, which have no {END_OF_THOUGHTS}")

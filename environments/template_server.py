@@ -34,7 +34,7 @@ class LargerNumberEnv(QuestionEnv):
         return self.pair(str(number))
 
     def prompt(self, item: list[int]) -> list[dict[str, str]]:
-        """What the model is asked."""
+        """Return what the model is asked."""
         return [{"role": "user", "content": f"Which number is larger, {item[0]} or {item[1]}?"}]
 
     async def score(self, item: list[int], answer: str) -> float:

@@ -43,7 +43,7 @@ class ProductEnv(ToolEnv):
         return self.pair(str(number))
 
     def prompt(self, item: list[int]) -> list[dict[str, str]]:
-        """What opens the conversation."""
+        """Return what opens the conversation."""
         return [{"role": "user", "content": f"What is {item[0]} times {item[1]}?"}]
 
     def reference_answer(self, item: list[int]) -> str:

@@ -43,12 +43,12 @@ class GuessEnv(QuestionEnv):
         return self.secret(str(number))
 
     def prompt(self, item: int) -> Messages:
-        """What opens the conversation."""
+        """Return what opens the conversation."""
         text = f"I am thinking of a number from 1 to {self.config.largest}. Which one?"
         return [{"role": "user", "content": text}]
 
     def hint(self, item: int, guess: str | None) -> str:
-        """What the environment replies to a wrong guess."""
+        """Return what the environment replies to a wrong guess."""
         if guess is None:
             return "Answer with a number."
         return f"It is {'higher' if float(guess) < item else 'lower'}. Which one?"

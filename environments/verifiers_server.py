@@ -306,7 +306,7 @@ def root_url(server: Any) -> str:
 
 
 async def versions(server: Any, trace: str) -> SessionCalls:
-    """Which policy versions sampled a trace."""
+    """Ask which policy versions sampled a trace."""
     return msgspec.json.decode(
         await _get(server, f"{root_url(server)}{PREFIX}{SESSION_ROUTE}/{trace}"), type=SessionCalls
     )
@@ -321,7 +321,7 @@ async def _get(server: Any, url: str) -> bytes:
 
 
 def order(config: VerifiersConfig, longest: int) -> dict[str, Any]:
-    """What the child is to open. An agent ends while there is room for one more answer in the model's context."""
+    """Build what the child is to open. An agent ends while there is room for one more answer in the model's context."""
     limits: dict[str, int] = {"max_total_tokens": max(1, longest - config.max_new_tokens)}
     if config.max_turns is not None:
         limits["max_turns"] = config.max_turns

@@ -247,7 +247,7 @@ def _changed_words(kernel: Callable[..., torch.Tensor], *inputs: torch.Tensor) -
 
 
 def _differing_words(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many elements of two tensors of one dtype differ in their bits."""
+    """Count the elements of two tensors of one dtype that differ in their bits."""
     assert one.dtype == other.dtype, f"{one.dtype} against {other.dtype}"
     word = {2: torch.int16, 4: torch.int32}[one.element_size()]
     return int((one.view(word) != other.view(word)).sum())

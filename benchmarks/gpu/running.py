@@ -45,7 +45,7 @@ Found = dict[str, Any]
 
 
 class Failed(Exception):
-    """Why a stage did not pass; what it found all the same."""
+    """Is raised with why a stage did not pass, and with what it found all the same."""
 
     def __init__(self, why: str, found: Found) -> None:
         super().__init__(why)
@@ -54,7 +54,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """Where stages run."""
+    """Describes where stages run."""
 
     work: Path  # of models, runs, logs and caches
     rehearse: bool = False  # on a CPU, with a tiny model
@@ -68,7 +68,7 @@ class Site:
         return self.work / "runs"
 
     def folder_of(self, size: str) -> Path:
-        """Of the random model of this size, which may be missing yet."""
+        """Return the directory of the random model of this size, which may be missing yet."""
         return self.work / "models" / self._size(size)
 
     def model(self, size: str) -> str:
@@ -76,7 +76,7 @@ class Site:
         return str(ensure_random_model(self._size(size), self.work))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of every process: where models are, and the checkout's modules."""
+        """Return the environment of every process: where models are, and the checkout's modules."""
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         return os.environ | {"WORK": str(self.work), "PYTHONPATH": path} | more
 
@@ -85,7 +85,7 @@ class Site:
 
 
 class Work(Protocol):
-    """What a stage does."""
+    """Declares what a stage does."""
 
     def commands(self, site: Site) -> list[list[str]]: ...
 
@@ -167,7 +167,7 @@ class Training:
         }
 
     def wrong(self, rows: list[Found], digests: list[str]) -> str:
-        """Why a run that ended well does not pass; empty if it does."""
+        """Explain why a run that ended well does not pass; empty if it does."""
         if len(rows) != self.steps:
             return f"{len(rows)} of {self.steps} steps"
         if self.digest and not any("every word" in line for line in digests):
@@ -177,7 +177,7 @@ class Training:
         return ""
 
     def _planned(self, site: Site, command: list[str]) -> str:
-        """What a dry run prints: the memory plan, beside which the peak is judged."""
+        """Return what a dry run prints: the memory plan, beside which the peak is judged."""
         try:
             plan = subprocess.run(
                 [*command, "--dry-run"],
@@ -294,7 +294,9 @@ class Generation:
 
 
 def found_by(work: Work, site: Site, name: str, limit_s: float, read: Callable[[str], Found]) -> Found:
-    """What the one command of `work` took, and what `read` finds in its output. Raises Failed with its last lines."""
+    """Return what the one command of `work` took, and what `read` finds in its output. Raises Failed with its last
+    lines.
+    """
     (command,) = work.commands(site)
     status, said, took = finished(site, name, command, limit_s)
     found = took | read(said)

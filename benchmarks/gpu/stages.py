@@ -155,7 +155,7 @@ STAGES = [
 
 
 class Results:
-    """What this machine has shown so far, in $WORK, and copied to $OUT after each stage."""
+    """Keeps what this machine has shown so far, in $WORK, and copied to $OUT after each stage."""
 
     def __init__(self, site: Site, out: Path) -> None:
         self._logs, self._out, self._state = site.logs, out, site.work / "results.jsonl"
@@ -249,14 +249,14 @@ def is_named(stage: Stage, words: Sequence[str]) -> bool:
 
 
 def has_run(stage: Stage, last: dict[str, Found], asked: argparse.Namespace) -> bool:
-    """Whether it passed, or failed and is not named."""
+    """Return whether it passed, or failed and is not named."""
     if asked.again or stage.name not in last:
         return False
     return bool(last[stage.name]["passed"]) or not asked.stages
 
 
 def reason_to_skip(stage: Stage, left_s: float) -> str:
-    """Why a stage cannot begin now; empty if it can."""
+    """Explain why a stage cannot begin now; empty if it can."""
     if stage.package and find_spec(stage.package) is None:
         return f"the package {stage.package} is not installed"
     if left_s < min(stage.limit_s, SPARE * stage.expected_s):
