@@ -57,7 +57,7 @@ class Failure:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it is an error that says all by itself. Of others an author wants to see where they were raised."""
+        """Return whether the error's text says all. Of other errors an author wants to see where they were raised."""
         return isinstance(self.error, EXPECTED)
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ async def attempt(
 
 
 def too_slow(limit_s: float) -> TimeoutError:
-    """What a rollout that took too long is told by."""
+    """Make the error of a rollout that took too long."""
     return TimeoutError(f"it took longer than {limit_s:g} s (--env.rollout_timeout)")
 
 

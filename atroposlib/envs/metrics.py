@@ -98,7 +98,7 @@ class Durations:
         self._by_name.setdefault(name, deque(maxlen=DURATIONS_KEPT)).append(seconds)
 
     def values(self, name: str) -> list[float]:
-        """Those with the same name since the last `take`."""
+        """Return the durations of `name` since the last `take`."""
         return list(self._by_name.get(name, ()))
 
     def take(self) -> dict[str, float]:

@@ -147,8 +147,8 @@ def with_failed(group: ScoredDataGroup, failed: Mapping[Cause, int]) -> ScoredDa
 
 
 def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
-    """What is wrong with `group` by its author's fault, whatever was sampled, or why the registered trainer cannot use
-    it; None when it is whole.
+    """Return what is wrong with `group` by its author's fault, whatever was sampled, or why the registered trainer
+    cannot use it; None when it is whole.
     """
     missing = [key for key in REQUIRED if group.get(key) is None]
     if missing:
@@ -171,7 +171,7 @@ def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
 
 
 class Rejection(NamedTuple):
-    """Why a group is dropped: the kind, which is counted, and what was found."""
+    """Says why a group is dropped: the kind, which is counted, and what was found."""
 
     kind: str
     reason: str
@@ -180,7 +180,7 @@ class Rejection(NamedTuple):
 def rejection(
     group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool
 ) -> Rejection | None:
-    """Why no part of `group` can be sent, or None. `max_token_len` 0 or less means no limit."""
+    """Return the reason why no part of `group` can be sent, or None. `max_token_len` 0 or less means no limit."""
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = size_of(group)
     if count != expected:

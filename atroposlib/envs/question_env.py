@@ -160,7 +160,7 @@ class QuestionEnv(BaseEnv):
         raise NotImplementedError(f"{type(self).__name__} has no score of its own")
 
     def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
-        """What is kept of an evaluated answer in samples.jsonl."""
+        """Return the row that samples.jsonl keeps of an evaluated answer."""
         return {"messages": rollout.messages, "score": scored.reward} | named_rewards(scored)
 
     async def _evaluate_samples(self, asked: SamplingFields) -> None:
@@ -174,7 +174,7 @@ class QuestionEnv(BaseEnv):
             yield
 
     def _identity(self, item: Item) -> Any:
-        """What tells held-out questions of one evaluation from those of another."""
+        """Return what tells the held-out questions of one evaluation from those of another."""
         return self.conversation(item)
 
     def reference_answer(self, item: Item) -> str | None:
@@ -241,8 +241,8 @@ class QuestionEnv(BaseEnv):
 
     @property
     def _asks_at_once(self) -> bool:
-        """Whether one request asks for all answers, which saves the server work. It returns when the longest is done,
-        so it is for short ones; longer ones may fail, or be late, each by itself.
+        """Return whether one request asks for all answers, which saves the server work. It returns when the longest is
+        done, so it is for short ones; longer ones may fail, or be late, each by itself.
         """
         return self._is_of_one_answer and self.config.max_new_tokens <= SHORT_ANSWER_TOKENS
 

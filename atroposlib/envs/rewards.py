@@ -53,7 +53,7 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
 
 
 def as_scored(value: Any, method: Callable[..., Any]) -> Scored:
-    """What `method` returned. Raises WrongReturn for what is not a number."""
+    """Convert what `method` returned. Raises WrongReturn for what is not a number."""
     if value is None or isinstance(value, Scored):
         return Scored(None) if value is None else value
     return Scored(_number(value, method, "a number, a Scored"))
@@ -74,14 +74,14 @@ class Method:
     weight: float = 1.0
 
     async def value(self, env: object, item: Any, answer: str, rollout: Rollout) -> Any:
-        """What it returns for one answer."""
+        """Return the method's value for one answer."""
         method: Callable[..., Any] = getattr(env, self.name)
         return await settled(method(item, answer, **{name: getattr(rollout, name) for name in self.declared}))
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """How an environment scores: by one method `score`, by `named` rewards, or, with neither, as the rollout says."""
+    """Scores answers by one method `score`, by `named` rewards, or, with neither, as the rollout says."""
 
     score: Method | None
     named: Sequence[Method] = ()

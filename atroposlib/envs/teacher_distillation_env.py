@@ -158,7 +158,7 @@ class TeacherDistillationEnv(BaseEnv):
 
     @property
     def _trains_here(self) -> bool:
-        """Whether the registered trainer is one that does not use what a teacher says."""
+        """Return whether the registered trainer is one that does not use what a teacher says."""
         run = vars(self).get("_env_run")  # a hook may be called without any run
         return run is not None and run.needs.trainable_only
 
@@ -205,5 +205,5 @@ def teacher_flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def extract_namespace(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """What `values` holds under names that begin with `prefix`, by the rest of the name."""
+    """Return what `values` holds under names that begin with `prefix`, by the rest of the name."""
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

@@ -142,7 +142,7 @@ class ToolEnv(QuestionEnv):
         return int(min(self.config.max_new_tokens, min(limits) - length))
 
     def _holds_a_call(self, text: str, box: Toolbox) -> bool:
-        """Whether `text`, in which no call was found, was meant to hold one."""
+        """Return whether `text`, in which no call was found, was meant to hold one."""
         return bool(box.tools) and any(marker in text.rpartition("</think>")[2] for marker in CALL_MARKERS)
 
     async def _results(
@@ -178,7 +178,7 @@ class ToolEnv(QuestionEnv):
         ]
 
     def _unread(self, managed: Any, calls: Sequence[dict[str, Any]]) -> int:
-        """How many calls of one message cannot be read, beside `calls`, which can; not known where a proxy keeps the
+        """Count the calls of one message that cannot be read, beside `calls`, which can; 0 where a proxy keeps the
         text.
         """
         from atroposlib.envs.server_handling.tool_call_translator import HERMES_FORM, unread_calls  # as in `__init__`
@@ -190,7 +190,7 @@ class ToolEnv(QuestionEnv):
         return unread_calls(text.rpartition("</think>")[2])
 
     def _tell(self, name: str, result: CallResult) -> None:
-        """What a tool raised, once: its author may not have meant it."""
+        """Log what a tool raised, once: its author may not have meant it."""
         if result.raised is not None and (where := origin(result.raised)) not in self._told:
             self._told.add(where)
             log.warning("Tool %s failed, and the model is told so: %s", name, where)

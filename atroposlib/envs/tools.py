@@ -51,8 +51,8 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a model may call. `run` gets the arguments as the model wrote them, in JSON, and raises WrongArguments for
-    those that do not fit.
+    """Describes something that a model may call. `run` gets the arguments as the model wrote them, in JSON, and raises
+    WrongArguments for those that do not fit.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's API and chat templates take it."""
+        """Return the schema that OpenAI's API and chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -98,8 +98,8 @@ ToolLike: TypeAlias = Tool | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What the model reads, the tool's own value, what was wrong with the call, if anything was, and what the tool
-    raised, which its author wants to see.
+    """Holds what the model reads, the tool's own value, what was wrong with the call, if anything was, and what the
+    tool raised, which its author wants to see.
     """
 
     text: str
@@ -123,7 +123,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, for `tools=` of a chat completion."""
+        """Return the schemas of all tools, for `tools=` of a chat completion."""
         return [tool.schema for tool in self.tools.values()]
 
     async def call(self, name: str, arguments: str) -> CallResult:
@@ -163,8 +163,8 @@ class WrongArguments(Exception):
 
 
 def as_text(value: Any) -> str:
-    """What a tool returned, as a model reads it: text as it is, anything else as JSON; what JSON has no form for, by
-    `str`. Half a surrogate pair, which no tokenizer takes, becomes a question mark.
+    """Show what a tool returned, as a model reads it: text as it is, anything else as JSON; what JSON has no form for,
+    by `str`. Half a surrogate pair, which no tokenizer takes, becomes a question mark.
     """
     text = value if isinstance(value, str) else to_json(value, fallback=str, inf_nan_mode="constants").decode()
     return text.encode("utf-8", "replace").decode()

@@ -81,7 +81,7 @@ def class_location(env_cls: type) -> str:
 
 
 def _takes(method: Callable[..., Any], signature: str) -> bool:
-    """Whether `method` can be called with as many arguments as `signature` has."""
+    """Return whether `method` can be called with as many arguments as `signature` has."""
     try:
         inspect.signature(method).bind(*signature.partition("(")[2].split(","))
     except TypeError:
@@ -90,7 +90,7 @@ def _takes(method: Callable[..., Any], signature: str) -> bool:
 
 
 def messages(prompt: Callable[[Any], Any], item: Any) -> Any:
-    """What `prompt` gives for `item`. Raises WrongReturn."""
+    """Return the messages that `prompt` gives for `item`. Raises WrongReturn."""
     found: Any = prompt(item)
     if not _is_list_of(Mapping, found) or not found or not all("role" in message for message in found):
         raise WrongReturn(prompt, found, METHODS["prompt"][1])
@@ -98,14 +98,14 @@ def messages(prompt: Callable[[Any], Any], item: Any) -> Any:
 
 
 def answers(rollouts: Callable[..., Any], found: Any, n: int) -> Sequence[Rollout]:
-    """What `rollouts` gave, which was asked for `n`. Raises WrongReturn."""
+    """Return `found`, the answers that `rollouts` gave when it was asked for `n`. Raises WrongReturn."""
     if not _is_list_of(Rollout, found) or len(found) != n:
         raise WrongReturn(rollouts, found, f"a list of {n} Rollout")
     return list(found)
 
 
 async def trajectory(collect_trajectory: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
-    """What `collect_trajectory` gives for `item`. Raises WrongReturn."""
+    """Return the rollout and the later items that `collect_trajectory` gives for `item`. Raises WrongReturn."""
     rollout, later = _pair("collect_trajectory", collect_trajectory, await settled(collect_trajectory(item)))
     for sequence in rollout if isinstance(rollout, list) else [rollout] if rollout else []:
         if not isinstance(sequence, Mapping) or any(sequence.get(key) is None for key in REQUIRED):
@@ -114,7 +114,7 @@ async def trajectory(collect_trajectory: Callable[[Any], Awaitable[Any]], item: 
 
 
 async def groups(collect_trajectories: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
-    """What `collect_trajectories` gives for `item`. Raises WrongReturn."""
+    """Return the groups and the later items that `collect_trajectories` gives for `item`. Raises WrongReturn."""
     found, later = _pair("collect_trajectories", collect_trajectories, await settled(collect_trajectories(item)))
     for group in found if isinstance(found, list) else [found]:
         if group and not isinstance(group, Mapping):
@@ -123,7 +123,7 @@ async def groups(collect_trajectories: Callable[[Any], Awaitable[Any]], item: An
 
 
 async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, Any] | None:
-    """What `evaluate` gives. Raises WrongReturn."""
+    """Return the metrics that `evaluate` gives. Raises WrongReturn."""
     found: Mapping[str, Any] | None = await settled(evaluate())
     if found is not None and not isinstance(found, Mapping):
         raise WrongReturn(evaluate, found, METHODS["evaluate"][1])

@@ -68,7 +68,7 @@ SAY_ALL = (ServerError, MalformedGroup, WrongReturn)
 
 
 def is_authors(filename: str) -> bool:
-    """Whether a source file is neither this library's nor Python's nor installed."""
+    """Return whether a source file is neither this library's nor Python's nor installed."""
     path = Path(filename)
     return (
         not filename.startswith(GENERATED)
@@ -148,7 +148,7 @@ class ErrorLog:
         return next(iter(self._written.values()), "")
 
     def origin(self, error: BaseException) -> str:
-        """As `origin`."""
+        """Name the origin of an error, as the function `origin` does, knowing the methods that the author wrote."""
         return origin(error, self._written)
 
     def note(self, error: Exception, text: str, level: int = logging.ERROR) -> None:
@@ -165,7 +165,7 @@ class ErrorLog:
         log.log(level, "%s: %s%s", text, self.origin(error), again, exc_info=error if with_traceback else None)
 
     def blamed(self, error: BaseException) -> list[str]:
-        """As `blamed`."""
+        """List the blamed lines, as the function `blamed` does, knowing the methods that the author wrote."""
         return blamed(error, self._written)
 
     def again(self, error: BaseException) -> str:
@@ -178,7 +178,7 @@ class ErrorLog:
 
 
 class ErrorBudget:
-    """Of the last 100 items, `allowed` may fail by the environment's own fault. An inference server that fails costs
+    """Lets `allowed` of the last 100 items fail by the environment's own fault. An inference server that fails costs
     nothing.
     """
 
@@ -211,8 +211,8 @@ class ErrorBudget:
 
 @contextmanager
 def needed(what: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Around a call of an author's `method` that the run cannot do without: what it raises is logged with its
-    traceback, and ends the run as an AuthorError.
+    """Guard a call of an author's `method` that the run cannot do without: log what it raises with its traceback, and
+    end the run with an AuthorError.
     """
     try:
         yield

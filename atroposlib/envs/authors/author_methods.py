@@ -5,5 +5,5 @@ from typing import Any
 
 
 async def settled(value: Any) -> Any:
-    """What such a method gives: `await settled(env.setup())`."""
+    """Return the result of such a method: `await settled(env.setup())`."""
     return await value if inspect.isawaitable(value) else value

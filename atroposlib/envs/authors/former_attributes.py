@@ -25,7 +25,7 @@ class Former:
 
 
 class FormerAttributes:
-    """What the API and the trainer named, what is in flight, and durations (s) since metrics were last written."""
+    """Gives what API and trainer named, what is in flight, and durations (s) since metrics were last written."""
 
     env_id = Former(lambda run: run.link.env_id if run.link else None)
     wandb_group = Former(lambda run: run.wandb_info.group)

@@ -309,7 +309,7 @@ def _is_list_of_one(content: Any) -> bool:
 
 
 def _own_keys(content: Any, kinds: Mapping[str, type[BaseModel]], place: str = "") -> Any:
-    """What YAML has at `place` ("env") without the keys that files out there hold for other programs, a warning each.
+    """Return what YAML has at `place` ("env") without the keys that users' files hold for other programs; warn of each.
     `kinds` are the trees by place.
 
     Raises ConfigError for a key that is known elsewhere, and for one that resembles a known one.

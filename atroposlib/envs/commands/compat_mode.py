@@ -23,7 +23,7 @@ DEFAULTS = {"max_failed_items": 100, "max_fruitless_items": 0}
 
 
 def is_on(arguments: Sequence[str], content: Mapping[str, Any]) -> bool:
-    """Whether the flags, or else the YAML file, ask for it."""
+    """Return whether the flags, or else the YAML file, ask for compat mode."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--compat", nargs="?", const="true", default=str(content.get("compat", False)))
     parser.add_argument("--no-compat", "--no_compat", dest="compat", action="store_const", const="false")

@@ -73,7 +73,7 @@ def _name_anywhere(tokenizer: str) -> str | None:
 
 
 async def fake_servers(env: Environment) -> FakeServers:
-    """Those that say in /v1/models that they are fake ones."""
+    """Find the servers that say in /v1/models that they are fake ones."""
     servers = [server for server in env.server.servers if isinstance(server, OpenAIServer)]
     found = [(server, await _fake_model(server)) for server in servers]
     fakes = [(server, model) for server, model in found if model is not None]
@@ -83,7 +83,7 @@ async def fake_servers(env: Environment) -> FakeServers:
 
 
 async def _fake_model(server: OpenAIServer) -> FakeModel | None:
-    """What a fake server shows of itself; None of any other, whatever it replies."""
+    """Ask a fake server to describe itself; None for any other server, whatever it replies."""
     try:
         url = f"{server.base_url}/models"
         async with server.http.get(url, timeout=TIMEOUT, allow_redirects=False) as reply:

@@ -76,7 +76,7 @@ class Reporting:
                 await self._client.call(routes.HEARTBEAT, heartbeat)
 
     def report(self) -> EnvReport:
-        """What there is to tell now."""
+        """Describe what the environment does now."""
         run, now = self._run, time.monotonic()
         waits_for = (_without_server(run) if isinstance(run, EnvRun) else "") or run.waits_for
         kind = waits_for.partition(" (")[0]  # what is in brackets may change from one moment to the next

@@ -63,7 +63,7 @@ async def serve(env: Environment) -> None:
 async def serve_once_built(
     config: BaseEnvConfig, name: str, build: Callable[[StartUp], Awaitable[Environment]]
 ) -> None:
-    """As `serve`, and the API hears from the start on what `build` waits for, which it notes in the StartUp."""
+    """Serve as `serve` does, and from the start report to the API what `build` waits for and notes in the StartUp."""
     start = StartUp(name)
     async with contextlib.aclosing(_client(config)) as api, Reporting(api, start) as reporting:
         await _serve(await build(start), api, reporting)
@@ -272,7 +272,7 @@ class ServeLoop:
             self._idle_since = now
 
     def _what_is_missing(self, reason: str, has_ended: bool) -> str:
-        """What keeps the environment from sampling; `reason` is the queue policy's."""
+        """Name what keeps the environment from sampling; `reason` is the queue policy's."""
         if has_ended:
             return f"more items ({self._no_more_items})"
         return "the end of its evaluation" if reason == EVALUATION_RUNS else f"the trainer: {reason}"
@@ -363,7 +363,7 @@ class ServeLoop:
             self._save_checkpoint(step)
 
     def _save_checkpoint(self, step: int) -> None:
-        """As the author's method does; on a disk without room the previous one stays."""
+        """Save a checkpoint by the author's method; on a full disk the previous one stays."""
         try:
             self.env.save_checkpoint(step)
         except OSError as error:

@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass
 class DataReport:
-    """Of one source."""
+    """Counts the records of one source, and what was found in them."""
 
     source: str
     records: int = 0
@@ -117,7 +117,7 @@ class Stream(Protocol):
 
 @dataclass
 class LoadedData:
-    """What was loaded in one setup."""
+    """Holds what was loaded in one setup."""
 
     reports: list[DataReport] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)

@@ -113,7 +113,7 @@ class ItemSet(Generic[T]):
     report: DataReport | None = None  # of the look at the data
 
     def stream(self, seed: int) -> "ItemStream[T]":
-        """Those to train on, without end."""
+        """Return the items to train on, without end."""
         return ItemStream(self.train, seed)
 
 
@@ -220,7 +220,7 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
 
 
 def question_of(item: Any) -> str:
-    """What tells an item's question from another, see `question_key`."""
+    """Return a key that tells an item's question from others; see `question_key`."""
     question = getattr(item, "question", None)
     if isinstance(item, Mapping):
         question = next((item[name] for name in QUESTION_NAMES if item.get(name)), item)
@@ -288,7 +288,7 @@ def _note_copies(train: Sequence[Any], keys: Sequence[int], report: DataReport) 
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is a path rather than a name at the hub."""
+    """Return whether a source is a path rather than a name at the hub."""
     path = Path(source)
     return path.suffix in READERS or path.exists() or source.startswith((".", "/", "~"))
 
@@ -372,7 +372,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 @contextlib.contextmanager
 def _as_data_error(what: str) -> Iterator[None]:
-    """What a library raises, of whatever kind, by its root cause."""
+    """Turn whatever a library raises into a DataError that names the root cause."""
     try:
         yield
     except Exception as error:

@@ -58,7 +58,7 @@ class Fields:
 
     @property
     def shape(self) -> str:
-        """What a record looks like, for those who wrote another."""
+        """Show what a record looks like, for people who wrote another."""
         return f'{{"{self.question}": ..., "{self.answer}": "...{" #### 12" if self.marked else ""}"}}'
 
 

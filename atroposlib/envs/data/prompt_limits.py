@@ -84,8 +84,8 @@ class Look:
 
 
 def _reaches(env: Asks, managed: Any, item: Item, limit: int) -> bool:
-    """Whether the prompt of an item has `limit` tokens. False where that is not known: what an author's `prompt` raises
-    is told when the item is asked.
+    """Return whether the prompt of an item has `limit` tokens. False where that is not known: what an author's `prompt`
+    raises is told when the item is asked.
     """
     try:
         messages = env._prompt_of(item)

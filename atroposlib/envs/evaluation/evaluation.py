@@ -57,7 +57,7 @@ class Unanswered:
 
     @classmethod
     def of(cls, results: Sequence[Failure | None]) -> "Unanswered":
-        """Those of one evaluation: a result for each question, None for one with a score."""
+        """Collect one evaluation's unanswered questions from a result for each question, None for one with a score."""
         return cls(len(results), [failure for failure in results if failure is not None])
 
     @property
@@ -117,7 +117,7 @@ class Evaluation:
         return f"; {unscored:.0f} unscored{f': {causes}' if causes else ''}"
 
     def record(self, env_name: str) -> dict[str, Any]:
-        """Its line in evaluations.jsonl."""
+        """Return the evaluation's line in evaluations.jsonl."""
         return {
             "time": time.time(),
             "env": env_name,
@@ -163,7 +163,7 @@ def held_out_row(index: int, sample: Any) -> dict[str, Any]:
 
 
 def evaluations_file(evaluations_path: str | None, data_dir: str | None) -> Path | None:
-    """Where evaluations are appended, if anywhere."""
+    """Return the file to which evaluations are appended, if there is one."""
     if evaluations_path is not None:
         return Path(evaluations_path)
     return Path(data_dir) / "evaluations.jsonl" if data_dir is not None else None

@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a million tokens."""
+    """Holds the prices of a million tokens."""
 
     prompt: float = 0.0
     answer: float = 0.0
@@ -72,7 +72,7 @@ def summary(
 
 
 def sampled_table(title: str, metrics: Mapping[str, float]) -> str:
-    """What `summary` gives, and `seconds`, as lines to print."""
+    """Format what `summary` gives, and `seconds`, as lines to print."""
     answers = max(1.0, metrics["samples"])
     rows = {
         "questions, samples, failed": " ".join(f"{metrics[key]:.0f}" for key in ("questions", "samples", "failed")),
@@ -111,7 +111,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean over questions."""
+    """Compute the standard error of the mean over questions."""
     if len(values) < 2:
         return 0.0
     mean = _mean(values)

@@ -44,7 +44,7 @@ _spent: ContextVar[Counter[str]] = ContextVar("spent")  # tokens of the sample t
 
 
 class Questions(Protocol):
-    """What is evaluated: a `QuestionEnv`."""
+    """Describes what is evaluated: a `QuestionEnv`."""
 
     name: ClassVar[str | None]
     server: Any
@@ -123,7 +123,7 @@ def _begun(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sampl
 
 
 def _file(env: Questions, asked: SamplingFields) -> Path:
-    """Where the samples are."""
+    """Return the file of the samples."""
     if asked.output is not None:
         return asked.output
     if env.config.data_dir_to_save_evals is not None:
@@ -230,7 +230,7 @@ def counted(
 
 
 def header_of(env: Questions, asked: SamplingFields) -> dict[str, Any]:
-    """What must be the same for samples to belong together."""
+    """Return the settings that must be the same for samples to belong together."""
     prompts = json.dumps([env._identity(item) for item in env.held_out], sort_keys=True, default=str)
     return {
         "evaluation": {
@@ -299,7 +299,7 @@ def sample_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_of_samples(path: Path) -> bool:
-    """Whether a file has the first line of an evaluation."""
+    """Return whether a file has the first line of an evaluation."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

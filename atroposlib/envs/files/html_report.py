@@ -70,7 +70,7 @@ def _rows(jsonl: Path, lines: Iterable[str]) -> Numbered:
 
 
 def _is_sample(line: str) -> bool:
-    """Whether a file that begins with this line holds samples: `evaluate --samples` writes what was asked first."""
+    """Return whether a file with this first line holds samples: `evaluate --samples` writes what was asked first."""
     try:
         row = json.loads(line)
     except ValueError:

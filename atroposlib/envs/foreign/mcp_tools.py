@@ -167,7 +167,7 @@ class McpServer:
         raise RolloutFailed(f"the MCP server {self.target} died, or no longer answers, in a call of {name}")
 
     async def _lives(self, connection: Connection) -> bool:
-        """Whether the server answers anything."""
+        """Return whether the server answers anything."""
         try:
             async with asyncio.timeout(ALIVE_LIMIT_S):
                 await connection.client.session.list_tools()

@@ -34,7 +34,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """How the model is to write an action: the value of `field` alone, a JSON object, or a tool call."""
+    """Describes how the model is to write an action: the value of `field` alone, a JSON object, or a tool call."""
 
     kind: Kind
     schema: Schema
@@ -79,7 +79,7 @@ def form_of(
 
 
 def is_tool_schema(schema: Schema) -> bool:
-    """Whether actions are tool calls: OpenEnv's CallToolAction, or its bare Action, which an MCP environment has."""
+    """Return whether actions are tool calls: OpenEnv's CallToolAction, or its bare Action, as MCP environments have."""
     fields = open_fields(schema)
     return not fields or {"tool_name", "arguments"} <= {*fields}
 
@@ -96,7 +96,7 @@ def open_fields(schema: Schema) -> list[str]:
 
 
 def field_schema(schema: Schema, field: str) -> Schema:
-    """What a field may be, references followed; `null` beside one thing left out."""
+    """Return the schema of a field with references followed and `null` beside one other choice left out."""
     found: Any = schema["properties"][field]
     for _ in range(REFERENCES):
         if not isinstance(found, dict):
@@ -140,7 +140,7 @@ def compact(schema: object) -> Any:
 
 
 def instructions(form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """How to write an action."""
+    """Explain to the model how to write an action."""
     if form.kind == "tool":
         shown = "\n".join(
             _line(

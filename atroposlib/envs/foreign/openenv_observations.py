@@ -74,7 +74,7 @@ class Observations:
 
 
 def tool_text(observation: Mapping[str, Any]) -> str:
-    """What a tool replied."""
+    """Return the text of a tool's reply."""
     error, result = observation["error"], observation["result"]
     if error:
         return f"Error: {as_text(error.get('message', error) if isinstance(error, dict) else error)}"
@@ -94,7 +94,7 @@ def as_text(value: object) -> str:
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """What a tokenizer reads as one token whatever stands around it: ends of messages, roles, tool calls."""
+    """Return the texts that always are one token to a tokenizer: ends of messages, roles, tool calls."""
     texts = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     return sorted((text for text in texts if len(text) > 1 and text.strip()), key=len, reverse=True)
 

@@ -51,7 +51,7 @@ class Node(Struct):
 
 
 class Trace(Struct):
-    """What one agent did."""
+    """Records what one agent did."""
 
     id: str
     agent: str
@@ -64,7 +64,7 @@ class Trace(Struct):
 
 
 class EpisodeError(Struct):
-    """What went wrong, as verifiers names it."""
+    """Names what went wrong, in verifiers' words."""
 
     type: str
     message: str
@@ -80,7 +80,7 @@ class Episode(Struct):
 
 
 class Opened(Struct):
-    """What the child has loaded; `tasks` is None for a taskset without end."""
+    """Describes what the child has loaded; `tasks` is None for a taskset without end."""
 
     verifiers: str
     tasks: int | None
@@ -150,9 +150,9 @@ def check_sampling(episode: Episode, asked: Mapping[str, Any]) -> None:
 
 
 def seats(episode: Episode, calls: Mapping[str, Sequence[Call]], asked: Mapping[str, Any]) -> dict[str, Seat]:
-    """What trains the policy, by agent: `solver`, and `solver-2` for a second trace of it. `calls` are those of the
-    server, by trace, `asked` the sampling of agents that say nothing of theirs. Raises RolloutFailed where nothing was
-    sampled.
+    """Return what trains the policy, by agent: `solver`, and `solver-2` for a second trace of it. `calls` are those of
+    the server, by trace, `asked` the sampling of agents that say nothing of theirs. Raises RolloutFailed where nothing
+    was sampled.
     """
     found: dict[str, Seat] = {}
     counts: defaultdict[str, int] = defaultdict(int)

@@ -26,7 +26,7 @@ class Clock:
 
     @property
     def ran_out(self) -> bool:
-        """Whether the limit was reached."""
+        """Return whether the limit was reached."""
         return self.timeout.expired()
 
     def pause(self) -> None:

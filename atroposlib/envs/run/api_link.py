@@ -96,7 +96,7 @@ class ApiLink:
                     await self._report(self._last_evaluation)
 
     async def batch_limits(self) -> Info:
-        """What a group must be to enter a batch: its sequences, their tokens, and what the trainer needs of them."""
+        """Ask what a group must be to enter a batch: its sequences, their tokens, what the trainer needs of them."""
         return await self._answered("the batch size", routes.INFO)
 
     async def wandb_info(self) -> WandbInfo:

@@ -26,7 +26,7 @@ REMEMBERED = 64  # groups, for the share that has a signal
 
 
 class Chosen(NamedTuple, Generic[G]):
-    """What happens to the groups so far: these are sent now, those never will be."""
+    """Sorts the groups so far: the ones to send now, and the ones that never will be sent."""
 
     sent: list[G]
     thrown_away: list[G]
@@ -61,7 +61,7 @@ class BatchFilling(Generic[G]):
         self._open[item].append((group, has_signal))
 
     def end(self, item: int, groups_per_batch: int) -> Chosen[G]:
-        """What to do now that the item gives no more groups; the environment fills `groups_per_batch` of each batch."""
+        """Decide what to do after the item's last group; the environment fills `groups_per_batch` of each batch."""
         self._ended.add(item)
         chosen: Chosen[G] = Chosen([], [])
         for each in self._decidable(item):
@@ -80,13 +80,13 @@ class BatchFilling(Generic[G]):
         return [*self._held, *(group for groups in self._open.values() for group, _ in groups)]
 
     def may_begin(self) -> int | None:
-        """How many more items this batch can be given; None is any number."""
+        """Return how many more items this batch can be given; None is any number."""
         if not self._on_policy or self._sampled >= self._max_items:
             return None
         return max(0, self._max_items - self._begun)
 
     def oversampling(self, groups_per_batch: int) -> float:
-        """How many groups to sample for each that is missing, going by the share that had a signal lately."""
+        """Estimate how many groups to sample for each that is missing, going by the share that had a signal lately."""
         share = (1 + sum(self._recent)) / (1 + len(self._recent))
         return max(1.0, min(1 / share, self._max_items / groups_per_batch))
 

@@ -436,7 +436,7 @@ async def _start_none() -> None:
 
 
 class EnvRun:
-    """What is known and counted of the run of `env`. An async context: leaving it closes files and connections."""
+    """Keeps what is known and counted of `env`'s run. An async context: leaving it closes files and connections."""
 
     def __init__(self, env: Environment) -> None:
         self.env = env
@@ -496,7 +496,7 @@ class EnvRun:
 
     @property
     def display_name(self) -> str:
-        """How the environment presents itself."""
+        """Return the name under which the environment presents itself."""
         return self.env.config.wandb_name or self.env.name or type(self.env).__name__
 
     async def set_up(self) -> None:
@@ -663,7 +663,7 @@ class EnvRun:
 
     @property
     def groups_per_batch(self) -> int:
-        """How many groups of a batch are this environment's."""
+        """Return how many groups of a batch are this environment's."""
         return max(1, int(self.env.derived_batch_size) // int(self.env.config.group_size))
 
     def _settled(self, chosen: Chosen[Sampled]) -> list[Sampled]:
@@ -745,8 +745,8 @@ class EnvRun:
     # --- rollouts that fail ---------------------------------------------------------------------------------------
 
     async def _collected(self, item: Item) -> tuple[Groups, list[Item]]:
-        """What the author's method gives. Rollouts that `attempt` runs have their own time limit; a method that does
-        without is limited as a whole, for there is no saying which of its rollouts is late.
+        """Collect what the author's method gives. Rollouts that `attempt` runs have their own time limit; a method that
+        does without is limited as a whole, for there is no saying which of its rollouts is late.
         """
         limit_s = self.env.config.rollout_limit_s
         try:
@@ -758,9 +758,7 @@ class EnvRun:
             raise GroupLost(str(too_slow(limit_s)), "too slow", "items_timed_out") from error
 
     def survivors(self, results: Sequence[T | Failure], item: Item) -> tuple[list[T], Counter[Cause]]:
-        """As `failures.survivors`; the failures of a group that continues are logged, those of one that is lost are
-        counted here.
-        """
+        """Return what `failures.survivors` does; log the failures of a group that continues, and count a lost one's."""
         failures = [result for result in results if isinstance(result, Failure)]
         self.samples.note_failures(failures)
         try:

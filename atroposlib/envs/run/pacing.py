@@ -20,7 +20,7 @@ EVALUATION_RUNS = "an evaluation is running"  # the reason of a Plan
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many groups to start now, and, when it is none, why."""
+    """Says how many groups to start now, and, when it is none, why."""
 
     start: int
     reason: str
@@ -82,7 +82,7 @@ def evaluation_interval(config: BaseEnvConfig) -> int | None:
 
 @dataclass
 class EvaluationSchedule:
-    """Which policy versions are to be evaluated: every multiple of `interval`, the last one, and 0 if `at_start`.
+    """Chooses the policy versions to evaluate: every multiple of `interval`, the last one, and 0 if `at_start`.
 
     The same rule is announced to the API, so that a trainer knows whose evaluation to wait for.
     """
@@ -93,13 +93,13 @@ class EvaluationSchedule:
     seen: int | None = None  # the version that was served last
 
     def is_due(self, version: int) -> bool:
-        """Whether `version` is one that is evaluated."""
+        """Return whether `version` is one that is evaluated."""
         if version == 0:
             return self.at_start
         return self.interval is not None and (version % self.interval == 0 or version == self.last_version)
 
     def went_back(self, version: int) -> bool:
-        """Whether `version` is earlier than one that was served: another trainer, or one that resumed."""
+        """Return whether `version` is earlier than one that was served: another trainer, or one that resumed."""
         return self.seen is not None and version < self.seen
 
     def advance(self, version: int) -> int | None:

@@ -54,7 +54,7 @@ _sampling: ContextVar[Sampling | None] = ContextVar("sampling", default=None)
 
 
 class Author(Protocol):
-    """What the rows need of an environment."""
+    """Lists what the rows need of an environment."""
 
     jsonl_writer: JsonlWriter | None
     curr_step: int
@@ -66,7 +66,7 @@ class Author(Protocol):
 
 
 class Run(Protocol):
-    """What the rows need of an environment's run."""
+    """Lists what the rows need of an environment's run."""
 
     policy_version: int
 
@@ -89,7 +89,7 @@ class SampleRows:
 
     @contextlib.contextmanager
     def item(self) -> Iterator[None]:
-        """Around everything that is done for one item."""
+        """Wrap everything that is done for one item."""
         token = _sampling.set(Sampling(time.time()))
         try:
             yield
@@ -180,13 +180,13 @@ class SampleRows:
         self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts}, step)
 
     def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
-        """Where there are no messages, the text of the tokens."""
+        """Return the text of the tokens where there are no messages."""
         if group.get("messages"):
             return {}
         return {"texts": [self._run.env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
 
     def _ask(self, name: str, hook: Callable[[Item], T], item: Item) -> T | None:
-        """What an author's method says of an item, for the record alone: no group is lost to an error in it."""
+        """Ask an author's method about an item, for the record alone: no group is lost to an error in it."""
         try:
             return hook(item)
         except Exception:

@@ -57,7 +57,7 @@ class WorkerPool:
 
     @property
     def is_paused(self) -> bool:
-        """Whether failures forbid to start anything just now."""
+        """Return whether failures forbid to start anything just now."""
         return time.monotonic() < self._not_before
 
     def start(self, item: Item) -> None:

@@ -65,7 +65,7 @@ def _is_said(name: str, value: Any) -> bool:
 
 
 def _said(group: Mapping[str, Any], index: int) -> dict[str, tuple[str, Any]]:
-    """What the trainer reads of one sequence's sampling: name to field and value."""
+    """Return what the trainer reads of one sequence's sampling: name to field and value."""
     found: dict[str, tuple[str, Any]] = {}
     for field in READ_FROM:
         given = group.get(field)

@@ -40,7 +40,7 @@ class RetryableServerError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server is well, and refuses calls for their rate."""
+        """Return whether the server is well, and refuses calls for their rate."""
         return self.retry_after_s > 0
 
 
@@ -63,7 +63,7 @@ class NoLiveServerError(ServerError):
 
 
 def describe(error: BaseException) -> str:
-    """What happened, also for the errors that come without words."""
+    """Describe what happened, also for errors that come without words."""
     return str(error) or type(error).__name__
 
 
@@ -76,7 +76,7 @@ def reason_of(body: bytes) -> str:
 
 
 def hint(url: str, status: int) -> str:
-    """What is probably wrong where a living server does not know an address that is asked of it; empty if unknown."""
+    """Guess what is wrong where a living server does not know an address that is asked of it; empty if unknown."""
     if status != NOT_FOUND:
         return ""
     if url.endswith("/generate"):

@@ -85,7 +85,7 @@ class OpenAIServer(APIServer):
 
     @property
     def health_url(self) -> str:
-        """Where a GET shows whether the server can serve."""
+        """Return the URL where a GET shows whether the server can serve."""
         return f"{self.base_url}/models"
 
     @property
@@ -149,7 +149,7 @@ class OpenAIServer(APIServer):
             return f"{self.health_url}: {describe(error)}{self._via}"
 
     async def context_length(self) -> int | None:
-        """As vLLM lists it."""
+        """Read the context length as vLLM lists it; None for servers that do not list it."""
         url = f"{self.base_url}/models"
         try:
             async with self.http.get(

@@ -39,7 +39,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         return self._nodes
 
     def get_state(self) -> State:
-        """As `ManagedServer.get_state`; calls made by others, through `get_url`, show after `fetch_state`."""
+        """Return what `ManagedServer.get_state` does; calls by others, through `get_url`, show after `fetch_state`."""
         return {"nodes": self._nodes}
 
     async def fetch_state(self) -> State:
@@ -54,7 +54,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
     async def chat_completion(
         self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any
     ) -> ChatCompletion:
-        """As `ManagedServer.chat_completion`, with every sampling parameter."""
+        """Complete a chat as `ManagedServer.chat_completion` does, with every sampling parameter."""
         reply = await request(
             f"{self.get_url()}/chat/completions",
             "POST",

@@ -39,7 +39,7 @@ class ReasoningConfig(Config):
 
     @classmethod
     def from_env_config(cls, config: Any) -> "ReasoningConfig":
-        """What a BaseEnvConfig says about reasoning."""
+        """Read what a BaseEnvConfig says about reasoning."""
         return cls(enabled=config.thinking_mode, effort=config.reasoning_effort, max_tokens=config.max_reasoning_tokens)
 
     @field_validator("effort", mode="before")
@@ -55,7 +55,7 @@ class ReasoningConfig(Config):
         return self
 
     def is_reasoning_kwargs_active(self) -> bool:
-        """Whether reasoning is asked for."""
+        """Return whether reasoning is asked for."""
         return self.enabled
 
     def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> Arguments | None:
@@ -93,5 +93,5 @@ class ReasoningConfig(Config):
 
 
 def is_openai(base_url: str) -> bool:
-    """Whether `base_url` is OpenAI's own API (which an empty address means)."""
+    """Return whether `base_url` is OpenAI's own API (which an empty address means)."""
     return not base_url or urlsplit(base_url).hostname == "api.openai.com"

@@ -69,7 +69,7 @@ class InferenceCalls(ABC):
 
     @functools.cached_property
     def ledger(self) -> SampledLedger:
-        """How each sequence was sampled."""
+        """Return the ledger of how each sequence was sampled."""
         return SampledLedger()
 
     @property
@@ -136,8 +136,8 @@ class InferenceCalls(ABC):
     async def parse_tool_calls(
         self, *, text: str, tools: Sequence[Any], parser: str | None = None, split: Split = "train"
     ) -> tuple[str, list[tuple[str, str]]]:
-        """What a tool parser of the server, its own choice without `parser`, finds in what a model wrote: the text
-        outside of the calls, then (name, arguments in JSON) of each call.
+        """Return what a tool parser of the server (its own choice without `parser`) finds in what a model wrote: the
+        text outside of the calls, then (name, arguments in JSON) of each call.
         """
         return await self._run(
             "tool-call parsing", lambda server: server.request_tool_calls(text, tools, parser), split
@@ -213,7 +213,7 @@ class APIServer(InferenceCalls):
 
     @property
     def server_healthy(self) -> bool:
-        """Whether the server answered lately."""
+        """Return whether the server answered lately."""
         return self.health.live
 
     @server_healthy.setter
@@ -347,7 +347,7 @@ def refuse_what_is_not_replayed(arguments: Arguments) -> None:
 
 
 async def _sampled(server: APIServer, arguments: Arguments) -> SampledTokens:
-    """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
+    """Return what the server sampled. Raises PermanentServerError for what no model samples, the server's fault."""
     samples = await server.request_tokens(arguments)
     with reading(f"{server.name} returned what no model can sample", PermanentServerError):
         for sequence in samples.sequences:

@@ -18,7 +18,7 @@ TokenLogprob = tuple[float | None, int, str | None]
 
 
 class FinishReason(msgspec.Struct):
-    """Why a sequence ended."""
+    """Says why a sequence ended."""
 
     type: str
 
@@ -31,8 +31,8 @@ class WeightSpan(msgspec.Struct):
 
 
 class MetaInfo(msgspec.Struct):
-    """What SGLang says about one sequence. `weight_versions`, of a finished one, are in the order of its tokens; older
-    releases give the last one alone. Versions are policy versions where weights are synchronised under numbers.
+    """Holds what SGLang says about one sequence. `weight_versions`, of a finished one, are in the order of its tokens;
+    older releases give the last one alone. Versions are policy versions where weights are synchronised under numbers.
     """
 
     finish_reason: FinishReason | str | None = None

@@ -41,7 +41,7 @@ def text_parser(name: str) -> str:
 
 
 def without_thoughts(text: str) -> tuple[str, str]:
-    """What a model thought, with the tag that ends it, and what it said then."""
+    """Split off what a model thought, with the tag that ends it, from what it said then."""
     thoughts, mark, said = text.partition(END_OF_THOUGHTS)
     return (thoughts + mark, said) if mark else ("", text)
 

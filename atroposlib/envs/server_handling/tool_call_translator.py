@@ -37,7 +37,7 @@ def parse_hermes(text: str) -> Parsed:
 
 
 def unread_calls(text: str) -> int:
-    """How many of the marked calls in `text` hold no call that can be read: cut, or not JSON."""
+    """Count the marked calls in `text` that hold no readable call: one that is cut, or not JSON."""
     return sum(not body for body, _ in hermes_bodies(text))
 
 
@@ -158,7 +158,7 @@ class ToolCallTranslator:
         return self.reply_of(raw_text, self.parser(raw_text))
 
     def reply_of(self, raw_text: str, parsed: Parsed) -> tuple[str | None, list[ToolCall] | None, str]:
-        """As `parse_model_output`, for a text that is parsed already."""
+        """Build the reply as `parse_model_output` does, for a text that is parsed already."""
         content, found = parsed
         if not found:
             return raw_text, None, "stop"

@@ -105,7 +105,7 @@ class VLLMServer(OpenAIServer):
 
     @property
     def generate_url(self) -> str:
-        """Where tokens are sampled."""
+        """Return the URL that samples tokens."""
         return f"{self.root_url}/generate"
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
@@ -239,7 +239,7 @@ class VLLMServer(OpenAIServer):
 
 
 def prompt_tokens(body: Arguments, nbytes: int) -> int:
-    """How many tokens the prompt of a request has; of one in text at most as many as its encoding has bytes."""
+    """Count the tokens of a request's prompt; return `nbytes` for one in text, which has at most as many tokens."""
     prompt = body.get("prompt")
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else body.get("input_ids")
     return len(ids) if isinstance(ids, list) else nbytes

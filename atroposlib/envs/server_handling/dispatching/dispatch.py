@@ -31,7 +31,7 @@ REFUSED_FACTOR = 4.0  # how much longer pauses are after a refusal: six tries ou
 
 
 class Dispatchable(Protocol):
-    """What a dispatcher knows of a server."""
+    """Lists what a dispatcher knows of a server."""
 
     gates: dict[Split, AdmissionGate]
     throttle: Throttle

@@ -37,7 +37,7 @@ class Pauses(Protocol):
 
 
 class Throttle:
-    """Whether a call to the server may begin now. For one event loop; `now` is the clock, in seconds."""
+    """Decides whether a call to the server may begin now. For one event loop; `now` is the clock, in seconds."""
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class Throttle:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call may begin."""
+        """Return whether a call may begin."""
         return self._hold is None
 
     def began(self) -> None:

@@ -66,7 +66,7 @@ def checked_reply(reply: Reply, url: str) -> Reply:
 
 
 def error_in(error: Any, url: str) -> ServerError:
-    """What a server means by an error inside a reply of 200."""
+    """Make the error that a server means by an error inside a reply of 200."""
     message = error.get("message") if isinstance(error, Mapping) else error
     return status_error(url, _status_of(error), f"{_shown(message or error)} (an error inside a reply of 200)", {})
 
@@ -113,7 +113,7 @@ def _settle_text(choice: Any, url: str) -> None:
 
 
 def _text_of(content: Any, url: str) -> str | None:
-    """Of a string, or of a list of parts."""
+    """Return the text of a string, or of a list of parts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -65,8 +65,8 @@ class SampledTokens:
 
 
 def settings_of(arguments: Mapping[str, Any], least_temperature: float = 0.0) -> Settings:
-    """What a call asks for, with the servers' defaults where it says nothing. Greedy sampling reads neither top_p nor
-    top_k; a server may raise a temperature above 0 to its `least_temperature`.
+    """Return the settings that a call asks for, with the servers' defaults where it says nothing. Greedy sampling reads
+    neither top_p nor top_k; a server may raise a temperature above 0 to its `least_temperature`.
     """
     given = {**(arguments.get("extra_body") or {}), **arguments}
     temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))

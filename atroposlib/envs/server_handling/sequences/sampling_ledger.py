@@ -28,8 +28,8 @@ class _Completion(NamedTuple):
 
 
 class SampledLedger:
-    """What was sampled lately, and with which settings. Completions to train on count in `settings_of` even where they
-    are not found again, as long as all of them had the same settings.
+    """Remembers what was sampled lately, and with which settings. Completions to train on count in `settings_of` even
+    where they are not found again, as long as all of them had the same settings.
     """
 
     def __init__(self, kept: int = KEPT_COMPLETIONS) -> None:

@@ -150,7 +150,7 @@ def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
 
 
 class SequenceKeeper:
-    """What every managed server of this process keeps: the sequences that it sampled, in the order of the calls.
+    """Keeps the sequences that a managed server of this process sampled, in the order of the calls.
 
     Without `track_tree` there is one node per completion: a continuation takes its parent's place, its siblings
     (n > 1) go to the end. With it, every prefix that was ever sampled is kept by its text, so that a branch keeps the
