@@ -265,7 +265,7 @@ class RolloutService:
             log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
 
     async def _next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
-        """As the state's, but groups that came before the trainer registered and that it cannot use are set aside.
+        """Return the state's next delivery, but set aside groups from before the trainer registered that it cannot use.
 
         More and more of those behind them are looked at, too: each time that some are set aside costs time in the
         length of the queue.
@@ -281,7 +281,7 @@ class RolloutService:
         return None
 
     async def _unusable(self, groups: Sequence[Group[StoredGroup]]) -> list[tuple[Group[StoredGroup], str]]:
-        """Those that do not meet the trainer's needs, each with the reason. A group that met them is not read again."""
+        """Find the groups that do not meet the trainer's needs, with reasons. One that met them is not read again."""
         needs, unread = self.needs, list(self._unread(groups))
         if not unread:
             return []
@@ -329,7 +329,7 @@ class RolloutService:
 
     @property
     def needs(self) -> Needs:
-        """What the registered trainer needs of a group, as far as is known."""
+        """Return what the registered trainer needs of a group, as far as is known."""
         run = self.state.queue.registration
         vocab_size = self.settings.vocab_size or (run.vocab_size if run is not None else None)
         if run is None:

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 def is_usable(token: str) -> bool:
-    """Whether a token fits into a header and is not trivial to guess."""
+    """Return whether a token fits into a header and is not trivial to guess."""
     return len(token) >= MIN_CHARACTERS and token.isascii() and token.isprintable() and " " not in token
 
 

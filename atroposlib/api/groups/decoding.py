@@ -231,7 +231,7 @@ def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
 
 
 def at(tree: Any, location: Location) -> Any:
-    """What stands at a position; None where the position is not exact (inside a free-form object)."""
+    """Return what stands at a position; None where the position is not exact (inside a free-form object)."""
     for part in location:
         if isinstance(tree, dict):
             tree = tree.get(part)

@@ -11,7 +11,7 @@ from atroposlib.wire.batching import PostedData, ScoredData
 
 
 def flaw(item: bytes, packed: bool, needs: Needs) -> str | None:
-    """Why the trainer cannot use a stored group, or None."""
+    """Return the reason why the trainer cannot use a stored group, or None."""
     try:
         check((msgspec.msgpack if packed else msgspec.json).decode(item), needs)
     except Untrainable as error:

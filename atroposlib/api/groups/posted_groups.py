@@ -293,7 +293,7 @@ def _marks(raw: bytes) -> int:
 
 
 def _packed_values(raw: bytes, limit: int) -> int:
-    """As `_json_values`, of MessagePack. Numbers of one byte count only in a large field."""
+    """Count values of MessagePack, as `_json_values` does of JSON. Numbers of one byte count only in a large field."""
     if len(raw) <= SMALL_BYTES:
         return len(raw) - len(raw.translate(None, _ABOVE_FIXINT))
     count = place = 0
@@ -331,7 +331,7 @@ def _packed_numbers(raw: bytes | memoryview, depth: int) -> int:
 
 
 def _entries(raw: bytes | memoryview) -> int:
-    """Of the array that begins here; 0 where none does."""
+    """Return the length of the array that begins here; 0 where none does."""
     first = raw[0]
     if first == 0xDC or first == 0xDD:
         return int.from_bytes(raw[1 : 3 if first == 0xDC else 5], "big")

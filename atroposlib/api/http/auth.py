@@ -48,7 +48,7 @@ class Tokens:
         return bool(self._of)
 
     def role(self, scope: Scope) -> Role | None:
-        """What the sender of a request may do, by its token."""
+        """Return what the sender of a request may do, by its token."""
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, given = header.strip().partition(b" ")
         if scheme.lower() != b"bearer":

@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def patience(self) -> int | None:
-        """How long it may still wait for a request; None while it is being answered."""
+        """Rank how long the connection may still wait for a request; None while one is being answered."""
         if self._receiving is not None:
             return 0 if self._receiving == "head" else 2
         return 1 if self.cycle is None or self.cycle.response_complete else None

@@ -196,8 +196,8 @@ def _read_and_check(
 
 
 def _digest(data: wire.PostedData) -> bytes:
-    """Of a group, in whatever encoding it came. Its env_id is not in it: an environment that had to register again
-    posts the same groups under another one.
+    """Compute the digest of a group, in whatever encoding it came. The env_id is not in it: an environment that had to
+    register again posts the same groups under another one.
     """
     content = msgspec.structs.replace(data, env_id=None, idempotency_key=None)
     return blake2b(msgspec.msgpack.encode(content), digest_size=8).digest()

@@ -46,7 +46,7 @@ NO_BROWSER = Depends(_refuse_browsers)
 
 
 def is_packed(request: Request) -> bool:
-    """Whether the body is MessagePack."""
+    """Return whether the body is MessagePack."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower() in (MSGPACK, "application/x-msgpack")
 
 
@@ -135,7 +135,7 @@ async def disconnected(request: Request, error: Exception) -> Response:
 
 
 async def not_registered(request: Request, error: NotRegistered) -> Response:
-    """What the route answers while no trainer is registered."""
+    """Build the answer of a route while no trainer is registered."""
     return reply(error.answer)
 
 

@@ -100,7 +100,7 @@ class Journal:
             journal_file.create(self.path, self._beginning()[1])
 
     def _beginning(self) -> tuple[Mark, bytes]:
-        """What the first change follows, and the journal's id; from here on the head names both."""
+        """Return the mark that the first change follows, and the journal's id; from here on the head names both."""
         if self._head.record is None:
             journal_id = secrets.token_bytes(ID_BYTES)
             self._head.reset(HeadRecord(journal_id, chain_start(journal_id)))

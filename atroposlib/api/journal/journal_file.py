@@ -323,7 +323,7 @@ class JournalReader:
 
 
 class AsFound:
-    """What SQLite leaves beside a journal that was only read, as it was before. For the owner of the journal's lock."""
+    """Restores what SQLite leaves beside a journal that was only read. For the owner of the journal's lock."""
 
     def __init__(self, path: Path) -> None:
         self._wal, self._shm = wal_path(path), shm_path(path)

@@ -48,7 +48,7 @@ class HeadInUse(Exception):
 
 
 def head_path(journal: Path) -> Path:
-    """Where the head of a journal is."""
+    """Return the path of a journal's head."""
     return Path(f"{journal}.head")
 
 

@@ -35,7 +35,7 @@ class Reports:
         return self._registered
 
     def unregistered(self) -> Iterator[tuple[EnvReport, float]]:
-        """Those heard of lately, and how many seconds ago."""
+        """Iterate over unregistered environments heard of lately, and how many seconds ago."""
         now = self._clock()
         return ((report, now - at) for report, at in self._unregistered.values() if now - at <= UNREGISTERED_S)
 

@@ -53,7 +53,7 @@ class LeaseBook(dict[int, Lease[R]]):
         return next((lease for lease in self.values() if lease.returned and lease.size == size), None)
 
     def known_to(self, trainer: int, leases: Iterable[int]) -> list[int]:
-        """Those of the leases that this trainer holds, or held last."""
+        """Return those of the leases that this trainer holds, or held last."""
         return [lease for lease in dict.fromkeys(leases) if lease in self and self[lease].trainer == trainer]
 
     def give_back(self, leases: Iterable[int]) -> list[Lease[R]]:

@@ -86,7 +86,7 @@ class LongPoll:
             wait.end()
 
     async def first(self, look: Callable[[], Awaitable[T | None]], wait_s: float, receive: Receive) -> T | None:
-        """What `look` finds within `wait_s` seconds, or None. Raises what it raises, and ClientDisconnect."""
+        """Return what `look` finds within `wait_s` seconds, or None. Raises what it raises, and ClientDisconnect."""
         wait = Wait(asyncio.get_running_loop().time() + wait_s * self._is_open)
         self._waits[wait] = None
         watch = asyncio.create_task(wait.until_client_goes(receive))

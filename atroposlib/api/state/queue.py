@@ -68,11 +68,11 @@ class Environment:
 
     @property
     def counts(self) -> bool:
-        """Whether its weight, minimum and announced evaluations count."""
+        """Return whether the weight, minimum and announced evaluations count."""
         return self.connected and not self.silent
 
     def announced(self, policy_version: int, num_steps: int) -> bool:
-        """Whether it said at registration that it evaluates this policy version."""
+        """Return whether the environment said at registration that it evaluates this policy version."""
         every = self.request.steps_per_eval
         if policy_version == 0:
             return self.request.eval_at_start
@@ -183,7 +183,7 @@ class BatchQueue(Generic[R]):
         self._claims_changed()
 
     def disconnect_env(self, env_id: int) -> None:
-        """Its groups stay; its weight, minimum and announced evaluations no longer count. Raises UnknownEnvironment."""
+        """Keep its groups; no longer count its weight, minimum and announced evaluations. Raises UnknownEnvironment."""
         self.environment(env_id).connected = False
         self._claims_changed()
 
@@ -310,7 +310,7 @@ class BatchQueue(Generic[R]):
         return self._shares
 
     def obstacle(self) -> str | None:
-        """Why no batch can be formed although enough rollouts wait; None when a batch is possible or too few wait."""
+        """Return why no batch can be formed although enough rollouts wait; None if one is possible or too few wait."""
         if self.registration is None or not self._exhausted or self.lanes.size < self.registration.batch_size:
             return None
         batch_size = self.registration.batch_size
@@ -442,7 +442,7 @@ class BatchQueue(Generic[R]):
 
 
 def is_same_run(before: Registration, after: Registration) -> bool:
-    """Whether a trainer continues with the run of an earlier registration.
+    """Return whether a trainer continues with the run of an earlier registration.
 
     A trainer may name its run. Otherwise project, group and checkpoint directory identify it.
     """

@@ -332,7 +332,7 @@ def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bo
 
 
 def can_sum(counts: Mapping[int, int], target: int) -> bool:
-    """Whether some of the groups (size -> how many) sum to exactly `target` rollouts."""
+    """Return whether some of the groups (size -> how many) sum to exactly `target` rollouts."""
     reached = 1  # bit s is set when s rollouts can be reached
     for size, count in counts.items():
         for copies in _binary_parts(min(count, target // size)):

@@ -12,7 +12,7 @@ from atroposlib.api.state.selection import Group
 
 
 class WaitingVersions:
-    """Which waiting groups were sampled before a policy version, in time that grows with their number only."""
+    """Finds the waiting groups that were sampled before a policy version, in time that grows with their number only."""
 
     def __init__(self) -> None:
         self._version_of: dict[int, int] = {}  # order of a group -> its version

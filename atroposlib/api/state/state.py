@@ -220,8 +220,8 @@ class RolloutState:
         return dropped
 
     def _on_registered(self, registration: Registration, trainer: int) -> int:
-        """How many groups of another run were forgotten. Batches of the trainer before wait again, unless this one has
-        trained on them.
+        """Register a trainer, and return how many groups of another run were forgotten. The previous trainer's batches
+        wait again, unless this one has trained on them.
         """
         before = self.queue.registration
         self.trainer = trainer
