@@ -27,7 +27,7 @@ _ADVICE = {
 
 
 def explain(activity: Activity) -> list[str]:
-    """What keeps the next batch from coming, most important first."""
+    """Explain what keeps the next batch from coming, most important first."""
     lines = [_head(activity)]
     if activity.journal_error is not None:
         lines.append(f"the API takes no groups: {activity.journal_error}")
@@ -42,12 +42,12 @@ def explain(activity: Activity) -> list[str]:
 
 
 def is_training(activity: Activity) -> bool:
-    """Whether the trainer is busy with its batch, and what follows that: nothing is missing."""
+    """Return whether the trainer is busy with its batch, and what follows that: nothing is missing."""
     return activity.trainer and activity.asked_s is not None and activity.asked_s > POLL_S
 
 
 def is_silent(activity: Activity) -> bool:
-    """Whether the trainer has missed heartbeats; ours sends one every 5 s, also while it trains."""
+    """Return whether the trainer has missed heartbeats; ours sends one every 5 s, also while it trains."""
     return activity.trainer and activity.trainer_heard_s is not None and activity.trainer_heard_s > SILENT_S
 
 

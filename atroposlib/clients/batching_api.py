@@ -89,7 +89,7 @@ class UnexpectedReply(ApiRefused):
 
 @dataclass(frozen=True)
 class Flags:
-    """What a user would correct, for error messages: what gave the API's address, and what its token."""
+    """Names what a user would correct, for error messages: what gave the API's address, and what its token."""
 
     url: str = "--atropos-url"
     token: str = "ATROPOS_API_TOKEN, or --atropos-token"
@@ -179,7 +179,7 @@ class BatchingApi(_Client[httpx.Client]):
 
 
 class AsyncBatchingApi(_Client[httpx.AsyncClient]):
-    """As `BatchingApi`, on an event loop. A post of groups that is repeated with the same `key` is stored once."""
+    """Is a `BatchingApi` on an event loop. A post of groups that is repeated with the same `key` is stored once."""
 
     def __init__(self, url: str, token: str | None = None, flags: Flags = Flags()) -> None:
         super().__init__(httpx.AsyncClient(trust_env=False), url, token, flags)

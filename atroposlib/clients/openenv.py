@@ -100,7 +100,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the environment shows after a reset or a step. `reward` is None where it gave none."""
+    """Holds what the environment shows after a reset or a step. `reward` is None where it gave none."""
 
     observation: Mapping[str, Any]
     reward: float | None
@@ -380,7 +380,7 @@ class Places:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a turn."""
+        """Return how many wait for a turn."""
         return len(self._queue)
 
     async def take(self, expire: Callable[[], None]) -> None:
@@ -433,7 +433,7 @@ def as_number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """What a server sent, for a log: one short line."""
+    """Show in one short line what a server sent, for a log."""
     text = value if isinstance(value, str) else repr(value)
     return " ".join(text[: 2 * SHOWN_CHARACTERS].encode("ascii", "backslashreplace").decode().split())[
         :SHOWN_CHARACTERS

@@ -34,7 +34,7 @@ class NotYet(Exception):
 
 @dataclass
 class Wait:
-    """What this process waits for, from whom and for how long. `failed` makes the error of the last reason.
+    """Describes what this process waits for, from whom and for how long. `failed` makes the error of the last reason.
 
     Pauses between attempts grow from `first_pause_s` to `last_pause_s`. Nothing is logged if the first attempt
     succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines are fewer: one at once, one
@@ -102,7 +102,7 @@ def wait_for(attempt: Callable[[], T], wait: Wait, sleep: Callable[[float], None
 async def wait_for_async(
     attempt: Callable[[], Awaitable[T]], wait: Wait, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> T:
-    """As `wait_for`, on an event loop."""
+    """Wait as `wait_for` does, on an event loop."""
     while True:
         try:
             return wait.over(await attempt())
