@@ -45,8 +45,8 @@ class CannotRead(Exception):
 def letters(
     run: Path, q: str, environment: str | None, offset: int, limit: int, oldest: bool
 ) -> tuple[int, list[Letter]]:
-    """How many letters match, and some of them without their groups. `q` is looked for in reasons and groups. Raises
-    CannotRead.
+    """Return how many letters match, and some of them without their groups. `q` is looked for in reasons and groups.
+    Raises CannotRead.
     """
     where: list[str] = ["1"]
     values: list[Any] = []

@@ -35,7 +35,7 @@ Text = int | Packed  # an open file: as it is, or the text that it holds
 
 @contextmanager
 def opened_text(path: Path) -> Iterator[Text]:
-    """As `opened`; of a compressed file its text. Raises Damaged, too."""
+    """Open a file as `opened` does; of a compressed file, open its text. Raises Damaged, too."""
     with opened(path) as descriptor:
         yield Packed(descriptor) if path.suffix == SUFFIX else descriptor
 
@@ -46,7 +46,7 @@ def text_size(text: Text) -> int:
 
 
 def identity(text: Text) -> tuple[int, ...]:
-    """Of the file, as long as it is the same one; a compressed one is never added to."""
+    """Return what identifies the file, as long as it is the same one; a compressed one is never added to."""
     if isinstance(text, Packed):
         return text.key
     found = os.fstat(text)

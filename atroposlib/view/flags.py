@@ -6,7 +6,7 @@ HOST, PORT = "127.0.0.1", 8400
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Where to serve."""
+    """Add the flags that say where to serve."""
     parser.add_argument("--host", default=HOST, metavar="ADDRESS", help="listen on this address (default: %(default)s)")
     parser.add_argument(
         "--port", type=_port, metavar="N", help=f"listen on this port (default: {PORT}, or the next free one)"

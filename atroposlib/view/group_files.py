@@ -35,7 +35,7 @@ Positions = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Filter:
-    """Which rows; None: any."""
+    """Selects rows; a field that is None admits any."""
 
     step: int | None = None
     version: int | None = None
@@ -83,7 +83,7 @@ class _Matches:
 
 @dataclass
 class _Search:
-    """What a search for text has looked at: of each segment, the positions that matched."""
+    """Remembers what a search for text has looked at: of each segment, the positions that matched."""
 
     found: dict[Segment, Positions] = field(default_factory=dict)
 
@@ -100,7 +100,10 @@ class GroupFiles:
         self._lock = threading.Lock()
 
     def indexes(self, source: str) -> list[JsonlIndex]:
-        """Of each file of a source: "samples", "held_out" or "trained". They know what was written until now."""
+        """Return the index of each file of a source: "samples", "held_out" or "trained".
+
+        The indexes know what was written until now.
+        """
         with self._lock:
             known = self._indexes.setdefault(source, {})
             if time.monotonic() - self._looked.get(source, -LOOK_EVERY_S) >= LOOK_EVERY_S:
@@ -131,13 +134,13 @@ class GroupFiles:
 
     @property
     def rows(self) -> int:
-        """How many rows the indexes hold."""
+        """Return how many rows the indexes hold."""
         with self._lock:
             return sum(index.rows for known in self._indexes.values() for index in known.values())
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the files that were looked at."""
+        """List what is wrong with the files that were looked at."""
         with self._lock:
             found = [line for known in self._indexes.values() for index in known.values() for line in index.problems]
         return found + self._run.removed("samples") + self._run.removed("trained")
@@ -162,7 +165,7 @@ class GroupFiles:
         return Page(total, complete, _picked(matches, sort, offset, limit))
 
     def trained(self, sampled: Sequence[tuple[int, int]]) -> list[Place | None]:
-        """Of each (group, step at which it was sampled) the row of trained.jsonl, if there is one."""
+        """Find the row of trained.jsonl, if there is one, of each (group, step at which it was sampled)."""
         known = self._trained_rows(np.unique(np.array([group for group, _ in sampled if group], "u8")))
         return [_next_step(known.get(group, []), step) for group, step in sampled]
 
@@ -176,11 +179,11 @@ class GroupFiles:
         return found
 
     def knows_trained(self) -> bool:
-        """Whether the trainer has written which groups it trained on."""
+        """Return whether the trainer has written which groups it trained on."""
         return any(index.rows for index in self.indexes("trained"))
 
     def held_out_versions(self) -> list[dict[str, Any]]:
-        """How many answers, and wrong ones, each evaluation has; oldest first."""
+        """Count the answers, and the wrong ones, of each evaluation; oldest first."""
         counts: dict[tuple[int, int], list[int]] = {}
         for index in self.indexes("held_out"):
             for segment in reversed(index.segments):
@@ -250,7 +253,7 @@ class GroupFiles:
         return _groups([each["group"][(each["flags"] & rows.LEFT_OUT) != 0] for each in found])
 
     def _searched(self, source: str, wanted: Filter, matches: list[_Matches]) -> tuple[list[_Matches], bool]:
-        """Those with the text, as far as the time of one request allows, and whether that was enough."""
+        """Return the matches with the text, as far as the time of one request allows, and whether that was enough."""
         with self._lock:
             search = self._searches.setdefault((source, wanted), _Search())
             self._searches.move_to_end((source, wanted))
@@ -278,7 +281,7 @@ def _next_step(rows_of_group: Sequence[Place], sampled_at: int) -> Place | None:
 
 
 def _is_of_step(entries: Numbers, step: int, trained: dict[int, list[Place]] | None) -> NDArray[np.bool_]:
-    """Which entries were trained on in this step; without trained.jsonl, those that were sampled just before it."""
+    """Mark the entries trained on in this step; without trained.jsonl, those that were sampled just before it."""
     if trained is None:
         before: NDArray[np.bool_] = entries["step"] == step - 1
         return before

@@ -28,7 +28,7 @@ MAX_REWARDS = 20  # named ones of one rollout
 
 
 def listed(row: Sample | HeldOut) -> dict[str, Any]:
-    """What the list shows of a row, beside what the index knows."""
+    """Return what the list shows of a row, beside what the index knows."""
     conversations = _conversations(row)
     first = conversations[0] if conversations else []
     found: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _versions(row: Sample, place: int, mask: list[int]) -> list[int | None]:
 
 
 def _advantage(trained: Trained | None, place: int) -> float | None:
-    """Of a sequence: one number, or one per token of which the first stands for all."""
+    """Return the advantage of a sequence: one number, or one per token of which the first stands for all."""
     value = decoded(_at(trained.advantages if trained else None, place), Any)
     while isinstance(value, list) and value:
         value = value[0]
@@ -222,7 +222,7 @@ def _failed(number: int, failure: FailedRollout) -> dict[str, Any]:
 
 
 def _conversations(row: Sample | HeldOut) -> list[list[dict[str, Any]]]:
-    """Those in which the question may stand."""
+    """Return the conversations in which the question may stand."""
     if isinstance(row, HeldOut):
         found = _said(row)
         return [found] if found else []

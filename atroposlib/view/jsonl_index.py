@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass
 class _Extent:
-    """What of one file, as long as it stays the same file, is indexed."""
+    """Holds what is indexed of one file, as long as it stays the same file."""
 
     identity: tuple[int, ...]
     low: int
@@ -70,28 +70,28 @@ class JsonlIndex:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the file is compressed, and so never grows."""
+        """Return whether the file is compressed, and so never grows."""
         return self.path.suffix == SUFFIX
 
     @property
     def name(self) -> str:
-        """As `stem_of`."""
+        """Return the file's stem, as `stem_of` does."""
         return stem_of(self.path)
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """What is indexed, newest first."""
+        """Return the indexed segments, newest first."""
         with self._lock:
             return [] if self._extent is None else self._extent.segments[::-1]
 
     @property
     def rows(self) -> int:
-        """How many rows are indexed."""
+        """Return how many rows are indexed."""
         return sum(len(segment.rows) for segment in self.segments)
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the file, in sentences."""
+        """Say what is wrong with the file, in sentences."""
         found = [] if self._problem is None else [self._problem]
         if damaged := sum(segment.damaged for segment in self.segments):
             found.append(f"{self.path.name}: {damaged} damaged row{'s' if damaged > 1 else ''} left out")
@@ -101,7 +101,7 @@ class JsonlIndex:
 
     @property
     def is_behind(self) -> bool:
-        """Whether rows that are in the file are not indexed yet."""
+        """Return whether rows that are in the file are not indexed yet."""
         return self._behind
 
     @property
@@ -249,7 +249,7 @@ class Indexer:
 
 
 def stem_of(path: Path) -> str:
-    """Its name without `.jsonl` or `.jsonl.gz`: the same before and after it is compressed."""
+    """Return the name of a file without `.jsonl` or `.jsonl.gz`: the same before and after it is compressed."""
     return path.name.removesuffix(SUFFIX).removesuffix(".jsonl")
 
 

@@ -35,7 +35,7 @@ class MetricRows:
 
 
 class TimedRow(msgspec.Struct):
-    """What the timeline needs of a row."""
+    """Holds what the timeline needs of a row."""
 
     step: int
     time: float
@@ -75,7 +75,7 @@ def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
 
 
 def trainer_steps(path: Path, first: int | None, last: int | None) -> list[dict[str, Any]]:
-    """What the trainer did in each step from `first` to `last`. Rows without `time` are left out."""
+    """Return what the trainer did in each step from `first` to `last`. Rows without `time` are left out."""
     with suppress(FileNotFoundError), opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         data = read_at(descriptor, max(0, size - TIMELINE_BYTES), TIMELINE_BYTES)
@@ -120,7 +120,7 @@ def _of_step(row: TimedRow) -> dict[str, Any]:
 
 
 def _start(descriptor: int, identity: str, generation: str) -> int | None:
-    """Where the rows that the page has end; None if the file is another one by now."""
+    """Return the offset where the rows that the page has end; None if the file is another one by now."""
     *known, end, checksum = generation.split("-")[-4:]
     with suppress(ValueError):
         offset = int(end, 16)

@@ -203,7 +203,7 @@ def _lines(places: list[Place]) -> list[bytes | None]:
 
 
 def _trained(run: Run, sampled: list[tuple[int, int]]) -> list[Trained | None]:
-    """What the trainer wrote of each (group, step at which it was sampled)."""
+    """Find what the trainer wrote of each (group, step at which it was sampled)."""
     places = run.groups.trained(sampled)
     lines = iter(_lines([place for place in places if place is not None]))
     return [None if place is None else _trained_row(next(lines)) for place in places]

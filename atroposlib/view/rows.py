@@ -47,7 +47,7 @@ TRAINED = np.dtype([("offset", "u8"), ("length", "u4"), ("group", "u8"), ("step"
 
 
 class SampleHead(Struct):
-    """Of a row of samples.jsonl, what the environment itself writes."""
+    """Holds what the environment itself writes of a row of samples.jsonl."""
 
     step: Whole | None = None
     policy_version: Whole | None = None
@@ -69,7 +69,7 @@ class SampleNumbers(SampleHead):
 
 
 class HeldOutNumbers(Struct):
-    """Of a row of held_out.jsonl. What an author's code gave may be of any kind."""
+    """Holds the numbers of a row of held_out.jsonl. What an author's code gave may be of any kind."""
 
     policy_version: Whole | None = None
     time: float | None = None
@@ -79,7 +79,7 @@ class HeldOutNumbers(Struct):
 
 
 class TrainedNumbers(Struct):
-    """Of a row of trained.jsonl."""
+    """Holds the numbers of a row of trained.jsonl."""
 
     step: Whole
     group: str | None = None

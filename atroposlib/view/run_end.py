@@ -15,14 +15,14 @@ How = Literal["failed", "interrupted"]
 
 
 class End(NamedTuple):
-    """What made a run end before its time."""
+    """Says what made a run end before its time."""
 
     how: How
     why: str
 
 
 def end_of(lines: Sequence[str]) -> End | None:
-    """Of the run's last start, from its launcher.log; None if nothing ended it before its time, as far as it says."""
+    """Find the end of the run's last start in its launcher.log; None if nothing there ended it before its time."""
     for line in reversed(lines):
         found = LINE.fullmatch(line)
         if found and found["level"] == "ERROR":

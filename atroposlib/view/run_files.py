@@ -171,7 +171,7 @@ class RunFiles:
         return [row for row in map(json_object, data.split(b"\n")) if row is not None]
 
     def timeline(self, first: int | None, last: int | None) -> list[dict[str, Any]]:
-        """What the trainer did in each step from `first` to `last`, in Unix seconds. Rows without `time` have none."""
+        """List what the trainer did in steps `first` to `last`, in Unix seconds. Rows without `time` have none."""
         return trainer_steps(self.path / "metrics.jsonl", first, last)
 
     def log_names(self) -> list[str]:
@@ -205,7 +205,7 @@ class RunFiles:
         return []
 
     def removed(self, start: str) -> list[str]:
-        """What of `START*.jsonl` was removed to keep it within its limit (kept_rows.py), in sentences."""
+        """Say what of `START*.jsonl` was removed to keep it within its limit (kept_rows.py), in sentences."""
         found = []
         with suppress(OSError):
             names = [entry.name for entry in os.scandir(self.path) if entry.name.endswith(REMOVED)]
@@ -242,7 +242,7 @@ def _removed(path: Path, file: str) -> list[str]:
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], str]:
-    """What a YAML file holds, and why it cannot be read."""
+    """Return what a YAML file holds, and why it cannot be read."""
     try:
         return read_yaml(read_small(path, YAML_BYTES)), ""
     except (OSError, ValueError, RecursionError) as error:

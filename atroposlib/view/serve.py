@@ -64,7 +64,7 @@ def listen(host: str, port: int, exact: bool) -> socket.socket:
 
 
 def address(host: str, port: int) -> str:
-    """What to type into a browser."""
+    """Return the address to type into a browser."""
     name = "127.0.0.1" if host in ANYWHERE else host
     return f"http://{netloc(name, port)}/"
 

@@ -20,7 +20,7 @@ MAX_DEPTH = 20
 
 
 class Texts(msgspec.Struct):
-    """What is searched of a row."""
+    """Holds what is searched of a row."""
 
     messages: Any = None
     reference: Any = None
@@ -39,11 +39,11 @@ class Needle:
         self._bytes = {spelling.encode(errors="replace").lower() for spelling in spellings}
 
     def may_be_in(self, data: bytes) -> bool:
-        """Whether JSON text that is in lower case may hold it."""
+        """Return whether JSON text that is in lower case may hold it."""
         return any(spelling in data for spelling in self._bytes)
 
     def is_in(self, line: bytes) -> bool:
-        """Whether a row holds it."""
+        """Return whether a row holds the text."""
         if not self.may_be_in(line.lower()):
             return False
         try:
@@ -58,7 +58,7 @@ class Needle:
 
 
 def search(path: Path, segment: Segment, positions: NDArray[np.intp], needle: Needle) -> NDArray[np.intp]:
-    """Those of the positions whose rows hold the text; none if the file is gone."""
+    """Return the positions whose rows hold the text; none if the file is gone."""
     try:
         with opened_text(path) as text:
             data = read_at(text, segment.start, segment.end - segment.start)
