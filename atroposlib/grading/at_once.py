@@ -20,7 +20,7 @@ FUNCTION = re.compile(r"\\(?!text|math|mbox|frac)[A-Za-z]")
 
 
 def at_once(gold: str, answer: str) -> bool | None:
-    """Whether `answer` equals `gold`, both in normal form, or None if only algebra can tell.
+    """Return whether `answer` equals `gold`, both in normal form, or None if only algebra can tell.
 
     Two quantities, two numerals with their bases, clock times, and words are compared here.
     """

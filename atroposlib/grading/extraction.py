@@ -31,7 +31,7 @@ def last_number(text: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What stands in the last closed \boxed{...} of `text`, braces balanced, blanks stripped; None when that is
+    r"""Return what stands in the last closed \boxed{...} of `text`, braces balanced, blanks stripped; None when that is
     nothing.
     """
     end = len(text)
@@ -45,7 +45,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last closed <tag>...</tag> of `text`, blanks stripped; None when that is nothing."""
+    """Return what stands in the last closed <tag>...</tag> of `text`, blanks stripped; None when that is nothing."""
     before, closed, _ = text.rpartition(f"</{tag}>")
     _, opened, content = before.rpartition(f"<{tag}>")
     return content.strip() or None if closed and opened else None
@@ -60,7 +60,7 @@ def with_thoughts_opened(text: str) -> str:
 
 
 def all_tagged(text: str, tag: str) -> list[str]:
-    """What stands in each closed <tag>...</tag> of `text`, from the left; opening tags inside one are its content."""
+    """Return what each closed <tag>...</tag> of `text` holds, from the left; opening tags inside are its content."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found: list[str] = []
     end = 0
@@ -70,7 +70,7 @@ def all_tagged(text: str, tag: str) -> list[str]:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether each brace in `text` is closed in it, and none that was opened outside."""
+    """Return whether each brace in `text` is closed in it, and none that was opened outside."""
     return _up_to_closing_brace(text + "}", 0, len(text) + 1) == text
 
 

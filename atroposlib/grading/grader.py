@@ -62,7 +62,7 @@ class Grader:
         self.outcomes: Counter[Outcome] = Counter()
 
     async def grade(self, answer: str | None, gold: str) -> Outcome:
-        """Whether `answer` equals `gold`: numbers with or without units, words, or mathematics as LaTeX. None is
+        """Judge whether `answer` equals `gold`: numbers with or without units, words, or mathematics as LaTeX. None is
         unparseable.
         """
         outcome = await self._grade(answer, gold)
@@ -105,7 +105,10 @@ class BlockingGrader:
         self._starting = threading.Lock()
 
     def grade(self, answer: str | None, gold: str) -> Outcome:
-        """As `Grader.grade`. It may take the settings' time limit, and when the child starts a few seconds more."""
+        """Grade as `Grader.grade` does.
+
+        It may take the settings' time limit, and a few seconds more when the child starts.
+        """
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

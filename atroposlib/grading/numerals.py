@@ -30,7 +30,7 @@ def with_values(text: str) -> str:
 
 
 def not_numerals(text: str) -> bool:
-    """Whether a number in `text` has an index that is not its base, such as 18_8 and 18_a: a reader would drop it."""
+    """Return whether a number in `text` has an index that is not its base, as 18_8 and 18_a: a reader would drop it."""
     return INDEXED.search(with_values(text)) is not None
 
 

@@ -101,7 +101,7 @@ def quantity(text: str, as_answer: bool = False) -> Quantity | None:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether two quantities are equal: exactly, or to six decimals where one is a decimal.
+    """Return whether two quantities are equal: exactly, or to six decimals where one is a decimal.
 
     28% equals 28 and 0.28. Two known units must be the same.
     """
@@ -247,7 +247,7 @@ def _magnitude(number: Quantity, text: str, as_answer: bool) -> tuple[Quantity, 
 
 
 def _unit(text: str, as_answer: bool, wrapped: bool) -> tuple[bool, str] | None:
-    """Whether it is percent, and the unit's name if it is a known one; None if `text` is not a unit."""
+    """Return whether the unit is percent, and its name if it is a known one; None if `text` is not a unit."""
     percent = PERCENT.match(text)
     if percent:
         text = text[percent.end() :]

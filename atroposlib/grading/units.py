@@ -72,7 +72,7 @@ DEGREES = re.compile(r"\s*\^\s*\\circ")
 
 
 def is_unit(text: str, any_letter: bool = False, attached_letter: bool = True) -> bool:
-    """Whether `text`, which follows a number, names what is counted or measured and says nothing of the number.
+    """Return whether `text`, which follows a number, names what is counted or measured and says nothing of the number.
 
     A single letter is a unit if it is one of `LETTERS`, and with `any_letter` any. Without `attached_letter` one that
     touches the number is a variable. Two letters are a unit that is known: "18 xy" is a product.
