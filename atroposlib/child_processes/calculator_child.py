@@ -21,7 +21,7 @@ TOOL = {
 
 
 def tool_result(text: str) -> str | None:
-    """What the calculator replies to the call in `text`; None when that is not a call."""
+    """Return what the calculator replies to the call in `text`; None when that is not a call."""
     if "<tool_call>" not in text:
         return None
     _, arguments, failed = parse_tool_call(text, [TOOL])

@@ -129,7 +129,7 @@ class Guard:
 
 
 def objection(tree: ast.Expression, names: frozenset[str], strings: bool) -> str | None:
-    """Why `tree` is not made of values, operators and `names` alone; None if it is.
+    """Return the reason why `tree` is not made of values, operators and `names` alone; None if it is.
 
     Other names pass only as words, that is with no value beside them.
     """
@@ -171,7 +171,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _is_rewritten(call: ast.Call) -> bool:
-    """Whether this is Symbol('x') or Float('0.5'), which is what sympy makes of x and 0.5."""
+    """Return whether this is Symbol('x') or Float('0.5'), which is what sympy makes of x and 0.5."""
     text = (
         call.args[0].value
         if len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and not call.keywords

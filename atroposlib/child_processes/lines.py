@@ -69,7 +69,7 @@ class LineChild:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may be asked."""
+        """Return whether the process may be asked."""
         return self._process is not None and self._failure is None
 
     @property

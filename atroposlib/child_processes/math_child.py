@@ -96,7 +96,10 @@ def _member_of(statement: Any) -> Any:
 
 
 def numbers_agree(first: Any, second: Any) -> bool:
-    """Whether each number of one statement is near one of the other, relative to its size: 1/20! is not 1/21!."""
+    """Return whether each number of one statement is near one of the other.
+
+    Near is relative to its size: 1/20! is not 1/21!.
+    """
     ours, theirs = _numbers(first), _numbers(second)
     if ours is None or theirs is None:
         return True
@@ -170,7 +173,7 @@ def _range(statement: Any) -> tuple[str, Any] | None:
 
 
 def _joined(ranges: list[Any], text: str) -> Any:
-    """What "or" joins is a union, what "and" joins an intersection; behind a comma it is what leaves something."""
+    """Unite what "or" joins, and intersect what "and" joins; behind a comma, take the one that leaves something."""
     from sympy import EmptySet, Intersection, Union
 
     if UNION.search(text):
@@ -192,7 +195,7 @@ def _has_type(statement: Any, kind: Any) -> bool:
 
 
 def _offers_choice(text: str) -> bool:
-    """Whether `text` gives one variable two values, connects two answers, or has numbers before and after a word."""
+    """Return whether `text` gives one variable two values or connects two answers, or a word stands between numbers."""
     names = re.findall(r"([A-Za-z])\s*(?:=|≈|\\approx)", text)
     numbered = [part for part in WORDS_OR_UNIT.split(text) if re.search(r"\d", part)]
     return len(names) > len(set(names)) or CHOICE.search(text) is not None or len(numbered) > 1
@@ -205,7 +208,10 @@ def _equations(statements: list[Any]) -> list[Any]:
 
 
 def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
-    """Whether `left = right` can state `right`: y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot."""
+    """Return whether `left = right` can state `right`.
+
+    y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot.
+    """
     from sympy import Expr, Mul
     from sympy.core.function import AppliedUndef
 

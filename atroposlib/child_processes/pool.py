@@ -47,7 +47,7 @@ class SandboxReport:
 
     @property
     def holds(self) -> bool:
-        """Whether every attempt to break out failed."""
+        """Return whether every attempt to break out failed."""
         return not self.escapes
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class ChildPool:
         self._report: SandboxReport | None = None
 
     async def sandbox_report(self) -> SandboxReport:
-        """What confines the children, as the first one found out. Raises ChildFailed if it cannot start."""
+        """Report what confines the children, as the first one found out. Raises ChildFailed if it cannot start."""
         if self._report is None:
             async with self._next_child() as child:
                 await child.started()

@@ -34,7 +34,7 @@ guard.install(DATASETS[task][0].__module__ for task in EVALUATED)
 
 
 def false_solution(task: str, answer: str, metadata: dict[str, Any]) -> str | None:
-    """Why `answer` does not solve a puzzle of numbers; None if it does, and for other tasks."""
+    """Return the reason why `answer` does not solve a puzzle of numbers; None if it does, and for other tasks."""
     if task not in ("countdown", "puzzle24"):
         return None
     try:

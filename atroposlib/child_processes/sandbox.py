@@ -90,7 +90,7 @@ class Sandbox:
         return {**inherited, **own, **one_thread, "PYTHONPATH": os.pathsep.join(paths)}
 
     def orders(self) -> dict[str, Any]:
-        """What `confined.py` is to do to itself."""
+        """Return what `confined.py` is to do to itself."""
         places = {"readable": self._readable, "folder": str(self.folder), "outside": str(self._outside)}
         return {**places, "limits": LIMITS, "bounds": asdict(self._bounds), "seccomp": seccomp_filter().hex()}
 
@@ -137,7 +137,7 @@ def interpreter_paths() -> list[str]:
 
 
 def package_paths(module: str) -> list[str]:
-    """Where this library and the top-level package of `module` are."""
+    """Return the directories of this library and of the top-level package of `module`."""
     paths = []
     for name in {__package__.partition(".")[0], module.partition(".")[0]}:
         spec = importlib.util.find_spec(name)

@@ -284,7 +284,7 @@ async def expect_tool_server(server: Any) -> None:
 
 
 async def has_started(process: Any, port_file: Path) -> bool:
-    """Whether a tool server reports its port, and then takes connections or still sets itself up."""
+    """Wait for a tool server to report its port; return whether it then takes connections or still sets itself up."""
     deadline = asyncio.get_running_loop().time() + TOOLS_START_S
     while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         if port := text_of(port_file):
@@ -301,7 +301,7 @@ def text_of(path: Path) -> str:
 
 
 def has_main(module: str) -> bool:
-    """Whether `python -m` of a module does more than import it, as far as its text shows."""
+    """Return whether `python -m` of a module does more than import it, as far as its text shows."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return False

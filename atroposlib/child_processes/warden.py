@@ -43,8 +43,8 @@ class Ended(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a program may do with each request. Files, directories among them, and their bytes are counted in `folder`,
-    whatever request they are left from.
+    """Bounds what a program may do with each request. Files, directories among them, and their bytes are counted in
+    `folder`, whatever request they are left from.
     """
 
     time_limit_s: float
@@ -53,7 +53,7 @@ class Bounds:
     reply_bytes: int
 
     def explained(self, code: int | None) -> str | None:
-        """Why a program ended whose warden ended with `code`; None where the warden cannot say."""
+        """Return the reason why a program ended whose warden ended with `code`; None where the warden cannot say."""
         reasons: dict[int | None, str] = {
             Ended.LATE: f"no reply within {self.time_limit_s:g} s",
             Ended.FILES: f"it had more than {self.files:,} files and directories in its directory",
