@@ -249,7 +249,7 @@ class ServerStatus(Struct):
 
 
 class Shard(Struct, frozen=True):
-    """Where one Hugging Face tensor, or one block of it, lives on one rank: `length` slices of a vLLM parameter.
+    """Says where one Hugging Face tensor, or one block of it, lives on one rank: `length` slices of a vLLM parameter.
 
     A rank that holds several blocks of a tensor has a shard for each, all along one dimension: of stacked experts with
     gate and up projection in one tensor, the gate's part and the up projection's.
@@ -369,8 +369,9 @@ def write_policy_version(folder: Path, policy_version: int) -> None:
 
 
 def read_policy_version(model: str) -> int:
-    """What a server that loads `model` serves: the version that its directory names, else 0. Raises ValueError for a
-    damaged file.
+    """Return the version that a server of `model` serves: the one that its directory names, else 0.
+
+    Raises ValueError for a damaged file.
     """
     path = Path(model) / POLICY_FILE
     if not path.is_file():
@@ -385,7 +386,7 @@ def read_policy_version(model: str) -> int:
 
 
 class Announced(Struct, frozen=True, omit_defaults=True):
-    """What a trainer is about to send: a version, whole or as what has changed since `base`."""
+    """Announces what a trainer is about to send: a version, whole or as what has changed since `base`."""
 
     version: int
     base: int | None = None
@@ -396,7 +397,7 @@ class Announced(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def decoded(cls, found: bytes) -> "Announced":
-        """What `encoded` has written."""
+        """Decode what `encoded` has written."""
         read = msgspec.json.decode(found, type=int | Announced)
         return cls(read) if isinstance(read, int) else read
 

@@ -15,7 +15,7 @@ ROUTE = "/fake"
 
 
 class FakeModel(Struct):
-    """What the model in /v1/models shows of its server. One with `right_answers` needs reference answers."""
+    """Holds what the model in /v1/models shows of its server. One with `right_answers` needs reference answers."""
 
     owned_by: str = ""
     right_answers: bool = False

@@ -33,10 +33,10 @@ def digest(path: Path) -> str:
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether it is a checkpoint in shards, which only the trainer reads."""
+    """Return whether `folder` is a checkpoint in shards, which only the trainer reads."""
     return (folder / SHARDS).is_dir()
 
 
 def needs_export(folder: Path) -> str:
-    """What to tell who wants to use a sharded checkpoint as a model."""
+    """Say what to do with a sharded checkpoint that a user wants to use as a model."""
     return f"{folder} is a sharded checkpoint, not a model: convert it with `atropos export {folder} NEW_DIRECTORY`"

@@ -22,5 +22,5 @@ class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started: Count  # clock ticks after the boot
 
     def same_place(self, other: "Process") -> bool:
-        """Whether a pid means the same to both: same machine since its last boot, same container."""
+        """Return whether a pid means the same to both: same machine since its last boot, same container."""
         return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)

@@ -58,7 +58,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def in_memory(files: Mapping[str, Shape]) -> dict[str, InFiles]:
-    """What a model of these files has in memory, by name. Raises ValueError where a part of an expert is missing."""
+    """Map names to what a model of these files has in memory. Raises ValueError where part of an expert is missing."""
     found: dict[str, InFiles] = {}
     stacks: dict[str, dict[int, dict[int, str]]] = {}  # of each stacked tensor: expert -> part -> name
     for name, shape in files.items():
@@ -87,7 +87,7 @@ def _stack(name: str, experts: Mapping[int, Mapping[int, str]], files: Mapping[s
 
 
 def in_files(name: str, shape: Shape, model_type: str) -> Iterator[PartInFiles]:
-    """What the published files of a model of that type have of a tensor in memory."""
+    """Yield what the published files of a model of that type have of a tensor in memory."""
     match = STACKED.fullmatch(name)
     if model_type == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")

@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether its bytes lie together in the tensor."""
+        """Return whether the piece's bytes lie together in the tensor."""
         return all(len(part) == size for part, size in zip(self.block[1:], self.tensor.shape[1:], strict=True))
 
 
@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
 
 def block(tensor: WireTensor, senders: Senders, sender: int) -> Block:
-    """What the sender sends of the tensor; empty parts where that is nothing."""
+    """Return the block that the sender sends of the tensor; empty parts where that is nothing."""
     shard, tp = divmod(sender, senders.tp_size)
     parts = [range(size) for size in tensor.shape]
     if not parts:  # a scalar, which the first sends
@@ -70,7 +70,7 @@ def block(tensor: WireTensor, senders: Senders, sender: int) -> Block:
 
 
 def messages(bucket: Bucket, senders: Senders, sender: int) -> list[Message]:
-    """What the sender sends of the bucket, in order."""
+    """Return what the sender sends of the bucket, in order."""
     pieces = [Piece(tensor, block(tensor, senders, sender)) for tensor in bucket.tensors]
     pieces = [piece for piece in pieces if piece.numel]
     alone = [_message(bucket, (piece,)) for piece in pieces if _alone(piece)]

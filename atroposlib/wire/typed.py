@@ -90,7 +90,7 @@ def _with_whole_floats_as_integers(value: Any) -> Any:
 
 
 def _fault(value: Any, depth: int = 0) -> str | None:
-    """What in `value` neither MessagePack nor any of our types can hold, whatever its type should be."""
+    """Return what in `value` neither MessagePack nor any of our types can hold, whatever its type should be."""
     if depth > MAX_DEPTH:
         return f"expected at most {MAX_DEPTH} levels of nesting"
     if isinstance(value, float) and not math.isfinite(value):
