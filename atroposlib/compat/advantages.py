@@ -9,7 +9,10 @@ import numpy as np
 def allclose_to_first(
     values: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False, return_vector: bool = False
 ) -> bool | np.ndarray:
-    """Whether every entry of a rectangular `values` is close to its first; with `return_vector` one answer an entry."""
+    """Return whether every entry of a rectangular `values` is close to its first.
+
+    With `return_vector` there is one answer per entry.
+    """
     array = np.asarray(values)
     close = np.isclose(array, array[0], rtol=rtol, atol=atol, equal_nan=equal_nan)
     each: np.ndarray = np.asarray(close.reshape(len(array), -1).all(axis=1))

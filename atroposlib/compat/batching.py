@@ -26,8 +26,8 @@ def grab_exact_from_heterogeneous_queue(queue: list[Item], batch_size: int) -> t
 def grab_batch_with_minimum_allocations(
     queue: list[Item], batch_size: int, env_configs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Item] | None, list[Item]]:
-    """As `grab_exact_from_heterogeneous_queue`, each connected environment's `min_batch_allocation` (share of the
-    batch) filled first.
+    """Grab as `grab_exact_from_heterogeneous_queue` does, but fill each connected environment's `min_batch_allocation`
+    (share of the batch) first.
 
     `env_configs` holds mappings with `registered_id`, `connected` and `min_batch_allocation` (None: no minimum).
     """

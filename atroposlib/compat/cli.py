@@ -43,8 +43,8 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
-    """What `model` (a dict, a pydantic model, or anything with `to_dict`) holds under names that begin with `prefix`,
-    by the rest of the name. Raises TypeError.
+    """Return what `model` (a dict, a pydantic model, or anything with `to_dict`) holds under names that begin with
+    `prefix`, by the rest of the name. Raises TypeError.
     """
     if isinstance(model, Mapping):
         values = model

@@ -74,7 +74,7 @@ class ChatRequest(BaseModel):
     tool_choice: str | None = None
 
     def arguments(self) -> JsonObject:
-        """What `ManagedServer.chat_completion` is called with."""
+        """Return the arguments of `ManagedServer.chat_completion`."""
         return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {
             "max_tokens": self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS,
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -92,7 +92,7 @@ class Session:
     uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def description(self, model_name: str) -> JsonObject:
-        """Its entry in /sessions."""
+        """Return the session's entry in /sessions."""
         return {
             "uuid": self.uuid,
             "model_name": model_name,

@@ -96,7 +96,7 @@ def _shortened(messages: list[Any]) -> list[Any]:
 
 
 def _around_thoughts(text: str) -> tuple[str, str | None]:
-    """What stands before and after the first closed <think> block; None after when there is none."""
+    """Return what stands before and after the first closed <think> block; None after when there is none."""
     before, opened, rest = text.partition(OPEN)
     _, closed, after = rest.partition(CLOSE)
     return before, after if opened and closed else None

@@ -119,7 +119,7 @@ class Watcher:
         )
 
     def note(self) -> str:
-        """How many groups there were, or what is wrong."""
+        """Say how many groups there were, or what is wrong."""
         return self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
 
     def groups_after(self, number: int) -> str:

@@ -71,7 +71,8 @@ def answer_of(text: str) -> str | None:
 
 
 def same_answer(answer: str | None, gold: str, tolerance: float, grader: BlockingGrader) -> bool:
-    """Whether two answers are equal: integers exactly, others within `tolerance` (relative below 1), else by `grader`.
+    """Return whether two answers are equal: integers exactly, others within `tolerance` (relative below 1), else by
+    `grader`.
 
     Raises Unscored when the grader failed.
     """
@@ -97,7 +98,7 @@ def same_answer(answer: str | None, gold: str, tolerance: float, grader: Blockin
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is a number, or a quotient of numbers."""
+    """Return whether `text` is a number, or a quotient of numbers."""
     return _fraction(_plain(text)) is not None
 
 

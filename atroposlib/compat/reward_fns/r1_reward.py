@@ -85,7 +85,7 @@ class AccuracyXReward(RewardFunction):
 
 
 def _ends_with(response: str, gold: str) -> bool:
-    """Whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or
+    """Return whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or
     nothing.
     """
     before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=\"'(*]\s?)"
