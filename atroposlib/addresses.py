@@ -26,7 +26,7 @@ def resolved(host: str) -> str:
 
 
 def is_loopback_url(url: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Return whether an address is of this machine alone."""
     host = (urlsplit(url).hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True

@@ -106,7 +106,7 @@ def resolve_config(
 
 
 def read_config_file(argv: Sequence[str]) -> Tree:
-    """What the `--config` file of `argv` holds; nothing without one. Raises ConfigError."""
+    """Return what the `--config` file of `argv` holds; nothing without one. Raises ConfigError."""
     path = flags.config_file(argv)
     if path is None:
         return {}
@@ -170,7 +170,7 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
 
 
 def _preset(tree: type[BaseModel]) -> Tree:
-    """What a tree sets in its subtrees, `data: Data = Data(name="main")`: setting another field keeps that."""
+    """Return what a tree sets in its subtrees, `data: Data = Data(name="main")`: setting another field keeps that."""
     found: Tree = {}
     for name, field in tree.model_fields.items():
         below, default = subtrees(field), field.get_default(call_default_factory=True)

@@ -64,8 +64,8 @@ def loading(
 
 @contextmanager
 def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
-    """Around the body of a `main`: an AtroposError (or one of `also`) is printed as `PROG: error: LINE` and ends the
-    process with the error's exit status; Ctrl-C ends it with 130.
+    """Guard the body of a `main`: print an AtroposError (or one of `also`) as `PROG: error: LINE` and end the process
+    with the error's exit status; Ctrl-C ends it with 130.
     """
     kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
@@ -79,7 +79,7 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
 
 
 def reason(error: BaseException, limit_s: float | None = None) -> str:
-    """Why, in one line: what the operating system says, the first line of the error's text, or the error's name."""
+    """Give the reason in one line: what the operating system says, the first line of the error's text, or its name."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, TimeoutError) and limit_s is not None:

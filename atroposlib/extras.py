@@ -20,7 +20,7 @@ Extra = Literal["trainer", "gpu", "environments", "mcp", "wandb", "tensorboard"]
 
 
 class MissingExtra(AtroposError):
-    """What the command needs is not installed; as a wrong flag does, this ends it with exit status 2."""
+    """Is raised when what the command needs is not installed; as a wrong flag does, this ends it with exit status 2."""
 
     exit_status: ClassVar[int] = 2
 

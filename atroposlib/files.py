@@ -67,7 +67,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Whether this user may list and enter a directory, such as somebody else's run."""
+    """Return whether this user may list and enter a directory, such as somebody else's run."""
     return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
 
 

@@ -52,7 +52,7 @@ class Key:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """What the value may be: the members of a union, or the one type."""
+        """Return the types that the value may have: the members of a union, or the one type."""
         return _members(self.field)
 
     @property
@@ -75,7 +75,7 @@ class Key:
         return [_flag(f"{tree}{dot}no_{leaf}") for tree, dot, leaf in (name.rpartition(".") for name in self.spellings)]
 
     def value(self, texts: Sequence[str]) -> Any:
-        """What was typed, repeated flags included, as pydantic takes it: the last text, a list or a mapping."""
+        """Return what was typed, repeated flags included, as pydantic takes it: the last text, a list or a mapping."""
         if self.is_repeated:
             return list(texts)
         text = texts[-1]
@@ -246,7 +246,7 @@ def package_version() -> str:
 
 
 def _help(key: Key, defaults: Mapping[str, Any]) -> str:
-    """What the flag does, and what holds without it: of `defaults`, else of the field."""
+    """Describe what the flag does, and what holds without it: of `defaults`, else of the field."""
     value: Any = defaults
     for part in key.path:
         value = value.get(part, PydanticUndefined) if isinstance(value, Mapping) else PydanticUndefined

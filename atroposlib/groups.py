@@ -69,7 +69,7 @@ Location = tuple[str | int, ...]
 
 
 class Needs(NamedTuple):
-    """What the registered trainer needs of a group. By default nothing."""
+    """Lists what the registered trainer needs of a group. By default it needs nothing."""
 
     vocab_size: int | None = None
     trainable_only: bool = False
@@ -113,22 +113,22 @@ def rollouts_of(group: ScoredData | Mapping[str, Any]) -> Sequence[int]:
 
 
 def size_of(group: ScoredData | Mapping[str, Any]) -> int:
-    """How many rollouts a group was sampled with, those that failed too: what `group_size` and `batch_size` count. The
-    group has passed the check.
+    """Count the rollouts that a group was sampled with, those that failed too: what `group_size` and `batch_size`
+    count. The group has passed the check.
     """
     return max(rollouts_of(group), default=-1) + 1 + failed_rollouts(group)
 
 
 def failed_rollouts(group: ScoredData | Mapping[str, Any]) -> int:
-    """How many of a group's rollouts failed."""
+    """Count a group's failed rollouts."""
     failed = group.failed if isinstance(group, ScoredData) else group.get("failed")
     return sum(failed.values()) if isinstance(failed, Mapping) else 0
 
 
 def group_id(tokens: Sequence[Sequence[int]]) -> str:
-    """What a run's files call a group: 16 hex digits over its token ids. Environment and trainer compute it, each from
-    the tokens that it has, so nothing is added to what they exchange. Raises OverflowError, TypeError or ValueError for
-    what are not ids.
+    """Compute the name by which a run's files call a group: 16 hex digits over its token ids. Environment and trainer
+    compute it, each from the tokens that it has, so nothing is added to what they exchange. Raises OverflowError,
+    TypeError or ValueError for what are not ids.
     """
     digest = hashlib.blake2b(digest_size=8)
     for row in tokens:

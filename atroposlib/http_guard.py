@@ -66,7 +66,7 @@ HostName = Annotated[str, AfterValidator(plain_name)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Return whether only this machine reaches the host."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -88,7 +88,8 @@ class OwnHosts:
         return cls(names | _names_of_this_machine(), addresses=True)
 
     def has(self, name: str, connected_to: str) -> bool:
-        """Whether `name` is one of them, on a connection that was made to the address `connected_to`.
+        """Return whether `name` is one of this server's names, on a connection that was made to the address
+        `connected_to`.
 
         That address is known from the socket. No resolver can make a page of it, unlike a name.
         """
@@ -144,7 +145,7 @@ class HostGuard:
 
 
 def is_from_browser(headers: Headers) -> bool:
-    """Whether a browser sent this, for whatever page or person; all of them call themselves Mozilla."""
+    """Return whether a browser sent this, for whatever page or person; all of them call themselves Mozilla."""
     return _is_of_page(headers) or any(
         agent.lower().startswith("mozilla/") for agent in _values(headers, b"user-agent")
     )
@@ -159,7 +160,7 @@ def _values(headers: Headers, wanted: bytes) -> list[str]:
 
 
 def _is_origin_of(origin: str, host: tuple[str, int | None]) -> bool:
-    """Whether the page came from `host` itself; `null`, and what is not an origin at all, did not."""
+    """Return whether the page came from `host` itself; `null`, and what is not an origin at all, did not."""
     scheme, _, authority = origin.partition("://")
     parts = split_host(authority)
     if parts is None or scheme not in _DEFAULT_PORT:
@@ -180,7 +181,7 @@ def _as_address(text: str) -> str:
 
 
 def _names_of_this_machine() -> frozenset[str]:
-    """Its host name, in short and in full; the resolver is never asked what an address is called."""
+    """Return this machine's host name, in short and in full; the resolver is never asked what an address is called."""
     name = socket.gethostname()
     candidates = {name, name.partition(".")[0]}
     with suppress(socket.gaierror):
@@ -189,7 +190,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def _is_address_of_this_machine(text: str) -> bool:
-    """Whether a socket can be bound to it: the kernel allows that for this machine's own addresses only."""
+    """Return whether a socket can be bound to `text`: the kernel allows that for this machine's own addresses only."""
     with suppress(ValueError, OSError):
         address = ipaddress.ip_address(text)
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6

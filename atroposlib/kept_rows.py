@@ -85,7 +85,7 @@ class Parts:
         self._removing = threading.Lock()
 
     def is_full(self, size: int, step: int) -> bool:
-        """Whether the current part, now of `size` bytes, is to be moved aside before rows of `step` are added."""
+        """Return whether to move the current part, now of `size` bytes, aside before rows of `step` are added."""
         self._next = step
         if self._first is None:
             self._first = step
@@ -205,8 +205,8 @@ class Parts:
 
 
 class Removed(NamedTuple):
-    """What was removed of a file so far, as text; `last_step` is the newest step in it, if parts were named for theirs,
-    and `newest` the part that was removed last.
+    """Counts what was removed of a file so far, as text; `last_step` is the newest step in it, if parts were named for
+    theirs, and `newest` the part that was removed last.
     """
 
     rows: int = 0
@@ -270,7 +270,7 @@ def _lines_of(packed: Packed) -> Iterator[bytes]:
 
 
 class _Row(msgspec.Struct):
-    """What is read of a row."""
+    """Holds what is read of a row."""
 
     step: int
 

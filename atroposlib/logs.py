@@ -91,8 +91,8 @@ class _Repeated:
 
 
 class Repeats:
-    """Which lines are written when many are alike: the first few of each ten seconds, then one with the number of the
-    others. A traceback is written once. `now` is the clock, in seconds.
+    """Chooses the lines to write when many are alike: the first few of each ten seconds, then one with the number of
+    the others. A traceback is written once. `now` is the clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -120,7 +120,7 @@ class Repeats:
         return written
 
     def _admit(self, kind: tuple[object, ...], first: int) -> int | None:
-        """How many of this kind were held back before this one; None: it is held back, too."""
+        """Return how many of this kind were held back before this one; None: it is held back, too."""
         now = self._now()
         seen = self._kinds.setdefault(kind, _Repeated(now))
         self._kinds.move_to_end(kind)

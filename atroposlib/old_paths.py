@@ -77,14 +77,14 @@ MOVED_NAMES = {"atroposlib.api.server": "atroposlib.compat.api_models"}
 
 
 def new_name(name: str) -> str | None:
-    """Where the module `name` stands now; None when it has not moved."""
+    """Return the present path of the module `name`; None when it has not moved."""
     if name in IN_DIRECTORIES:
         return IN_DIRECTORIES[name]
     return next((new + name.removeprefix(old) for old, new in MOVED.items() if f"{name}.".startswith(f"{old}.")), None)
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """What `module` formerly defined as `name`, for its `__getattr__`. Raises AttributeError."""
+    """Return what `module` formerly defined as `name`, for its `__getattr__`. Raises AttributeError."""
     found = None if name.startswith("_") else getattr(importlib.import_module(MOVED_NAMES[module]), name, None)
     if found is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

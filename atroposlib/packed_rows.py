@@ -38,7 +38,7 @@ class Damaged(OSError):
 
 
 class Member(NamedTuple):
-    """Where a member lies, and what is in it."""
+    """Says where a member lies, and what is in it."""
 
     at: int
     size: int

@@ -121,7 +121,7 @@ def write_lines(file: IO[bytes], lines: bytes) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """What is free on the disk of `folder`, in words."""
+    """Say in words what is free on the disk of `folder`."""
     with suppress(OSError):
         return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free"
     return "free space unknown"

@@ -4,7 +4,7 @@ SHOWN_CHARACTERS = 200
 
 
 def refused_redirect(url: str, status: int, target: str | None) -> str | None:
-    """What is wrong with the reply of `url` if it is a redirect: its target (the Location header) and the remedy."""
+    """Say what is wrong with the reply of `url` if it is a redirect: its target (Location header) and the remedy."""
     if not 300 <= status < 400:
         return None
     shown = ascii(target)[:SHOWN_CHARACTERS] if target else "nowhere"

@@ -30,14 +30,14 @@ _FOR_DEVELOPERS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning,
 
 
 class Bars:
-    """Which states of progress bars are worth a line. `now` is the clock, in seconds."""
+    """Chooses the states of progress bars that are worth a line. `now` is the clock, in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._told: dict[str, tuple[float, bool]] = {}  # by what it is of: when, and whether it was full
 
     def are_told(self, line: str) -> bool:
-        """Whether `line` is to be written: it is not a bar, a full one, or the last state is old."""
+        """Return whether `line` is to be written: it is not a bar, a full one, or the last state is old."""
         found = _BAR.match(line[:BAR_LENGTH])
         if not found:
             return True
@@ -79,7 +79,7 @@ class StderrLines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """What writes here, a warning or a progress bar, must not fail because the log's disk is full."""
+        """Flush, but let no writer (a warning, a progress bar) fail because the log's disk is full."""
         with suppress(OSError):
             self.plain.flush()
 
@@ -107,7 +107,7 @@ class StderrLines(io.TextIOBase):
 
 
 def plain_stderr() -> TextIO:
-    """Where the log itself goes."""
+    """Return the stream to which the log itself goes."""
     return sys.stderr.plain if isinstance(sys.stderr, StderrLines) else sys.stderr
 
 

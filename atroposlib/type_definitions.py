@@ -37,7 +37,7 @@ AgentHistory = dict[str, list[AgentStep]]
 
 
 class Observation(TypedDict):
-    """What an agent sees: the data, and the same as a model is shown it."""
+    """Holds what an agent sees: the data, and the same as a model is shown it."""
 
     raw: dict[str, Any]
     rendered: Content

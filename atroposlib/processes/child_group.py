@@ -63,7 +63,7 @@ class ChildGroup:
             stdin.write(b"\n")
 
     def end(self) -> str | None:
-        """How the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
+        """Say how the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
         if self._popen.returncode is not None:
             return "stopped"
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -31,8 +31,8 @@ def this_process() -> Process:
 
 
 def still_runs(process: Process) -> bool:
-    """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone
-    already.
+    """Return whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is
+    gone already.
     """
     return is_alive(process.pid, process.started)
 
@@ -44,13 +44,13 @@ def first_ticks(pid: int) -> int | None:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Whether the process with this number started then, and runs."""
+    """Return whether the process with this number started then, and runs."""
     fields = _fields(pid)
     return bool(fields) and fields[0] not in DEAD and int(fields[19]) == start
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process exists and is stopped."""
+    """Return whether the process exists and is stopped."""
     fields = _fields(pid)
     return bool(fields) and fields[0] in STOPPED
 
@@ -61,7 +61,7 @@ def living_members(group: int) -> list[int]:
 
 
 def stopped_members(group: int) -> list[int]:
-    """Those of them that are stopped."""
+    """Return the living members of a group that are stopped."""
     return [pid for pid in living_members(group) if is_stopped(pid)]
 
 

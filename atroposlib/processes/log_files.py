@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def last_lines(log: Path, count: int, end: int | None = None, start: int = 0) -> tuple[str, ...]:
-    """Of a regular file, as much as fits, from the byte `start` up to the byte `end`; nothing of anything else."""
+    """Return the last lines of a regular file, as many as fit, from byte `start` to byte `end`; none of other files."""
     if not log.is_file() or log.is_symlink():
         return ()
     with log.open("rb") as file:
@@ -46,7 +46,7 @@ class Follower:
         self._partial = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Those that are complete."""
+        """Yield the new lines that are complete."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self.offset)
@@ -61,7 +61,7 @@ class Follower:
         yield from (line.decode(errors="replace") for line in lines if line)
 
     def rest(self) -> Iterator[str]:
-        """What was written since, once nobody writes any more, the line without an end included."""
+        """Yield what was written since, once nobody writes any more, the line without an end included."""
         while True:
             before = self.offset
             yield from self.new_lines()

@@ -28,7 +28,8 @@ def groups(
     count: int = 1,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """What the `process` command of `env_cls` writes to `directory`: `count` groups with `scores` and `messages`.
+    """Return what the `process` command of `env_cls` writes to `directory`: `count` groups with `scores` and
+    `messages`.
 
     The share `right` of the answers is `right_answer`, with the environment's reference answer for REFERENCE; the
     others are `wrong_answers`, in turn. `settings` are those of the environment: `group_size=8`. Raises EnvError where

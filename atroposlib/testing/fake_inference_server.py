@@ -57,7 +57,7 @@ def fake_logprob(token_id: int, position: int) -> float:
 
 
 def fake_experts(tokens: list[int], shape: RoutingShape) -> str:
-    """What this server reports as the experts of all tokens but the last: numbers that follow from their ids."""
+    """Make what this server reports as the experts of all tokens but the last: numbers that follow from their ids."""
     layers, ranks = np.arange(shape.layers)[:, None], np.arange(shape.top_k)
     return pack((np.asarray(tokens[:-1])[:, None, None] + layers + ranks) % shape.experts)
 
@@ -374,7 +374,7 @@ class FakeServerConfig(Config):
 
 
 def configured_answer(config: FakeServerConfig) -> Answer:
-    """Where the answers come from. Raises ConfigError for a file that has none."""
+    """Return the source of the answers. Raises ConfigError for a file that has none."""
     answer: Callable[[str], Iterator[str]]
     if config.random:
         answer = AtRandom(config.seed)

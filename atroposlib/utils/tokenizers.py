@@ -149,7 +149,7 @@ def _value(path: Path, key: str) -> str | None:
 
 
 def _read_alike(first: Any, second: Any) -> bool:
-    """Whether two tokenizers make the same ids of `PROBES`, alone and behind a special token, and the same text."""
+    """Return whether two tokenizers make the same ids and text of `PROBES`, alone and behind a special token."""
     probes = [*PROBES, *(f"{first.eos_token}{probe}" for probe in PROBES if first.eos_token)]
     return first.get_vocab() == second.get_vocab() and all(
         (ids := first.encode(probe, add_special_tokens=special)) == second.encode(probe, add_special_tokens=special)

@@ -15,8 +15,8 @@ NO_TOOL = "-ERROR-"
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """What stands between the first pair of the first tag that occurs (default: tool_call); None when none does. JSON
-    is read before tags: one that stands in a call's arguments ends no call.
+    """Return what stands between the first pair of the first tag that occurs (default: tool_call); None when none does.
+    JSON is read before tags: one that stands in a call's arguments ends no call.
     """
     for tag in preferred_tags or ["tool_call"]:
         if (call := _json_behind(text, f"<{tag}>")) is not None:
