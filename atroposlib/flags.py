@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -112,13 +113,18 @@ def subtrees(field: FieldInfo) -> list[type[BaseModel]]:
 
 def keys_of(tree: type[BaseModel], above: tuple[str, ...] = ()) -> list[Key]:
     """Every key of `tree`, those of its subtrees in their place."""
+    return [*_keys_of(tree, above)]
+
+
+@cache  # a plan of a run asks for those of the same few classes hundreds of times
+def _keys_of(tree: type[BaseModel], above: tuple[str, ...]) -> tuple[Key, ...]:
     found: dict[tuple[str, ...], Key] = {}
     for name, field in tree.model_fields.items():
         path = (*above, name)
-        below = [key for subtree in subtrees(field) for key in keys_of(subtree, path)]
+        below = [key for subtree in subtrees(field) for key in _keys_of(subtree, path)]
         for key in below or [_key(tree, path, field)]:
             found.setdefault(key.path, key)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def parse(
