@@ -60,6 +60,21 @@ async def test_environment_samples_through_the_proxy_and_gets_the_nodes(monkeypa
     assert server.requests[0][1]["top_p"] == 0.5
 
 
+async def test_tools_that_the_template_does_not_show_reach_the_prompt_through_the_proxy() -> None:
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    async with FakeInferenceServer(lambda prompt: "Well.", TOKENIZER) as server, proxy(server) as url:
+        session = await create_proxy_session(url, tool_parser="hermes")
+        await session.chat_completion(**asked, max_tokens=8)
+        state = await session.fetch_state()
+        async with httpx.AsyncClient() as client:
+            reply = await client.post(f"{url}/{session.session_uuid}/v1/chat/completions/render", json=asked)
+    (node,) = state["nodes"]
+    for text in (node.full_text, reply.json()["prompt_text"]):
+        assert text.startswith("<|im_start|>system\n# Tools")
+        assert text.count('"name": "search"') == 1
+
+
 async def httpx_get(url: str) -> dict[str, Any]:
     async with httpx.AsyncClient() as client:
         reply: dict[str, Any] = (await client.get(url)).json()

@@ -95,6 +95,14 @@ def test_length_and_think_format_rewards() -> None:
     assert registry.create("think_format", weight=2.0)(texts) == [2.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_thoughts_that_the_chat_template_has_opened_are_thoughts() -> None:
+    """Templates of reasoning models end the prompt with <think>, so that the completion has the closing tag alone."""
+    texts = ["a</think> <answer>4</answer>", "a</think>", "</think> 4", "a</think> 4 <think>b</think>", "4"]
+    assert registry.create("think_format")(texts) == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert registry.create({"type": "format", "params": {"require_all_tags": True}})(texts) == [1.0, 0, 0, 0, 0]
+    assert registry.create("r1")(["a</think> 4", "a</think> 5", "4"], solution="4") == [1.5, 0.5, 1.0]
+
+
 def test_format_counts_tags_with_content() -> None:
     texts = ["<think>a</think>", "<THINK>a</THINK><answer>b</answer>", "<think> </think>"]
     assert registry.create("format")(texts) == [1.0, 1.0, 0.0]
