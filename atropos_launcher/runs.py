@@ -23,11 +23,16 @@ def find_run(runs: Path, name: str) -> Path:
     """A run by its name, or its directory. Raises NoSuchRun."""
     for path in (runs / name, Path(name)):
         if path.is_dir():
-            if not is_open(path):
-                shown = printable(str(path))
-                raise NoSuchRun(f"{shown} may be read by its owner alone, who can let you with `chmod go+rx {shown}`")
-            return path
+            return expect_open(path)
     raise NoSuchRun(f"no such run: neither {printable(str(runs / name))} nor {printable(name)} is a directory")
+
+
+def expect_open(run: Path) -> Path:
+    """The directory of a run, if this user may read it. Raises NoSuchRun."""
+    if is_open(run):
+        return run
+    shown = printable(str(run))
+    raise NoSuchRun(f"{shown} may be read by its owner alone, who can let you with `chmod go+rx {shown}`")
 
 
 def recorded_runs(runs: Path) -> list[Path]:

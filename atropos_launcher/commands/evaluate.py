@@ -22,6 +22,7 @@ from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, rea
 from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.runs import expect_open
 from atropos_launcher.service import Service
 from atroposlib.config import Config
 from atroposlib.envs.evaluation.evaluation_metrics import ANSWERS, SAMPLES, TABLE
@@ -95,13 +96,15 @@ def main(argv: Sequence[str]) -> int:
 
 def evaluation_folder(asked: Asked, given: EvaluateFlags) -> Path:
     """The directory of an evaluation. The same command has the same one, so that it asks only for what is missing: a
-    finished evaluation is not paid for twice. Raises ConfigError.
+    finished evaluation is not paid for twice. Raises ConfigError, NoSuchRun.
     """
     if asked.resume is not None:
         return choose_folder(asked, "evaluate-")
     stem, model = asked.source.stem.replace("_", "-"), str(asked.run.model or AUTO).strip("/")
     name = f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}{'' if given.samples else '-greedy'}"
     folder = (asked.runs / (asked.run.name or name)).absolute()
+    if folder.exists():
+        expect_open(folder)
     if (folder / "trainer.yaml").exists() or (folder / "api.yaml").exists():
         raise ConfigError(f"{os.path.relpath(folder)} is a training run; choose another --run-name")
     return folder

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher import runs
-from atropos_launcher.commands import train
+from atropos_launcher.commands import evaluate, train
 from atropos_launcher.console.console import PlainConsole
+from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.service import Service
 from atropos_launcher.services import remote_agent
 from atroposlib.view.runs import Runs
@@ -78,18 +79,35 @@ def as_somebody_else() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_the_run_of_another_user_is_refused_by_name_and_hides_none_of_ours() -> None:
-    shared = Path(tempfile.mkdtemp(prefix="atropos-runs-"))  # pytest's own directories are closed to others
-    shared.chmod(0o755)
-    try:
-        for name, mode in (("theirs", 0o700), ("ours", 0o755)):
-            (shared / name).mkdir()
-            (shared / name).chmod(mode)
-            (shared / name / "trainer.log").touch()
-        with as_somebody_else():
-            assert runs.ended_runs(shared) == [shared / "ours"]
-            assert list(Runs([], shared).all()) == ["ours"]
-            with pytest.raises(runs.NoSuchRun, match=r"theirs may be read by its owner alone, .*`chmod go\+rx "):
-                runs.find_run(shared, "theirs")
-    finally:
-        shutil.rmtree(shared)
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory of runs with one run of root's and one that everyone may read."""
+    folder = Path(tempfile.mkdtemp(prefix="atropos-runs-"))  # pytest's own directories are closed to others
+    folder.chmod(0o755)
+    for name, mode in (("theirs", 0o700), ("ours", 0o755)):
+        (folder / name).mkdir()
+        (folder / name).chmod(mode)
+        (folder / name / "trainer.log").touch()
+    yield folder
+    shutil.rmtree(folder)
+
+
+CLOSED = r"theirs may be read by its owner alone, .*`chmod go\+rx "
+
+
+def test_the_run_of_another_user_is_refused_by_name_and_hides_none_of_ours(shared: Path) -> None:
+    with as_somebody_else():
+        assert runs.ended_runs(shared) == [shared / "ours"]
+        assert list(Runs([], shared).all()) == ["ours"]
+        with pytest.raises(runs.NoSuchRun, match=CLOSED):
+            runs.find_run(shared, "theirs")
+
+
+def test_an_evaluation_in_the_directory_of_another_user_is_refused_by_name(shared: Path) -> None:
+    asked = read_command_line(
+        ["arithmetic", "gpt", "--run-name", "theirs", "--runs", str(shared)],
+        prog="atropos evaluate",
+        flags=evaluate.EvaluateFlags,
+    )
+    with as_somebody_else(), pytest.raises(runs.NoSuchRun, match=CLOSED):
+        evaluate.evaluation_folder(asked, evaluate.EvaluateFlags())
