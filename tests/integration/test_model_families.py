@@ -40,6 +40,16 @@ def test_fused_families_take_new_weights(tp: str) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
+def test_families_with_dropout_or_two_rotary_tables_take_new_weights() -> None:
+    families = ["phi3-longrope", "seed_oss", "opt"]
+    rows = measured("--families", ",".join(families))
+    assert [(row["family"], row["trainer"], row.get("refused")) for row in rows] == [(f, "yes", None) for f in families]
+    for row in rows:
+        assert row["differing"] == [], row
+        assert max(row["before"], row["after"]) < FLOAT32 < row["stale"], row
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
 def test_families_whose_weights_would_not_all_arrive_are_refused() -> None:
     gpt2, deepseek = measured("--families", "gpt2,deepseek_v2")
     assert gpt2["refused"].startswith("UnsupportedModel: GPT2LMHeadModel: vLLM fuses 3 blocks in transformer.h.0.attn")
