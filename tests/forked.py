@@ -9,7 +9,6 @@ the tests.
 """
 
 import atexit
-import ctypes
 import functools
 import importlib
 import json
@@ -26,10 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from atroposlib.processes.exec_child import die_with
+
 ROOT = Path(__file__).parents[1]
 CHILDREN = ("bridge_child", "single_child", "reload_child")  # of tests/integration: what they load
 MODELS = ("llama", "qwen2")
-PR_SET_PDEATHSIG = 1
 MOST_BYTES = 1 << 17  # of a request
 STATUS = struct.Struct("=i")
 
@@ -160,7 +160,7 @@ def _tell_ends(running: dict[int, socket.socket]) -> None:
 
 
 def _become_child(request: dict[str, Any], ends: Sequence[int]) -> dict[str, Any]:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid(), signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for target, end in enumerate(ends):

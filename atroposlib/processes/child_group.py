@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 from atroposlib.processes import exec_child
+from atroposlib.processes.identity import living_members
 from atroposlib.processes.log_files import last_lines
 from atroposlib.processes.shared_memory import SHARED_MEMORY, mapped_shared_memory
 
@@ -30,17 +31,16 @@ POLL_S = 0.05
 FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
-DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 log = get_logger(__name__)
 
 
 class StillRunning(AtroposError):
-    """Processes of a group are there after SIGKILL."""
+    """Is raised when processes of a group are there after SIGKILL."""
 
 
 class ChildGroup:
-    """`command` with its output appended to `log_path`; runs from construction until it ends or `stop`. Start it in
+    """Runs `command`, with its output appended to `log_path`, from construction until it ends or `stop`. Start it in
     the main thread.
     """
 
@@ -59,7 +59,7 @@ class ChildGroup:
             )
         self.pid = self._popen.pid
         assert self._popen.stdin is not None
-        with self._popen.stdin as stdin:
+        with suppress(BrokenPipeError), self._popen.stdin as stdin:  # killed already, as `end` will tell
             stdin.write(b"\n")
 
     def end(self) -> str | None:
@@ -74,14 +74,14 @@ class ChildGroup:
         return f"killed by {signal.Signals(ended.si_status).name}"
 
     def last_lines(self) -> str:
-        """The end of what this process has written to its log."""
+        """Return the end of what this process has written to its log."""
         return "\n".join(f"    {line}" for line in last_lines(self.log_path, LINES_SHOWN, start=self._log_start))
 
     def stop(self, grace_s: float) -> None:
         """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises StillRunning."""
         if self._popen.returncode is not None:
             return
-        shared = mapped_shared_memory(self._members())
+        shared = mapped_shared_memory(living_members(self.pid))
         os.killpg(self.pid, signal.SIGTERM)
         if not self._gone_within(grace_s):
             log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)
@@ -89,9 +89,10 @@ class ChildGroup:
             if not self._gone_within(FOLLOW_S):
                 os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
+                left = living_members(self.pid)
                 raise StillRunning(
-                    f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after"
-                    f" SIGKILL: see `ps` for what they wait for, and {self.log_path}"
+                    f"processes {left} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: see `ps` for what"
+                    f" they wait for, and {self.log_path}"
                 )
         self._popen.wait()
         if shared:
@@ -102,14 +103,8 @@ class ChildGroup:
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while any(self._members()):
+        while living_members(self.pid):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
         return True
-
-    def _members(self) -> Iterator[int]:
-        for pid in psutil.pids():
-            with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if os.getpgid(pid) == self.pid and psutil.Process(pid).status() not in DEAD:
-                    yield pid

@@ -26,7 +26,7 @@ import torch
 from atroposlib.addresses import resolved
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
-from atroposlib.processes.child_group import ChildGroup
+from atroposlib.processes.child_group import ChildGroup, StillRunning
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
 from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
@@ -136,10 +136,13 @@ class VllmServer:
         )
 
     def stop(self) -> None:
-        """End it if it is ours and runs."""
+        """End it if it is ours and runs. Raises BridgeError if it outlives SIGKILL."""
         if self.process is not None:
             log.info("[Bridge] Ending the vLLM server that this trainer started (process group %d)", self.process.pid)
-            self.process.stop(GRACE_S)
+            try:
+                self.process.stop(GRACE_S)
+            except StillRunning as error:
+                raise BridgeError(str(error)) from None
             self.process = None
 
     def revive(self) -> None:

@@ -52,7 +52,7 @@ class Metric:
 
     @property
     def value(self) -> float | None:
-        """The number itself is None where nothing was measured."""
+        """Return the number; None where nothing was measured."""
         if self.reducer == "sum":
             return float(self.total)
         if not self.weight:

@@ -1,4 +1,4 @@
 """Scored groups as they arrive: decoded, checked, kept as the bytes they came in.
 
-Imports only the wire.
+Imports nothing of the API's other directories.
 """

@@ -1,4 +1,4 @@
 """What the API knows: the queue, leases, who lives. Changes are values, so that the journal can replay them.
 
-Imports groups.
+Imports nothing of the API's other directories.
 """

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from atroposlib.processes.child_group import ChildGroup, StillRunning
 from atroposlib.wire.bridge import read_policy_version, write_policy_version
 from example_trainer.bridges import BridgeError, restart
 from example_trainer.bridges.restart import RestartBridge
@@ -265,6 +266,20 @@ def test_a_server_that_ignores_term_is_killed_after_the_grace(
     bridge.close()
     assert session_members(pid) == []
     assert f"Process group {pid} did not end within 0.2 s of TERM: killing it" in caplog.text
+
+
+def test_a_server_that_outlives_sigkill_is_an_error_of_the_bridge(
+    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = connect(make(), model)
+
+    def outlive(group: ChildGroup, grace_s: float) -> None:
+        raise StillRunning("processes [7] of group 7 still run")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChildGroup, "stop", outlive)
+        with pytest.raises(BridgeError, match="still run"):
+            bridge._server.stop()
 
 
 def test_a_server_that_never_answers_is_given_up(make: Make, connect: Connect, model: str) -> None:
