@@ -91,8 +91,8 @@ class ChildGroup:
             if not self._gone_within(KILL_WAIT_S):
                 left = living_members(self.pid)
                 raise StillRunning(
-                    f"processes {left} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: see `ps` for what"
-                    f" they wait for, and {self.log_path}"
+                    f"processes {left} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: see `ps` for"
+                    f" what they wait for, and {self.log_path}"
                 )
         self._popen.wait()
         if shared:
