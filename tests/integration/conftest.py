@@ -176,8 +176,16 @@ def stop_server(server: Server) -> None:
         try:
             server.process.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.wait(10)
+            kill_server(server)
+
+
+def kill_server(server: Server) -> None:
+    """By SIGKILL, after which nothing of vLLM's own removes its files in /dev/shm."""
+    inodes = shared_memory(server.process.pid)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(10)
+    for name in left_in_shared_memory(inodes):
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

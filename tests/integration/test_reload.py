@@ -1,6 +1,5 @@
 """Mode reload on a real vLLM: directories that a trainer writes, or that are named by hand, read by the server."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.conftest import Server, start_server, stop_server
+from tests.integration.conftest import Server, kill_server, start_server, stop_server
 from tests.integration.test_bridge import (
     PARITY,
     PROMPT,
@@ -145,7 +144,7 @@ def test_a_killed_server_is_reported_by_the_trainer(llama_folder: Path, tmp_path
     try:
         read_until(child, "SYNCED 0")
         start = time.monotonic()
-        os.killpg(server.process.pid, signal.SIGKILL)
+        kill_server(server)
         assert child.stdin is not None
         child.stdin.write("\n")
         child.stdin.close()
