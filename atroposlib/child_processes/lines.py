@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -210,15 +211,26 @@ def shown_code(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def kill_marked(mark: str) -> None:
-    """Kill every process with this mark, also those that were started meanwhile."""
+def kill_marked(mark: str, limit_s: float = REAPED_WITHIN_S) -> None:
+    """Kill every process with this mark, also those that were started meanwhile, and wait until they have ended, for
+    `limit_s` at most: a signal is only delivered when its receiver is scheduled.
+    """
+    deadline = time.monotonic() + limit_s
     for _ in range(3):
         found = [process for process in psutil.process_iter() if _mark_of(process) == mark]
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        while any(map(_runs, found)) and time.monotonic() < deadline:
+            time.sleep(0.01)
         if not found:
             return
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 def _mark_of(process: psutil.Process) -> str | None:

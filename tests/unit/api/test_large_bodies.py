@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -349,5 +350,7 @@ def test_health_is_answered_while_large_posts_are_accepted_and_refused(
             reply = requests.post(f"{url}/{path}", data=body, headers=headers, timeout=DEADLINE_S)
             assert reply.status_code == status, reply.text
 
-    assert worst_health(url, post) < 1.0  # tens of milliseconds on a free machine; it was 1 s for each MB refused
-    assert requests.get(f"{url}/status", timeout=DEADLINE_S).json()["queue_size"] == 10_001
+    # tens of milliseconds on a free machine; it was 1 s for each MB refused, each time
+    late = list(takewhile(lambda worst_s: worst_s >= 1.0, (worst_health(url, post) for _ in range(3))))
+    assert len(late) < 3, f"/health took {late} s"
+    assert requests.get(f"{url}/status", timeout=DEADLINE_S).json()["queue_size"] == 10_001 * (len(late) + 1)

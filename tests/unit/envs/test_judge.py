@@ -16,6 +16,7 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
+from tests.unit.hostile_answers.hostile import assert_linear
 
 TEMPLATE = 'Rate {answer} from 0 to 10. Reply like {"score": 3} in <score></score>.'
 
@@ -44,13 +45,9 @@ async def judging(
 @pytest.mark.rotating
 @pytest.mark.parametrize("part", ["{", '{"', '{"a":', '{"a":[', '{"a":[1,', '{"a": "'])
 def test_a_reply_of_opened_objects_takes_linear_time(part: str) -> None:
-    def took(characters: int) -> float:
-        text = part * (characters // len(part))
-        began = time.process_time()
-        assert json_field()(text) is None
-        return time.process_time() - began
-
-    assert took(400_000) < 8 * took(100_000) + 1.0  # 4 times where it is linear, and 16 where it is not
+    text = part * (400_000 // len(part))
+    assert json_field()(text) is None
+    assert_linear(json_field(), text)
 
 
 @pytest.mark.parametrize(
