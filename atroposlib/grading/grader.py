@@ -26,6 +26,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.math_child"
+INTEGER = re.compile(r"-?[0-9]{1,18}")
 OTHER_ANSWER = re.compile(r"(?<!\\)\$|\\fbox|\\boxed")
 MAX_ANSWER_CHARS = 1000
 
@@ -79,6 +80,8 @@ class Grader:
         if len(gold) > MAX_ANSWER_CHARS:
             log.warning("The known answer has %d characters; at most %d are compared", len(gold), MAX_ANSWER_CHARS)
             return Outcome.GRADER_FAILED
+        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # most answers, which a normal form leaves as they are
+            return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         read, known = normal_form(answer), normal_form(gold)
         if (equal := at_once(known, read)) is not None:
             return Outcome.RIGHT if equal else Outcome.WRONG
