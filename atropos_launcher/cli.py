@@ -15,7 +15,7 @@ from types import FrameType
 
 from atropos_launcher.arguments import Parser, nearest
 from atroposlib.errors import one_line_errors
-from atroposlib.utf8 import restart_in_utf8
+from atroposlib.processes.utf8 import restart_in_utf8
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.groups import Needs
 from atroposlib.logs import configure_logging, get_logger, say
-from atroposlib.utf8 import restart_in_utf8
+from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.wire.batching import Registration
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.bridges.returning import ReturningBridge

@@ -37,7 +37,7 @@ from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
-from atroposlib.utf8 import restart_in_utf8
+from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     paths = [find_run(options.runs, name).resolve() for name in options.run]
     if not paths and not options.runs.is_dir():
         raise NoSuchRun(f"there is no directory {printable(str(options.runs.absolute()))}: name a run, or --runs DIR")
-    from atroposlib.view.runs import Runs
+    from atroposlib.view.run_data.runs import Runs
     from atroposlib.view.serve import page_of, run
 
     runs = Runs(paths, None if paths else options.runs)

@@ -39,7 +39,7 @@ from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, keys_of
-from atroposlib.kept_rows import DEFAULT, KeepText
+from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig

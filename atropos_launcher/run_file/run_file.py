@@ -33,7 +33,7 @@ from atropos_launcher.run_file.servers import (
 from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, nearest
-from atroposlib.kept_rows import DEFAULT, KeepText
+from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import LAUNCHED, MODES
 
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging

@@ -21,7 +21,7 @@ from atropos_launcher.services.events import (
 )
 from atroposlib.files import open_regular
 from atroposlib.processes.log_files import last_lines
-from atroposlib.view.run_end import end_of
+from atroposlib.view.run_data.run_end import end_of
 
 
 class RunLog:

@@ -29,7 +29,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.http_guard import is_loopback
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.utf8 import restart_in_utf8
+from atroposlib.processes.utf8 import restart_in_utf8
 
 log = get_logger(__name__)
 COMMANDS_HELP = """\

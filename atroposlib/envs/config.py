@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from atroposlib.config import OutputFileText
 from atroposlib.envs.server_handling.reasoning import Effort
 from atroposlib.groups import NOT_REPLAYED, not_replayed
-from atroposlib.kept_rows import DEFAULT, KeepText
 from atroposlib.names import Name
+from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
 # Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
 PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.logs import get_logger
-from atroposlib.record_file import RecordFile
+from atroposlib.row_files.record_file import RecordFile
 
 log = get_logger(__name__)
 

@@ -80,7 +80,7 @@ class Grader:
         if len(gold) > MAX_ANSWER_CHARS:
             log.warning("The known answer has %d characters; at most %d are compared", len(gold), MAX_ANSWER_CHARS)
             return Outcome.GRADER_FAILED
-        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # most answers, which a normal form leaves as they are
+        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # what most answers are
             return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         read, known = normal_form(answer), normal_form(gold)
         if (equal := at_once(known, read)) is not None:

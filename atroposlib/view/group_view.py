@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw
 
-from atroposlib.view.rows import FailedRollout, HeldOut, Sample, Trained, decoded, finite, mean_and_spread, of_rollouts
+from atroposlib.view.run_data.rows import (
+    FailedRollout,
+    HeldOut,
+    Sample,
+    Trained,
+    decoded,
+    finite,
+    mean_and_spread,
+    of_rollouts,
+)
 from atroposlib.view.token_text import pieces
 from atroposlib.wire.batching import NOT_TRAINED
 

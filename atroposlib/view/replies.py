@@ -7,12 +7,22 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import Request
 
-from atroposlib.view import dead_letters, group_view
-from atroposlib.view.group_files import SORTS, SOURCES, Filter, Place
-from atroposlib.view.jsonl_index import line_from, lines_at
-from atroposlib.view.rows import HELD_OUT, NONE, TRAINED_ROW, HeldOut, Sample, Trained, group_number, read_sample
-from atroposlib.view.run_files import LOG_LINES
-from atroposlib.view.runs import Run, Runs
+from atroposlib.view import group_view
+from atroposlib.view.run_data import dead_letters
+from atroposlib.view.run_data.group_files import SORTS, SOURCES, Filter, Place
+from atroposlib.view.run_data.jsonl_index import line_from, lines_at
+from atroposlib.view.run_data.rows import (
+    HELD_OUT,
+    NONE,
+    TRAINED_ROW,
+    HeldOut,
+    Sample,
+    Trained,
+    group_number,
+    read_sample,
+)
+from atroposlib.view.run_data.run_files import LOG_LINES
+from atroposlib.view.run_data.runs import Run, Runs
 from atroposlib.view.token_text import find_tokenizer
 
 DEAD_LETTERS = "dead_letters"

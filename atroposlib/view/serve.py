@@ -16,7 +16,7 @@ from atroposlib.addresses import netloc
 from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.view.flags import PORT, add_flags
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.server import create_app
 
 PORTS_TRIED = 100

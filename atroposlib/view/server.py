@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.view import replies
 from atroposlib.view.replies import BadRequest, NotFound
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}

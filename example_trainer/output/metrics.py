@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from atroposlib.errors import loading, reading
 from atroposlib.extras import install
-from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger
-from atroposlib.record_file import free_space
+from atroposlib.row_files.kept_rows import parse_keep
+from atroposlib.row_files.record_file import free_space
 from example_trainer.bridges.base import SyncReport
 from example_trainer.data.batching import Batch
 from example_trainer.errors import TrainerError

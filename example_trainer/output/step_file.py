@@ -1,7 +1,7 @@
 """A file of JSON lines, each of them about one training step: metrics.jsonl and trained.jsonl.
 
 A fresh run moves an earlier run's file aside. A resumed run drops the lines of the steps that it does again. A disk
-without room ends no run for their sake (atroposlib/record_file.py).
+without room ends no run for their sake (atroposlib/row_files/record_file.py).
 """
 
 import os
@@ -12,9 +12,9 @@ from typing import Any
 
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular
-from atroposlib.kept_rows import Keep, Parts, step_of
 from atroposlib.logs import get_logger
-from atroposlib.record_file import RecordFile
+from atroposlib.row_files.kept_rows import Keep, Parts, step_of
+from atroposlib.row_files.record_file import RecordFile
 from example_trainer.errors import TrainerError
 
 log = get_logger(__name__)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from atroposlib.config import Config, OutputFile, in_place
-from atroposlib.kept_rows import DEFAULT, KeepText
 from atroposlib.names import Name
+from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import AnyBridge, Mode, choose
 from example_trainer.settings.cpu_cores import parse_cores, shown_cores
 from example_trainer.settings.objectives import (

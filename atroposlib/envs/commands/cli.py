@@ -43,7 +43,7 @@ from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError, names, nearest
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.utf8 import restart_in_utf8
+from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.utils.tokenizers import NO_TOKENIZER
 
 log = get_logger(__name__)

@@ -15,9 +15,9 @@ import orjson
 from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular, write_whole
-from atroposlib.kept_rows import Keep, Parts
 from atroposlib.logs import get_logger
-from atroposlib.record_file import RecordFile, as_lines, write_lines
+from atroposlib.row_files.kept_rows import Keep, Parts
+from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
 
 log = get_logger(__name__)
 

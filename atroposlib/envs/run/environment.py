@@ -68,9 +68,9 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.groups import Needs, rollouts_of
-from atroposlib.kept_rows import parse_keep
 from atroposlib.logs import get_logger, put
-from atroposlib.record_file import RecordFile
+from atroposlib.row_files.kept_rows import parse_keep
+from atroposlib.row_files.record_file import RecordFile
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from atropos_launcher.console.console import PlainConsole
-from atroposlib import record_file
 from atroposlib.envs.commands.serve import serve as serve_environment
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.envs.metrics import JsonlSink as EnvironmentMetrics
-from atroposlib.kept_rows import Keep
-from atroposlib.record_file import RecordFile
+from atroposlib.row_files import record_file
+from atroposlib.row_files.kept_rows import Keep
+from atroposlib.row_files.record_file import RecordFile
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from example_trainer import grpo
 from example_trainer.output.metrics import JsonlSink, TensorBoardSink

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.files.records import JsonlWriter
-from atroposlib.kept_rows import DEFAULT, Keep, Parts, compress, parse_keep, read_removed
-from atroposlib.packed_rows import HEAD, MAGIC, TEXT_BYTES, Packed, pack
-from atroposlib.view import rows
-from atroposlib.view.group_files import Filter, GroupFiles
-from atroposlib.view.jsonl_index import Indexer, JsonlIndex, lines_at
-from atroposlib.view.run_files import RunFiles
+from atroposlib.row_files.kept_rows import DEFAULT, Keep, Parts, compress, parse_keep, read_removed
+from atroposlib.row_files.packed_rows import HEAD, MAGIC, TEXT_BYTES, Packed, pack
+from atroposlib.view.run_data import rows
+from atroposlib.view.run_data.group_files import Filter, GroupFiles
+from atroposlib.view.run_data.jsonl_index import Indexer, JsonlIndex, lines_at
+from atroposlib.view.run_data.run_files import RunFiles
 from example_trainer.output.step_file import StepFile
 from tests.unit.launcher.processes import wait_until
 
@@ -273,6 +273,6 @@ def test_a_full_disk_leaves_a_part_uncompressed(tmp_path: Path, monkeypatch: pyt
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atroposlib.kept_rows.pack", no_space)
+    monkeypatch.setattr("atroposlib.row_files.kept_rows.pack", no_space)
     Parts(tmp_path / "samples.jsonl", Keep(steps=5)).settle_all(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == [part.name]

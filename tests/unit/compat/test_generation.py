@@ -8,8 +8,8 @@ import pytest
 import requests
 
 from atroposlib.cli import dpo, sft  # type: ignore[attr-defined]  # an old path
-from atroposlib.compat import generation
-from atroposlib.compat.generation import GenerationError, generate
+from atroposlib.compat.commands import generation
+from atroposlib.compat.commands.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.wire.batching import ScoredData
 from tests.unit.envs.fakes import Api, Trainer, running_api

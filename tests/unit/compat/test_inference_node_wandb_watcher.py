@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.compat.inference_node_wandb_watcher import WatcherConfig, run
+from atroposlib.compat.commands.inference_node_wandb_watcher import WatcherConfig, run
 from atroposlib.envs.errors import EnvError, PeerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Trainer, running_api

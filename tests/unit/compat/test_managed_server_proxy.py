@@ -9,7 +9,7 @@ import httpx
 import pytest
 import uvicorn
 
-from atroposlib.compat.managed_server_proxy import create_app, main, read_servers
+from atroposlib.compat.commands.managed_server_proxy import create_app, main, read_servers
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerEnvironment

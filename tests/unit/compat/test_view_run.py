@@ -8,8 +8,8 @@ import requests
 from fastapi.testclient import TestClient
 
 from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-defined]  # an old path
-from atroposlib.compat import view_run as view_run_module
-from atroposlib.compat.view_run import ViewConfig, Watcher
+from atroposlib.compat.commands import view_run as view_run_module
+from atroposlib.compat.commands.view_run import ViewConfig, Watcher
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.compat.test_generation import group
 from tests.unit.envs.fakes import Trainer, running_api

@@ -189,4 +189,3 @@ def _seconds(read: Callable[[str], object], text: str) -> float:
     start = time.process_time()
     read(text)
     return time.process_time() - start
-

@@ -18,7 +18,7 @@ from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.service import Service
 from atropos_launcher.services import remote_agent
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 from tests.unit.launcher.plans import no_processes, plan
 
 __all__ = ["no_processes"]

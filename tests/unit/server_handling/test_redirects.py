@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi
-from atroposlib.compat.generation import GenerationConfig, GenerationError, fetch_groups
+from atroposlib.compat.commands.generation import GenerationConfig, GenerationError, fetch_groups
 from atroposlib.envs.commands.discovery import served_model
 from atroposlib.envs.commands.reporting import StartUp
 from atroposlib.envs.errors import EnvError

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from atroposlib.groups import group_id
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.server import create_app
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 

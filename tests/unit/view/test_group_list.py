@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from atroposlib.view import group_files, jsonl_index
+from atroposlib.view.run_data import group_files, jsonl_index
 from tests.unit.view.support import client, get, held_out, make_run, sample, trained, write_rows
 
 GROUPS = "/api/runs/r/groups"

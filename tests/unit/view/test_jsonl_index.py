@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from atroposlib.view import jsonl_index
-from atroposlib.view.jsonl_index import Indexer, JsonlIndex, line_from, lines_at
+from atroposlib.view.run_data import jsonl_index
+from atroposlib.view.run_data.jsonl_index import Indexer, JsonlIndex, line_from, lines_at
 from tests.waiting import until
 
 KIND = np.dtype([("offset", "u8"), ("length", "u4"), ("value", "i8")])

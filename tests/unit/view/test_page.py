@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 import uvicorn
 
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.server import create_app
 from tests.unit.view.page_runs import (
     HOSTILE,

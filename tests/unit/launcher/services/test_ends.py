@@ -19,7 +19,7 @@ from atropos_launcher.services.events import Died, Event, Interrupted
 from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.supervisor import CannotStart, Limits, Supervisor
-from atroposlib.view.run_files import RunFiles
+from atroposlib.view.run_data.run_files import RunFiles
 from tests.unit.launcher.memory_group import memory_group
 from tests.unit.launcher.processes import launched, python
 

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from atroposlib.view.files import opened
-from atroposlib.view.rows import Sample, read_sample
+from atroposlib.view.run_data.files import opened
+from atroposlib.view.run_data.rows import Sample, read_sample
 
 JOURNAL = "rollouts.db"
 LOCK_TIMEOUT_S = 0.5

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from atroposlib.packed_rows import SUFFIX, Packed
+from atroposlib.row_files.packed_rows import SUFFIX, Packed
 
 CHUNK_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -29,7 +29,7 @@ from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.view.runs import Runs
+from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.serve import page_of, run
 
 log = get_logger(__name__)

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from atroposlib.files import is_open
-from atroposlib.view.group_files import GroupFiles
-from atroposlib.view.jsonl_index import Indexer
-from atroposlib.view.run_files import RunFiles
+from atroposlib.view.run_data.group_files import GroupFiles
+from atroposlib.view.run_data.jsonl_index import Indexer
+from atroposlib.view.run_data.run_files import RunFiles
 
 MAX_RUNS = 1000  # of a directory of runs
 MAX_ROWS = 2_500_000  # in all indexes together, at most 67 bytes each

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+from atroposlib.compat.commands.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
 from atroposlib.wire.batching import ScoredData
 
 

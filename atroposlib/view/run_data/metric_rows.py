@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.view.files import opened, read_at
+from atroposlib.view.run_data.files import opened, read_at
 
 REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
 TIMELINE_BYTES = 16 << 20  # the newest rows of a longer file

@@ -20,8 +20,8 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 from atroposlib.files import NotRegularFile, expect_regular, open_regular
-from atroposlib.kept_rows import Parts
 from atroposlib.logs import get_logger
+from atroposlib.row_files.kept_rows import Parts
 
 log = get_logger(__name__)
 

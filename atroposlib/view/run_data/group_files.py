@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.packed_rows import SUFFIX
-from atroposlib.view import rows, text_search
-from atroposlib.view.jsonl_index import Indexer, JsonlIndex, Numbers, Segment, stem_of
-from atroposlib.view.run_files import RunFiles
+from atroposlib.row_files.packed_rows import SUFFIX
+from atroposlib.view.run_data import rows, text_search
+from atroposlib.view.run_data.jsonl_index import Indexer, JsonlIndex, Numbers, Segment, stem_of
+from atroposlib.view.run_data.run_files import RunFiles
 
 LOOK_EVERY_S = 0.25
 FIRST_BYTES = 8 << 20  # indexed before a request for a new file is answered

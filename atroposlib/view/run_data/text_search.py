@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.view.files import opened_text, read_at
-from atroposlib.view.jsonl_index import Segment
+from atroposlib.view.run_data.files import opened_text, read_at
+from atroposlib.view.run_data.jsonl_index import Segment
 
 MAX_DEPTH = 20
 

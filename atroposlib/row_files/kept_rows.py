@@ -25,7 +25,7 @@ from pydantic import AfterValidator
 
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
-from atroposlib.packed_rows import SUFFIX, Packed, pack
+from atroposlib.row_files.packed_rows import SUFFIX, Packed, pack
 
 log = get_logger(__name__)
 

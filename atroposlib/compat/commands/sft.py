@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.compat.generation import (
+from atroposlib.compat.commands.generation import (
     GenerationConfig,
     messages_of,
     prompt_and_completion,

@@ -14,13 +14,20 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from atroposlib.kept_rows import REMOVED
 from atroposlib.logs import escape
-from atroposlib.packed_rows import SUFFIX
 from atroposlib.processes.identity import boot_id, is_alive
-from atroposlib.view.files import NotReadable, read_small, read_tail
-from atroposlib.view.metric_rows import MetricRows, Number, finite_number, json_object, read_metrics, trainer_steps
-from atroposlib.view.run_end import LAUNCHER, end_of
+from atroposlib.row_files.kept_rows import REMOVED
+from atroposlib.row_files.packed_rows import SUFFIX
+from atroposlib.view.run_data.files import NotReadable, read_small, read_tail
+from atroposlib.view.run_data.metric_rows import (
+    MetricRows,
+    Number,
+    finite_number,
+    json_object,
+    read_metrics,
+    trainer_steps,
+)
+from atroposlib.view.run_data.run_end import LAUNCHER, end_of
 
 SMALL_BYTES = 1 << 20  # of run.json
 YAML_BYTES = 64 << 10  # of run.yaml; the launcher writes about one

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.packed_rows import SUFFIX
-from atroposlib.view.files import Text, identity, opened_text, read_at, text_size
+from atroposlib.row_files.packed_rows import SUFFIX
+from atroposlib.view.run_data.files import Text, identity, opened_text, read_at, text_size
 
 BLOCK_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20  # a longer row is damaged: reading it would take too much memory
