@@ -26,8 +26,8 @@ from example_trainer.bridges.vllm_client import Refused
 from example_trainer.model.loading import load_model
 from example_trainer.weights.written import TrainedModel
 from tests.integration.conftest import REPOSITORY, free_port
-from tests.unit.bridge.fake_sglang_server import ADMIN, OPEN
-from tests.unit.bridge.test_sglang_bridge import change, config_to
+from tests.unit.trainer.bridges.fake_sglang_server import ADMIN, OPEN
+from tests.unit.trainer.bridges.test_sglang_bridge import change, config_to
 from tests.unit.trainer.fakes import model_folder
 
 pytestmark = [pytest.mark.nightly, pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(3000)]

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Server, session_members, start_server, stop_server
-from tests.unit.bridge.test_structured_outputs import HONEST, HOSTILE
+from tests.unit.vllm_patching.test_structured_outputs import HONEST, HOSTILE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

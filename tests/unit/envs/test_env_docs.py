@@ -91,7 +91,7 @@ SERVICES = {
     for command in COMMANDS
     if name in command
 }
-# What needs an MCP server of the reader's: tests/unit/envs/test_mcp_tools.py has one.
+# What needs an MCP server of the reader's: tests/unit/envs/foreign/test_mcp_tools.py has one.
 WITH_MCP_SERVER = [command for command in COMMANDS if "--env.mcp_" in command]
 # What loads a model: the same programs are run, with flags of their own, by tests that have one.
 WITH_MODEL = {

@@ -51,8 +51,8 @@ from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
-from tests.unit.bridge.test_single_copy_bridge import FakeVllm
 from tests.unit.trainer.arenas import ranks_of
+from tests.unit.trainer.bridges.test_single_copy_bridge import FakeVllm
 from tests.unit.trainer.fakes import as_records, item
 from tests.unit.trainer.process_memory import anonymous_memory
 from vllm_patching.memory.shared_buffer import SharedBuffer

@@ -14,7 +14,7 @@ from atroposlib.envs.evaluation.evaluation import Evaluation, EvaluationFailed, 
 from atroposlib.envs.payloads import WIRE_FIELDS
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, config, server_config
-from tests.unit.envs.test_sample_rows import Link, rows, served
+from tests.unit.envs.run.test_sample_rows import Link, rows, served
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.loop.test_trainer_run import rows as metric_rows
 from tests.unit.trainer.loop.test_trainer_run import train

@@ -18,8 +18,8 @@ from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import LiveWeights, ServerStatus, write_policy_version
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.check_served_weights import address, finding
-from tests.unit.bridge.engine_with_workers import EngineWithWorkers
-from tests.unit.bridge.test_arena import expected, manifest, new_weights
+from tests.unit.vllm_patching.engine_with_workers import EngineWithWorkers
+from tests.unit.vllm_patching.memory.test_arena import expected, manifest, new_weights
 
 COUNT = len(manifest().tensors)
 

@@ -22,7 +22,7 @@ import pytest
 
 from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.wire.bridge import PROTOCOL
-from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
+from tests.unit.trainer.bridges.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
