@@ -96,7 +96,7 @@ def resolve_config(
         defaults,
         _from_environment(keys, os.environ if env is None else env),
         read_config_file(argv) if content is None else content,
-        _nested(values),
+        nested(values),
     ):
         tree = _merge(tree, in_place(layer, config_cls))
     try:
@@ -107,8 +107,8 @@ def resolve_config(
 
 def read_config_file(argv: Sequence[str]) -> Tree:
     """Return what the `--config` file of `argv` holds; nothing without one. Raises ConfigError."""
-    path = flags.config_file(argv)
-    if path is None:
+    path = flags.early(argv)["config"]
+    if not path:
         return {}
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -166,7 +166,7 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
             found[".".join(key.path)] = Ambient(env[variable])
         elif key.is_secret and key.field.default is None:
             raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
-    return _nested(found)
+    return nested(found)
 
 
 def _preset(tree: type[BaseModel]) -> Tree:
@@ -181,7 +181,7 @@ def _preset(tree: type[BaseModel]) -> Tree:
     return found
 
 
-def _nested(values: Mapping[str, Any]) -> Tree:
+def nested(values: Mapping[str, Any]) -> Tree:
     """`{"env.steps": 5}` as `{"env": {"steps": 5}}`."""
     tree: Tree = {}
     for path, value in values.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -25,6 +26,8 @@ from atroposlib.errors import AtroposError, reading
 
 COLLECTIONS = (list, tuple, set, frozenset, Sequence)
 USAGE = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
+SWITCHES = ("--help", "--version", "--dry-run")  # of every command
+BOOLEANS = ("true", "false")  # what may follow a switch
 PLACEHOLDERS = {int: "N", float: "X"}
 
 
@@ -96,6 +99,45 @@ class Key:
         return text
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Holds a flag of a section, whose keys a program of its own knows: `--vllm.max-len 512` is max-len of `vllm`."""
+
+    typed: str
+    text: str | None = None  # None: the flag stands alone
+    is_joined: bool = False  # by `=`
+
+    @property
+    def name(self) -> str:
+        return self.typed.replace("-", "_")
+
+    @property
+    def value(self) -> Any:
+        """Return the text as YAML, or itself where it is none."""
+        if self.text is None:
+            return True
+        try:
+            return yaml.safe_load(self.text)
+        except yaml.YAMLError:
+            return self.text
+
+    def words(self, above: str = "") -> list[str]:
+        """Return the flag as it is typed for the program, whose own section is `above`."""
+        flag = f"--{above}{self.typed}"
+        if self.text is None:
+            return [flag]
+        return [f"{flag}={self.text}"] if self.is_joined else [flag, self.text]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Holds a command line apart: words that stand alone, flags of the command's own keys, and those of sections."""
+
+    words: list[str]
+    flags: list[str]
+    sections: dict[str, list[Setting]]
+
+
 def aliases(field: FieldInfo) -> list[str]:
     alias = field.validation_alias
     return [str(choice) for choice in (alias.choices if isinstance(alias, AliasChoices) else [alias] if alias else [])]
@@ -125,6 +167,31 @@ def _keys_of(tree: type[BaseModel], above: tuple[str, ...]) -> tuple[Key, ...]:
         for key in below or [_key(tree, path, field)]:
             found.setdefault(key.path, key)
     return tuple(found.values())
+
+
+def split(argv: Sequence[str], keys: Sequence[Key] = (), sections: Sequence[str] = ()) -> CommandLine:
+    """Take a command line apart. A flag has the next word unless that starts with `--`; a switch of `keys` has none but
+    `true` and `false`, since any other word stands alone.
+    """
+    found = CommandLine([], [], {section: [] for section in sections})
+    switches = {*SWITCHES, *(flag for key in keys if key.negations for flag in key.flags)}
+    rest = [*argv]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            found.words.append(word)
+            continue
+        flag, equals, text = word.partition("=")
+        is_switch, value = _dashed(flag) in switches, [text] if equals else []
+        if word.startswith("--") and not equals and not _dashed(flag).startswith("--no-"):
+            has_value = rest and (rest[0] in BOOLEANS if is_switch else not rest[0].startswith("--"))
+            value = [rest.pop(0)] if has_value else []
+        section, dot, name = flag[2:].partition(".")
+        if dot and section in found.sections:
+            found.sections[section].append(Setting(name, *value, is_joined=bool(equals)))
+        else:
+            found.flags.extend([word] if equals else [word, *value])
+    return found
 
 
 def parse(
@@ -168,12 +235,14 @@ def parse(
     return values, typed
 
 
-def config_file(argv: Sequence[str]) -> str | None:
-    """The file of `--config`, before the keys of the tree are known."""
+def early(argv: Sequence[str], *keys: Key) -> dict[str, Any]:
+    """Return `config`, and the values of `keys`, before the other keys of the tree are known."""
     # with a name, as argparse would take it of sys.argv[0], which a module under its old path does not have
     parser = argparse.ArgumentParser(prog="", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
-    return str(found) if (found := parser.parse_known_args(argv)[0].config) else None
+    for key in keys:
+        _add_flag(parser, key)
+    return vars(parser.parse_known_args([_dashed(token) for token in argv])[0])
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -230,20 +299,18 @@ def make_parser(
         for section in dict.fromkeys(key.section for key in keys)
     }
     for key in keys:
-        section, path, text = sections[key.section], ".".join(key.path), _help(key, defaults)
-        if not key.negations:
-            section.add_argument(*key.flags, dest=path, action="append", metavar=_placeholder(key), help=text)
-            continue
-        section.add_argument(
-            *key.flags,
-            dest=path,
-            nargs="?",
-            const=True,
-            metavar=", ".join(["[BOOL]", *key.negations]),
-            help=text,
-        )
-        section.add_argument(*key.negations, dest=path, action="store_const", const=False, help=argparse.SUPPRESS)
+        _add_flag(sections[key.section], key, _help(key, defaults))
     return parser
+
+
+def _add_flag(parser: argparse._ActionsContainer, key: Key, text: str | None = None) -> None:
+    path = ".".join(key.path)
+    if not key.negations:
+        parser.add_argument(*key.flags, dest=path, action="append", metavar=_placeholder(key), help=text)
+        return
+    shown = ", ".join(["[BOOL]", *key.negations])
+    parser.add_argument(*key.flags, dest=path, nargs="?", const=True, metavar=shown, help=text)
+    parser.add_argument(*key.negations, dest=path, action="store_const", const=False, help=argparse.SUPPRESS)
 
 
 def package_version() -> str:

@@ -11,11 +11,10 @@ second) and `--layout.X` are values in YAML.
 import os
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
@@ -36,9 +35,9 @@ from atropos_launcher.run_file.servers import Tree, each_server, expect_one_each
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.config import Config
+from atroposlib.config import Config, nested
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.flags import ConfigError, keys_of
+from atroposlib.flags import ConfigError, Setting, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
 from example_trainer.settings.bridges import MODES
@@ -58,7 +57,6 @@ USAGE = {
 }
 SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
 PLANNED_GB = 80  # of a GPU that --gpus asks for
-BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
 LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
 MORE = """\
 Settings of the programs:
@@ -171,15 +169,6 @@ class Asked:
     machines: Machines = THIS_ONE
 
 
-@dataclass
-class _Words:
-    """A command line, sorted."""
-
-    positional: list[str] = field(default_factory=list)
-    own: list[str] = field(default_factory=list)
-    sections: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in SECTIONS})
-
-
 def read_command_line(
     argv: Sequence[str],
     environ: Mapping[str, str] = os.environ,
@@ -187,40 +176,40 @@ def read_command_line(
     flags: type[RunFlags] = TrainFlags,
 ) -> Asked:
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
-    words = _sort(argv, flags)
+    line = split(argv, keys_of(flags), SECTIONS)
     values, typed = flag_parser.parse(
         keys_of(flags),
-        words.own,
+        line.flags,
         prog=prog,
-        about=_about(words, prog),
+        about=_about(line.words, prog),
         epilog=MORE,
         usage=USAGE[prog],
         elsewhere=_flags_of_programs,
     )
     given = _checked(values, flags)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
-    source = _source(words.positional, resume, getattr(typed, "config", None))
+    source, models = _source(line.words, resume, getattr(typed, "config", None))
     gpus, memory = planned_gpus(given.gpus) if given.gpus is not None else found_gpus(environ)
     if given.gpus is not None and "dry_run" not in typed:
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
     if given.host_memory is not None and "dry_run" not in typed:
         raise ConfigError("--host-memory is only for --dry-run; a run uses the memory that this machine has")
-    bridge = _typed(words.sections["bridge"], "kind") or given.bridge
+    bridge = _texts(line.sections["bridge"]).get("kind") or given.bridge
     choice = Choice(
         device="gpu" if gpus else "cpu",
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
         bridge=check_kind(bridge) if bridge else None,
     )
     machines = _machines(given, "dry_run" in typed)
-    content = _with_ranks_of_vllm(read_run(source, choice), given, words.sections["trainer"])
+    content = _with_ranks_of_vllm(read_run(source, choice), given, line.sections["trainer"])
     if machines is not THIS_ONE:
         content = _on_machines(content, machines)
-    sections, content = _with_sections(words.sections, content, given)
+    sections, content = _with_sections(line.sections, content, given)
     if machines is not THIS_ONE:
         expect_one_each(content.get("vllm") or {}, len(machines.serving))
     if given.vllm_port is not None:
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
-    run = validated(merge(content, _changes(given, words.positional)), source.name)
+    run = validated(merge(content, _changes(given, models)), source.name)
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
     return Asked(
@@ -272,33 +261,9 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
 
 def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
     """The flags, for help and completion."""
-    return flag_parser.make_parser(keys_of(flags), prog, _about(_sort(argv, flags), prog), MORE, usage=USAGE[prog])
-
-
-def _sort(argv: Sequence[str], flags: type[RunFlags]) -> _Words:
-    """Words, the run's flags, and those of each section."""
-    words, rest = _Words(), list(argv)
-    switches = {flag for key in keys_of(flags) for flag in (key.flags if key.negations else [])} | {
-        "--help",
-        "--version",
-        "--dry-run",
-    }
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            words.positional.append(word)
-            continue
-        flag = word.partition("=")[0].replace("_", "-")
-        value = []
-        takes_one = word.startswith("--") and "=" not in word and not flag.startswith("--no-")
-        if takes_one and rest and (rest[0] in BOOLEANS if flag in switches else not rest[0].startswith("--")):
-            value = [rest.pop(0)]
-        section, dot, _ = word[2:].partition(".")
-        if dot and section in SECTIONS:
-            words.sections[section] += [f"--{word[2:].partition('.')[2]}", *value]
-        else:
-            words.own += [word, *value]
-    return words
+    return flag_parser.make_parser(
+        keys_of(flags), prog, _about(split(argv, keys_of(flags)).words, prog), MORE, usage=USAGE[prog]
+    )
 
 
 def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:
@@ -314,27 +279,25 @@ def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:
     return given
 
 
-def _source(positional: list[str], resume: Path | None, config: str | None) -> Path:
-    """The run file; its word is taken off `positional`."""
+def _source(words: Sequence[str], resume: Path | None, config: str | None) -> tuple[Path, Sequence[str]]:
+    """Return the run file, and the words that do not name it."""
+    recipes = [path.stem for path in recipe_files()]
     if resume is not None:
-        if positional and positional[0] in {path.stem for path in recipe_files()}:
-            positional.pop(0)  # a script's recipe: the run has its own
         kept = resume / "run.yaml"
         if not kept.is_file():
             raise ConfigError(f"--resume {resume} has no run.yaml: name a run, or its directory")
-        return kept
+        return kept, words[1:] if words and words[0] in recipes else words  # a script's recipe: the run has its own
     if config is not None:
-        return find_run_file(config)
-    if not positional:
-        names = ", ".join(path.stem for path in recipe_files())
-        raise ConfigError(f"name a run file or a recipe: {names}")
-    return find_run_file(positional.pop(0))
+        return find_run_file(config), words
+    if not words:
+        raise ConfigError(f"name a run file or a recipe: {', '.join(recipes)}")
+    return find_run_file(words[0]), words[1:]
 
 
-def _about(words: _Words, prog: str) -> str:
+def _about(words: Sequence[str], prog: str) -> str:
     """The comment at the top of the recipe that help was asked for, else what the command does, and all recipes."""
-    if words.positional:
-        return description(find_run_file(words.positional[0]))
+    if words:
+        return description(find_run_file(words[0]))
     lines = [f"  {path.stem:<20} {description(path).splitlines()[0]}" for path in recipe_files()]
     return "\n".join([ABOUT.get(prog, ABOUT[PROG]), "", "Recipes:", *lines])
 
@@ -346,9 +309,9 @@ def description(path: Path) -> str:
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
 
 
-def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
+def _changes(given: RunFlags, words: Sequence[str]) -> Tree:
     """The flags as content of a run file."""
-    models = [*positional, *([given.model] if given.model else [])]
+    models = [*words, *([given.model] if given.model else [])]
     if len(models) > 1:
         raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
     own = ("steps", "seed", "dtype", "batch_invariant", "chat_template", "wandb", "tensorboard", "keep_samples")
@@ -369,110 +332,88 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
     return changes
 
 
-def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
+def _with_sections(typed: Mapping[str, Sequence[Setting]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
     """The programs' flags, and `content` with what the flags of sections set as values."""
     content = _with_environment_files(typed, content)
     content = _with_servers(typed["vllm"], content)
-    environments: dict[str, list[str]] = {}
+    environments: dict[str, list[Setting]] = {}
     several = len(each_server(content.get("vllm") or {})) > 1
-    for name, key, value in _environment_flags(typed, content):
-        if several and key.startswith("openai."):  # a flag is of one server only
-            connection = {key.removeprefix("openai."): True if value is None else _value(value)}
+    for name, flag in _environment_flags(typed, content):
+        if several and flag.name.startswith("openai."):  # a flag is of one server only
+            connection = {flag.name.removeprefix("openai."): flag.value}
             content = merge(content, {"environments": {name: {"openai": connection}}})
-        elif key not in LAUNCHERS_OWN:
-            flag = f"--{key}" if key.startswith("openai.") else f"--env.{key}"
-            environments.setdefault(name, []).extend([flag] if value is None else [flag, value])
+        elif flag.name not in LAUNCHERS_OWN:
+            program = flag.name if flag.name.startswith("openai.") else f"env.{flag.name}"
+            environments.setdefault(name, []).append(replace(flag, typed=program))
     if given.dataset_path:
         name = only_environment(content, "--dataset-path")
         content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
-    for word, value in _pairs(typed["layout"]):
-        change: Any = True if value is None else _value(value)
-        for part in reversed(word.replace("-", "_").split(".")):
-            change = {part: change}
-        content = merge(content, {"layout": change})
-    bridge = [f"--bridge.{word[2:]}" if word.startswith("--") else word for word in typed["bridge"]]
-    return SectionFlags([*typed["trainer"], *bridge], typed["api"], environments), content
+    for flag in typed["layout"]:
+        content = merge(content, nested({f"layout.{flag.name}": flag.value}))
+    trainer = [word for flag in typed["trainer"] for word in flag.words()]
+    bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
+    api = [word for flag in typed["api"] for word in flag.words()]
+    return SectionFlags([*trainer, *bridge], api, environments), content
 
 
-def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[str]) -> Tree:
+def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[Setting]) -> Tree:
     """`content` of a file without vLLM's tensor-parallel size where a typed --tp-size decides it: that of a single
     copy (placement/gpus.py), which has as many.
     """
     mode = MODES.get(str((content.get("bridge") or {}).get("kind")))
-    ranks = _typed(typed, "tp-size") or given.tp_size
+    ranks = _texts(typed).get("tp_size") or given.tp_size
     if mode is None or not mode.same_devices or ranks in (None, 1, "1"):
         return content
     return merge(content, {"vllm": {"tensor_parallel_size": None}})
 
 
-def _typed(words: Sequence[str], name: str) -> str | None:
-    """The value of a section's flag, as it was typed last; None where it was not."""
-    found = [value for word, value in _pairs(words) if word.replace("_", "-") == name]
-    return found[-1] if found else None
+def _texts(typed: Sequence[Setting]) -> dict[str, str | None]:
+    """Return what the flags of a section set, by name, as it was typed last."""
+    return {flag.name: flag.text for flag in typed}
 
 
-def _with_servers(words: Sequence[str], content: Tree) -> Tree:
+def _with_servers(typed: Sequence[Setting], content: Tree) -> Tree:
     """`content` with what flags set in vLLM's, those for every server first."""
     numbered = []
-    for word, value in _pairs(words):
-        number, dot, key = word.partition(".")
-        read = True if value is None else _value(value)
-        if dot and number.isdecimal():
-            numbered.append((int(number), key.replace("-", "_"), read))
+    for flag in typed:
+        number, _, key = flag.name.partition(".")
+        if key and number.isdecimal():
+            numbered.append((int(number), key, flag.value))
         else:
-            content = merge(content, {"vllm": {word.replace("-", "_"): read}})
-    for which, key, read in numbered:
-        content["vllm"] = with_flag(content.get("vllm") or {}, which, key, read)
+            content = merge(content, {"vllm": {flag.name: flag.value}})
+    for which, key, value in numbered:
+        content["vllm"] = with_flag(content.get("vllm") or {}, which, key, value)
     return content
 
 
-def _with_environment_files(typed: Mapping[str, list[str]], content: Tree) -> Tree:
+def _with_environment_files(typed: Mapping[str, Sequence[Setting]], content: Tree) -> Tree:
     """`content` with the programs of its environments, and how many of each run, as flags say."""
-    for word, value in _pairs(typed["env"]):
-        if word == "file" and value and not content.get("environments"):
-            content = merge(content, {"environments": {Path(value).stem: {"file": value}}})
-    for word, value in _pairs(typed["environments"]):
-        name, _, key = word.partition(".")
+    for flag in typed["env"]:
+        if flag.typed == "file" and flag.text and not content.get("environments"):
+            content = merge(content, {"environments": {Path(flag.text).stem: {"file": flag.text}}})
+    for flag in typed["environments"]:
+        name, _, key = flag.typed.partition(".")
         if key == "file" and name not in content.get("environments", {}):
-            content = merge(content, {"environments": {name: {"file": value}}})
-    for name, key, value in _environment_flags(typed, content):
-        if key in LAUNCHERS_OWN:
-            file = Path(value or "")
-            kept = str(file.resolve()) if key == "file" and file.is_file() else value
-            content = merge(content, {"environments": {name: {key: kept}}})
+            content = merge(content, {"environments": {name: {"file": flag.text}}})
+    for name, flag in _environment_flags(typed, content):
+        if flag.name in LAUNCHERS_OWN:
+            file = Path(flag.text or "")
+            kept = str(file.resolve()) if flag.name == "file" and file.is_file() else flag.text
+            content = merge(content, {"environments": {name: {flag.name: kept}}})
     return content
 
 
 def _environment_flags(
-    typed: Mapping[str, list[str]], content: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str | None]]:
-    """Environment, key and value of every flag for one. Raises ConfigError where there is no such environment."""
-    for word, value in _pairs(typed["env"]):
-        yield only_environment(content, f"--env.{word}"), word.replace("-", "_"), value
+    typed: Mapping[str, Sequence[Setting]], content: Mapping[str, Any]
+) -> Iterator[tuple[str, Setting]]:
+    """Every flag for an environment, with its name. Raises ConfigError where there is no such environment."""
+    for flag in typed["env"]:
+        yield only_environment(content, f"--env.{flag.typed}"), flag
     known = content.get("environments", {})
-    for word, value in _pairs(typed["environments"]):
-        name, _, key = word.partition(".")
+    for flag in typed["environments"]:
+        name, _, key = flag.typed.partition(".")
         if not key:
-            raise ConfigError(f"--environments.{word} does not name a field; write --environments.NAME.FIELD")
+            raise ConfigError(f"--environments.{flag.typed} does not name a field; write --environments.NAME.FIELD")
         if name not in known:
-            raise ConfigError(f"--environments.{word}: the environments of this run are {', '.join(known)}")
-        yield name, key.replace("-", "_"), value
-
-
-def _pairs(words: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Flags without their dashes, and their values; None stands for a flag alone."""
-    pairs: list[tuple[str, str | None]] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            pairs.append((name, value if equals else None))
-        else:
-            pairs[-1] = (pairs[-1][0], word)
-    return pairs
-
-
-def _value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+            raise ConfigError(f"--environments.{flag.typed}: the environments of this run are {', '.join(known)}")
+        yield name, replace(flag, typed=key)

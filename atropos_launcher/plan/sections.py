@@ -23,7 +23,7 @@ from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree
 from atroposlib.config import Config, resolve_config
-from atroposlib.flags import ConfigError
+from atroposlib.flags import ConfigError, Setting
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
@@ -47,7 +47,7 @@ class SectionFlags:
 
     trainer: list[str] = field(default_factory=list)
     api: list[str] = field(default_factory=list)
-    environments: dict[str, list[str]] = field(default_factory=dict)
+    environments: dict[str, list[Setting]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
         known = ask_environment(name, program, {}, [], environ)
         for service, settings in environment_settings(run, site, name, known).items():
-            typed = flags.environments.get(name, [])
+            typed = [word for flag in flags.environments.get(name, []) for word in flag.words()]
             plans[service] = EnvironmentPlan(name, program, ask_environment(name, program, settings, typed, environ))
     return plans
 

@@ -10,7 +10,7 @@ from atropos_launcher import paths
 from atropos_launcher.run_file.run_file import EnvironmentSection, RunFile
 from atropos_launcher.run_file.servers import Tree
 from atroposlib.config import Config
-from atroposlib.flags import ConfigError, keys_of, parse
+from atroposlib.flags import ConfigError, Setting, keys_of, parse
 
 MASKED = "**********"  # a secret in a configuration that a program prints
 
@@ -19,7 +19,7 @@ def document(
     run: RunFile,
     trainer: tuple[Config, Sequence[str]],
     api: tuple[Config, Sequence[str]],
-    environments: Mapping[str, tuple[Tree, Sequence[str]]],
+    environments: Mapping[str, tuple[Tree, Sequence[Setting]]],
 ) -> Tree:
     """The run as a file by which it can be repeated: what was chosen, and no more. Every program comes with its
     resolved configuration and the flags that were typed for it; an environment's is what `--dry-run` prints.
@@ -34,18 +34,19 @@ def document(
     return {key: kept[key] for key in RunFile.model_fields if kept.get(key) not in ({}, None)}
 
 
-def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[str]) -> Tree:
+def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[Setting]) -> Tree:
     """One environment's section."""
     kept = section.model_dump(include={"file", "count", "from_hub"}, exclude_defaults=True)
     file = Path(section.file)
     if file.is_relative_to(paths.environments()):
         kept["file"] = f"{paths.ENVIRONMENTS}/{file.relative_to(paths.environments())}"
-    words = {word[2:].partition("=")[0].replace("-", "_") for word in typed if word.startswith("--")}
-    typed_keys = (word[4:].partition(".")[0] for word in words if word.startswith("env."))  # of a tree, its name
+    typed_keys = (
+        flag.name[4:].partition(".")[0] for flag in typed if flag.name.startswith("env.")
+    )  # of a tree, its name
     chosen = {*section.own, *section.inherited, *typed_keys}
     kept |= {key: value for key, value in resolved["env"].items() if key in chosen}
     server = resolved["openai"][0] if isinstance(resolved["openai"], list) else resolved["openai"]
-    connection = {*section.openai, *(word[7:] for word in words if word.startswith("openai."))}
+    connection = {*section.openai, *(flag.name[7:] for flag in typed if flag.name.startswith("openai."))}
     if connection:
         kept["openai"] = {key: value for key, value in server.items() if key in connection}
     return kept

@@ -21,6 +21,7 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import reading
+from atroposlib.flags import Setting
 from atroposlib.groups import NOT_TRAINED_ON
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -88,12 +89,13 @@ class TeacherDistillationEnv(BaseEnv):
         return {"teacher": cls.teacher_config_init()}
 
     @classmethod
-    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], typed: Sequence[Setting]) -> Any:
         """The teacher as an override of the ancestor's hook resolves it."""
         hook = cls._resolve_teacher_server_configs.__func__  # type: ignore[attr-defined]
         if name != cls.teacher_namespace or hook is TeacherDistillationEnv._resolve_teacher_server_configs.__func__:  # type: ignore[attr-defined]
             return read
-        return cls._resolve_teacher_server_configs(cls.teacher_config_init(), content, teacher_flags(arguments))
+        flags = {f"{name}.{flag.name}": True if flag.text is None else flag.text for flag in typed}
+        return cls._resolve_teacher_server_configs(cls.teacher_config_init(), content, flags)
 
     @classmethod
     def _resolve_teacher_server_configs(
@@ -105,7 +107,8 @@ class TeacherDistillationEnv(BaseEnv):
         """The ancestor's hook: the teacher of `teacher_config_init`, of YAML and of flags (`teacher.base_url`). The
         command line calls an override in place of its own reading.
         """
-        flags = extract_namespace(cli_passed_flags, f"{cls.teacher_namespace}.")
+        above = f"{cls.teacher_namespace}."
+        flags = {name.removeprefix(above): flag for name, flag in cli_passed_flags.items() if name.startswith(above)}
         content = yaml_config.get(cls.teacher_namespace) or {}
         if default_teacher_server_configs is None and not flags and not content:
             return None
@@ -192,18 +195,3 @@ class TeacherDistillationEnv(BaseEnv):
                 f" {len(token_ids)} tokens"
             )
         return ids, logprobs
-
-
-def teacher_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """The flags `--teacher.NAME VALUE` and `--teacher.NAME=VALUE`."""
-    found = {}
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, has_value, value = word.removeprefix("--").partition("=")
-        if word.startswith("--teacher."):
-            found[name] = value if has_value else following
-    return found
-
-
-def extract_namespace(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what `values` holds under names that begin with `prefix`, by the rest of the name."""
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

@@ -41,7 +41,7 @@ from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
-from atroposlib.flags import ConfigError, names, nearest
+from atroposlib.flags import ConfigError, early, keys_of, names, nearest, split
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.utils.tokenizers import NO_TOKENIZER
@@ -225,9 +225,9 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     if command == "evaluate":
         base = EvaluateTeacherTree if further else EvaluateTree
     with one_line_errors(f"{prog} {command}"):
-        content = read_config_file(arguments)
+        content, typed = read_config_file(arguments), split(arguments, sections=("openai", *further)).sections
         groups = {
-            name: _server_group(name, given, content.get(name), arguments)
+            name: _server_group(name, given, content.get(name), bool(typed[name]))
             for name, given in ({"openai": servers} | further).items()
         }
         fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
@@ -236,11 +236,11 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         kinds |= {name: group.kind for name, group in groups.items()}
         # a list of one is that one, which flags may change
         content |= {name: content[name][0] for name in groups if _is_list_of_one(content.get(name))}
-        accepts_former = compat_mode.is_on(arguments, content)
-        if accepts_former:
-            content = compat_mode.known_keys(content, kinds)
-        content = _own_keys(content, kinds)
-        content |= {name: _own_keys(content[name], kinds, name) for name in ("env", *groups) if name in content}
+        compat = [key for key in keys_of(tree_cls) if key.path == ("compat",)]
+        accepts_former = compat_mode.is_on(early(arguments, *compat)["compat"], content)
+        content = _known_keys(content, kinds, accepts_former)
+        for name in (name for name in ("env", *groups) if name in content):
+            content[name] = _known_keys(content[name], kinds, accepts_former, name)
     env_defaults = (compat_mode.DEFAULTS if accepts_former else {}) | env_config.model_dump(exclude_unset=True)
     if command == "process":
         env_defaults |= {
@@ -258,7 +258,7 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     )
     with one_line_errors(f"{prog} {command}", ValueError):
         for name in further:
-            setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, arguments))
+            setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, typed[name]))
     # Without SLURM, environments take one server as a list of it.
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
@@ -282,11 +282,10 @@ def _about(env_cls: type[Environment]) -> str:
     return inspect.cleandoc(written).partition("\n\n")[0]
 
 
-def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str]) -> ServerGroup:
+def _server_group(name: str, servers: Any, in_yaml: Any, flagged: bool) -> ServerGroup:
     """The group `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Raises ConfigError
     for flags for several.
     """
-    flagged = any(argument.startswith(f"--{name}.") for argument in arguments)
     if servers is None and in_yaml is None and not flagged:
         return ServerGroup(APIServerConfig, APIServerConfig | None, None)
     given = [servers] if isinstance(servers, ServerBaseline) else list(servers or [])
@@ -308,26 +307,27 @@ def _is_list_of_one(content: Any) -> bool:
     return isinstance(content, list) and len(content) == 1
 
 
-def _own_keys(content: Any, kinds: Mapping[str, type[BaseModel]], place: str = "") -> Any:
+def _known_keys(content: Any, kinds: Mapping[str, type[BaseModel]], accepts_former: bool, place: str = "") -> Any:
     """Return what YAML has at `place` ("env") without the keys that users' files hold for other programs; warn of each.
     `kinds` are the trees by place.
 
-    Raises ConfigError for a key that is known elsewhere, and for one that resembles a known one.
+    Raises ConfigError for a key that is known elsewhere, and for one that resembles a known one, but in compat mode.
     """
     if isinstance(content, list):
-        return [_own_keys(each, kinds, place) for each in content]
+        return [_known_keys(each, kinds, accepts_former, place) for each in content]
     if not isinstance(content, Mapping):
         return content
     known = {
         where: [name for each in kind.model_fields.items() for name in names(*each)] for where, kind in kinds.items()
     }
-    for key in content:
-        if key in known[place]:
+    above = f"{place}." if place else ""
+    for key in (key for key in content if key not in known[place]):
+        if accepts_former:
+            log.warning("Ignoring the unknown key '%s%s' (compat mode)", above, key)
             continue
         for where in (where for where, keys in known.items() if key in keys):
             raise ConfigError(f"the key '{key}' belongs {_level(where)} in the --config file, not {_level(place)}")
         if nearest(str(key), known[place]):
-            above = f"{place}." if place else ""
             likely = nearest(f"{above}{key}", [above + name for name in known[place]])
             raise ConfigError(f"unknown key '{above}{key}'{likely}")
         log.warning("Ignoring the unknown key '%s' %s of the --config file", key, _level(place))

@@ -6,43 +6,14 @@ A key that YAML holds and nothing knows is ignored with a warning, wherever it i
 fail without end. Without it, `cli.py` refuses such keys, and a run ends after too many failures.
 """
 
-from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from pydantic import BaseModel
-
-from atroposlib.flags import names
-from atroposlib.logs import get_logger
-
-log = get_logger(__name__)
 
 NEGATIONS = ("false", "no", "off", "0")
 # Settings of an environment that hold in this mode, unless `config_init`, YAML or a flag says otherwise: no limits.
 DEFAULTS = {"max_failed_items": 100, "max_fruitless_items": 0}
 
 
-def is_on(arguments: Sequence[str], content: Mapping[str, Any]) -> bool:
-    """Return whether the flags, or else the YAML file, ask for compat mode."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--compat", nargs="?", const="true", default=str(content.get("compat", False)))
-    parser.add_argument("--no-compat", "--no_compat", dest="compat", action="store_const", const="false")
-    asked: str = parser.parse_known_args(list(arguments))[0].compat
-    return asked.lower() not in NEGATIONS
-
-
-def known_keys(content: Mapping[str, Any], kinds: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """`content` without the keys that are unknown. `kinds` are the classes by place: "" is the top, then "env", ..."""
-    known: dict[str, Any] = _known(content, kinds[""], "")
-    return known | {key: _known(known[key], kinds[key], f"{key}.") for key in known.keys() & kinds.keys()}
-
-
-def _known(values: Any, kind: type[BaseModel], place: str) -> Any:
-    if isinstance(values, list):
-        return [_known(each, kind, place) for each in values]
-    if not isinstance(values, Mapping):
-        return values
-    known = {spelling for name, field in kind.model_fields.items() for spelling in names(name, field)}
-    for key in values.keys() - known:
-        log.warning("Ignoring the unknown key '%s%s' (compat mode)", place, key)
-    return {key: value for key, value in values.items() if key in known}
+def is_on(asked: object, content: Mapping[str, Any]) -> bool:
+    """Return whether the flag, or else the YAML file, asks for compat mode."""
+    return str(content.get("compat", False) if asked is None else asked).lower() not in NEGATIONS

@@ -67,6 +67,7 @@ from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+from atroposlib.flags import Setting
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.logs import get_logger, put
 from atroposlib.row_files.kept_rows import parse_keep
@@ -233,7 +234,7 @@ class Environment(FormerAttributes, ABC):
         return {}
 
     @classmethod
-    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], typed: Sequence[Setting]) -> Any:
         """The further servers `name` as they are used: as the command line has `read` them from YAML and flags."""
         return read
 

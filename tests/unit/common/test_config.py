@@ -5,7 +5,7 @@ import pytest
 from pydantic import AliasChoices, Field
 
 from atroposlib.config import Config, load_config, resolve_config
-from atroposlib.flags import ConfigError
+from atroposlib.flags import ConfigError, Setting, keys_of, split
 
 
 class Sub(Config):
@@ -122,3 +122,39 @@ def test_wrong_input_exits_two_with_one_line(capsys: pytest.CaptureFixture[str])
         load_config(Tree, ["--nope"], prog="t", env={})
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "flags", "settings"),
+    [
+        ("file --shared model --names a", ["file", "model"], ["--shared", "--names", "a"], []),
+        ("--shared false m --no-shared n", ["m", "n"], ["--shared", "false", "--no-shared"], []),
+        ("--env.steps -1 - -h", ["-"], ["--env.steps", "-1", "-h"], []),
+        ("--names --sec.a-b 5 m", ["m"], ["--names"], [Setting("a-b", "5")]),
+        (
+            "--sec.2.x=--y --sec.on --sec.x -1e-5",
+            [],
+            [],
+            [Setting("2.x", "--y", True), Setting("on"), Setting("x", "-1e-5")],
+        ),
+        ("--sec.no-x m --sec. 1 --section.x 1", [], ["--section.x", "1"], [Setting("no-x", "m"), Setting("", "1")]),
+    ],
+)
+def test_a_command_line_is_taken_apart(line: str, words: list[str], flags: list[str], settings: list[Setting]) -> None:
+    found = split(line.split(), keys_of(Tree), ["sec"])
+    assert (found.words, found.flags, found.sections) == (words, flags, {"sec": settings})
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "value", "words"),
+    [
+        (Setting("max-len", "512"), "max_len", 512, ["--b.max-len", "512"]),
+        (Setting("a", "x: y: z", True), "a", "x: y: z", ["--b.a=x: y: z"]),  # no YAML
+        (Setting("a", "[[0], 1]"), "a", [[0], 1], ["--b.a", "[[0], 1]"]),
+        (Setting("no_x"), "no_x", True, ["--b.no_x"]),
+    ],
+)
+def test_a_setting_is_a_value_of_the_run_or_a_flag_of_its_program(
+    setting: Setting, name: str, value: object, words: list[str]
+) -> None:
+    assert (setting.name, setting.value, setting.words("b.")) == (name, value, words)
