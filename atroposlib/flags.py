@@ -181,16 +181,16 @@ def split(argv: Sequence[str], keys: Sequence[Key] = (), sections: Sequence[str]
         if not word.startswith("-") or word == "-":
             found.words.append(word)
             continue
-        flag, equals, text = word.partition("=")
-        is_switch, value = _dashed(flag) in switches, [text] if equals else []
-        if word.startswith("--") and not equals and not _dashed(flag).startswith("--no-"):
-            has_value = rest and (rest[0] in BOOLEANS if is_switch else not rest[0].startswith("--"))
-            value = [rest.pop(0)] if has_value else []
+        flag, equals, joined = word.partition("=")
+        text = joined if equals else None
+        if word.startswith("--") and not equals and not _dashed(flag).startswith("--no-") and rest:
+            has_value = rest[0] in BOOLEANS if _dashed(flag) in switches else not rest[0].startswith("--")
+            text = rest.pop(0) if has_value else None
         section, dot, name = flag[2:].partition(".")
         if dot and section in found.sections:
-            found.sections[section].append(Setting(name, *value, is_joined=bool(equals)))
+            found.sections[section].append(Setting(name, text, bool(equals)))
         else:
-            found.flags.extend([word] if equals else [word, *value])
+            found.flags.extend([word] if equals or text is None else [word, text])
     return found
 
 
