@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import requests
 from pydantic import Field
 
 from atropos_launcher.checks import checks, device_checks
@@ -49,6 +48,7 @@ from atropos_launcher.placement.this_machine import (
 )
 from atropos_launcher.run_file.servers import is_server
 from atroposlib.addresses import netloc
+from atroposlib.clients.one_request import NoReply, request
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, keys_of, make_parser
@@ -352,14 +352,8 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
 
 def ask(url: str, key: str | None) -> Answer:
     """One GET; status 0 if there is no answer in time."""
-    with contextlib.suppress(requests.RequestException, ValueError):
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy is not for a run's own servers
-            reply = session.get(
-                url,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=(CONNECT_S, ANSWER_S),
-                allow_redirects=False,
-            )
-        return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
+    with contextlib.suppress(NoReply, ValueError, RecursionError):
+        reply = request("GET", url, connect_s=CONNECT_S, read_s=ANSWER_S, key=key)
+        is_json = "json" in reply.headers.get("content-type", "")
+        return Answer(reply.status, msgspec.json.decode(reply.content) if is_json else None)
     return Answer(0)

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeVar
 
-import requests
-
+from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
@@ -131,7 +130,7 @@ class ReturningBridge(WeightBridge):
         try:
             status = server.status()
         except NoAnswer as silent:  # nothing listens: it is gone, or still loading
-            return HANGS if isinstance(silent.__cause__, requests.Timeout) else GONE
+            return HANGS if isinstance(silent.__cause__, NoReply) and silent.__cause__.timed_out else GONE
         except Refused:  # its engine died, and it is about to end; or its engine hangs
             return HANGS
         if status.session is not None or status.policy_version != 0:

@@ -109,7 +109,7 @@ class SglangClient(ServerClient):
                 ModelInfo, "GET", "/model_info", timeout_s=QUICK_S
             )
         except NoAnswer as silent:
-            raise NotYet(f"no answer ({type(silent.__cause__).__name__})") from silent
+            raise NotYet(f"no answer ({silent.__cause__})") from silent
 
     def order(self, path: str, body: object = None, timeout_s: float = FOREVER) -> None:
         """One step of a sync. Raises BridgeError."""

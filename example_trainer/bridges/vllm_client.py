@@ -1,16 +1,14 @@
 """HTTP clients of inference servers, as the trainer uses them: what they share, and vLLM's bridge routes.
 
-Every call has a deadline and opens its own connection: a server closes idle connections after 5 s, possibly just as the
-next request leaves, and a POST that was lost that way must not be repeated blindly.
+Every call has a deadline.
 """
 
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
-import requests
-from requests import Response
 
 from atroposlib.addresses import netloc
+from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
@@ -62,7 +60,7 @@ class ServerClient:
     def __init__(self, host: str, port: int, api_key: str | None, timeout_s: float) -> None:
         self.url = f"http://{netloc(host, port)}"
         self._timeout_s = timeout_s
-        self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._api_key = api_key
 
     def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
         """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
@@ -72,32 +70,22 @@ class ServerClient:
     def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
         limit_s = min(timeout_s, self._timeout_s)
         try:
-            # a session of its own: a pool would reuse a connection that the server has closed or is about to close
-            with requests.Session() as session:
-                session.trust_env = False  # neither proxies nor .netrc are for a run's own servers
-                reply = session.request(
-                    method,
-                    self.url + path,
-                    json=msgspec.to_builtins(body),
-                    headers=self._headers,
-                    timeout=(CONNECT_S, limit_s),
-                    allow_redirects=False,
-                )
-        except requests.RequestException as error:
+            reply = request(method, self.url + path, connect_s=CONNECT_S, read_s=limit_s, key=self._api_key, body=body)
+        except NoReply as silent:
             raise NoAnswer(
-                f"the {self.software} server at {self.url} did not answer {method} {path} ({type(error).__name__},"
+                f"the {self.software} server at {self.url} did not answer {method} {path} ({silent.reason},"
                 f" limit {limit_s:.0f} s); see its log"
-            ) from error
-        if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
+            ) from silent
+        if redirected := refused_redirect(self.url + path, reply.status, reply.headers.get("Location")):
             raise BridgeError(redirected)
-        if reply.status_code == 404 and path == "/v1/bridge/status":
+        if reply.status == 404 and path == "/v1/bridge/status":
             raise BridgeError(
                 f"{self.url} is not our vLLM server (no /v1/bridge): start it with example_trainer/vllm_api_server.py"
             )
-        if reply.status_code >= 400:
+        if reply.status >= 400:
             raise Refused(
                 f"the {self.software} server at {self.url} refused {method} {path}"
-                f" ({reply.status_code}): {_reason(reply)}"
+                f" ({reply.status}): {_reason(reply.content)}"
             )
         return reply.content
 
@@ -196,7 +184,7 @@ class VllmClient(ServerClient):
         try:
             return self.status()
         except NoAnswer as silent:
-            raise NotYet(f"no answer ({type(silent.__cause__).__name__})") from silent
+            raise NotYet(f"no answer ({silent.__cause__})") from silent
 
 
 def vllm_clients(config: TrainerConfig) -> list[VllmClient]:
@@ -205,10 +193,10 @@ def vllm_clients(config: TrainerConfig) -> list[VllmClient]:
     return [VllmClient(host, port, key, config.bridge_timeout_s) for host, port in config.vllm_servers]
 
 
-def _reason(reply: Response) -> str:
+def _reason(reply: bytes) -> str:
     try:
-        content: Any = reply.json()
-    except requests.JSONDecodeError:
-        return reply.text[:300]
+        content: Any = msgspec.json.decode(reply)
+    except (ValueError, RecursionError):
+        return reply.decode(errors="replace")[:300]
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
     return str(error.get("message", error) if isinstance(error, dict) else error)

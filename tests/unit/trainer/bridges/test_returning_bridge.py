@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import requests
 
+from atroposlib.clients.one_request import NoReply
 from atroposlib.wire.bridge import ServerStatus
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
@@ -134,7 +134,7 @@ def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> Non
 
 @pytest.mark.parametrize("error", [Refused("503: the engine does not answer"), NoAnswer("silent")])
 def test_a_server_that_is_there_and_hangs_ends_training_soon(error: BridgeError) -> None:
-    error.__cause__ = requests.ReadTimeout() if isinstance(error, NoAnswer) else None
+    error.__cause__ = NoReply("ReadTimeout", timed_out=True) if isinstance(error, NoAnswer) else None
     bridge, inner, clock = returning("check", return_s=1800)
 
     def hang() -> ServerStatus:
