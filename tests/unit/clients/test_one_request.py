@@ -1,4 +1,4 @@
-"""One blocking request to a server of the run: no proxy, no redirect, a bounded reply, and names for what went wrong."""
+"""One blocking request to a server of the run: no proxy, no redirect, a bounded reply, a name for each failure."""
 
 import socket
 import threading
@@ -68,21 +68,21 @@ def unused() -> str:
 
 @pytest.mark.parametrize("url", [unused, lambda: "http:///x", lambda: "ftp://127.0.0.1/"])
 def test_where_nothing_listens_there_is_no_connection(url: Callable[[], str]) -> None:
-    with pytest.raises(NoReply, match="^ConnectionError$") as raised:
+    with pytest.raises(NoReply, match=r"^ConnectionError$") as raised:
         get(url())
     assert not raised.value.timed_out
 
 
 @pytest.mark.parametrize("pieces", [(), (b"nonsense\r\n\r\n",), (HEAD + b"5\r\n\r\n{",)])
 def test_a_connection_that_breaks_is_no_reply(pieces: tuple[bytes, ...]) -> None:
-    with answering(*pieces) as (url, _), pytest.raises(NoReply, match="^ConnectionError$") as raised:
+    with answering(*pieces) as (url, _), pytest.raises(NoReply, match=r"^ConnectionError$") as raised:
         get(url)
     assert not raised.value.timed_out
 
 
 @pytest.mark.parametrize("pieces", [(), (HEAD + b"5\r\n\r\n{",)])
 def test_a_server_that_is_silent_is_known_as_such(pieces: tuple[bytes, ...]) -> None:
-    with answering(*pieces, hold=True) as (url, _), pytest.raises(NoReply, match="^ReadTimeout$") as raised:
+    with answering(*pieces, hold=True) as (url, _), pytest.raises(NoReply, match=r"^ReadTimeout$") as raised:
         get(url, read_s=0.2)
     assert raised.value.timed_out
 
