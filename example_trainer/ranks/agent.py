@@ -10,7 +10,6 @@ failed on this machine: 70 means that all ranks here lost contact with one elsew
 
 import os
 import platform
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +22,7 @@ from torch.distributed.run import config_from_args, parse_args
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger, print_error
 from example_trainer.errors import TrainerError
-from example_trainer.ranks.place import LOST
+from example_trainer.ranks.place import LOST, was_ended_by
 
 log = get_logger(__name__)
 
@@ -72,9 +71,7 @@ def explain(failures: Mapping[int, ProcessFailure], host: str) -> int:
     rank, first = min(own.items(), key=lambda found: found[1].timestamp)
     if first.exitcode >= 0:  # it has printed its error
         return first.exitcode or 1
-    name = signal.Signals(-first.exitcode).name
-    hint = " (by the kernel, if memory ran out)" if first.exitcode == -signal.SIGKILL else ""
-    print_error("grpo", f"trainer rank {rank} on {host} was ended by {name}{hint}, pid {first.pid}")
+    print_error("grpo", f"trainer rank {rank} on {host} {was_ended_by(-first.exitcode)}, pid {first.pid}")
     return 1
 
 

@@ -197,6 +197,12 @@ def _gpus(config: TrainerConfig) -> list[str]:
     return visible_gpus(os.environ)
 
 
+def was_ended_by(signum: int) -> str:
+    """Say of a rank, in the words that follow its name, which signal ended it."""
+    hint = " (by the kernel, if memory ran out)" if signum == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(signum).name}{hint}"
+
+
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@
                                 └─▶ rank 1   ends with rank 0, and with this process
 
 This process computes nothing. It reports ranks that were killed or stopped, in one line on stderr. All ranks are in its
-process group, so a signal to the group reaches all of them. Importing this module loads no torch.
+process group, so a signal to the group reaches all of them. Importing this module loads no torch; why it is not torch's
+launcher, which starts the ranks of several machines (agent.py), is in docs/devices.md.
 """
 
 import os
@@ -14,19 +15,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from atroposlib.logs import configure_logging, get_logger, print_error, put
 from atroposlib.processes.identity import is_stopped
 from atroposlib.stderr_lines import plain_stderr
-from example_trainer.ranks.place import ASKING, LOST, VARIABLE
+from example_trainer.ranks.place import ASKING, LOST, VARIABLE, was_ended_by
 
 NOTICE_S = 3.0  # for the ranks to end by themselves, once one has
 GRACE_S = 5.0  # for rank 0 to leave in order, once another rank is lost
 STOP_S = 60.0  # for rank 0 to leave in order, once it has been asked to
 POLL_S = 0.05
-ENDED_IN_ORDER = tuple(128 + signum for signum in ASKING)  # the exit status of a rank 0 that was asked to
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Tells why the run cannot continue, in a line; empty where a rank has printed one."""
+
+    line: str = ""
 
 
 def run_ranks(size: int, dist_timeout_s: float) -> int:
@@ -45,7 +53,7 @@ def run_ranks(size: int, dist_timeout_s: float) -> int:
 
 
 class _Rank:
-    """One rank's process."""
+    """One rank's process, as of the last `look`."""
 
     def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self.number = number
@@ -54,14 +62,19 @@ class _Rank:
         self.stopped_at: float | None = None  # since when it is stopped (SIGSTOP)
         self._killed = False
 
-    def runs(self) -> bool:
-        """Return whether the rank runs. Notes how it has ended, or since when it is stopped."""
+    def look(self) -> bool:
+        """Note how the rank has ended, or since when it is stopped. Return whether it runs."""
         status = self.process.poll()
         if not self._killed:
             self.end = status
             if status is None:
                 self.stopped_at = (self.stopped_at or time.monotonic()) if is_stopped(self.process.pid) else None
         return status is None
+
+    @property
+    def failure(self) -> int:
+        """Return `end` where the rank failed by itself, and was not only lost by another; else 0."""
+        return self.end if self.end and self.end != LOST else 0
 
     def ask(self, signum: int) -> None:
         """Have it end in order, also if it is stopped."""
@@ -70,7 +83,7 @@ class _Rank:
 
     def kill(self) -> None:
         """End it at once."""
-        if self.runs():
+        if self.look():
             self._killed = True
             self.process.kill()
 
@@ -86,7 +99,7 @@ class _Parent:
             signal.signal(signum, lambda signum, frame: self._asked.append(signum))
 
     def start(self, size: int) -> None:
-        """Start the ranks. Signals wait until a rank can take them (rank_processes.begin_rank)."""
+        """Start the ranks. Signals wait until a rank can take them (place.begin_rank)."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
@@ -103,83 +116,64 @@ class _Parent:
     def watch(self) -> int:
         """Wait until rank 0 has ended, end the others, and explain. The exit status of the run."""
         first, *others = self.ranks
-        why: str | None = None
-        while first.runs() and not self._asked and why is None:
+        loss = None
+        while first.look() and not self._asked and loss is None:
             time.sleep(POLL_S)
-            why = self._loss()
-        if why is not None and not self._asked:
-            self._have_ended([first], NOTICE_S)
-        if must_leave := first.runs():
+            loss = self._loss()
+        if loss is not None and not self._asked:
+            self._wait_for([first], NOTICE_S)
+        had_to_leave = first.look()
+        if had_to_leave:
             first.ask(self._asked[0] if self._asked else signal.SIGTERM)
             for other in others:  # rank 0 may wait for them where no signal interrupts it
                 other.kill()
-            self._have_ended([first], STOP_S if self._asked else GRACE_S)
-        self._have_ended([other for other in others if other.runs() and other.stopped_at is None], NOTICE_S)
+            self._wait_for([first], STOP_S if self._asked else GRACE_S)
+        self._wait_for([other for other in others if other.look() and other.stopped_at is None], NOTICE_S)
         if first.end is not None and 0 <= first.end < LOST:  # done, or ended by an error that it has printed
             return first.end
-        if not self._asked and not must_leave and first.end in ENDED_IN_ORDER:
+        if not had_to_leave and first.end in [128 + signum for signum in ASKING]:  # it was asked directly
             self._asked.append(first.end - 128)
         if self._asked:
             if self._asked[0] == signal.SIGINT:
                 put("grpo: interrupted", plain_stderr())
             return 128 + self._asked[0]
-        why = self._loss() if why is None else why
-        if why != "":
-            print_error("grpo", self._last_word() if why is None else why)
+        loss = loss or self._loss() or self._last_word()
+        if loss.line:
+            print_error("grpo", loss.line)
         return 1
 
-    def _loss(self) -> str | None:
-        """Explain why the run cannot continue, if a rank has ended or is stopped for too long: a line, empty where
-        the rank has printed one.
-        """
-        for rank in self.ranks:
-            rank.runs()
-        ended = [rank for rank in self.ranks if rank.end not in (None, 0, LOST)]
-        for rank in ended:
-            assert rank.end is not None
-            if rank.number and -rank.end in ASKING:
-                self._asked.append(-rank.end)
-        for rank in ended:
-            return self._killed(rank) if rank.end is not None and rank.end < 0 else ""
+    def _loss(self) -> Loss | None:
+        """Explain why the run cannot continue, if a rank has ended or is stopped for too long."""
         now = time.monotonic()
         for rank in self.ranks:
-            if rank.stopped_at is not None and now - rank.stopped_at >= self._dist_timeout_s:
-                return self._silent(rank)
-        return None
+            rank.look()
+        failed = [rank for rank in self.ranks if rank.failure]
+        self._asked += [-rank.failure for rank in failed if rank.number and -rank.failure in ASKING]
+        if failed:
+            return Loss() if failed[0].failure > 0 else self._lost(failed[0], was_ended_by(-failed[0].failure))
+        silent = [rank for rank in self.ranks if rank.stopped_at and now - rank.stopped_at >= self._dist_timeout_s]
+        return self._silent(silent[0]) if silent else None
 
-    def _last_word(self) -> str:
+    def _last_word(self) -> Loss:
         """Explain why rank 0 has ended, where neither it nor another one has said so, and none was lost."""
-        for rank in self.ranks:
-            if rank.stopped_at is not None or rank.end is None:
-                return self._silent(rank)
-        return f"the {len(self.ranks)} trainer ranks have lost contact with each other; see their log"
+        silent = [rank for rank in self.ranks if rank.stopped_at is not None or rank.end is None]
+        lost_contact = f"the {len(self.ranks)} trainer ranks have lost contact with each other; see their log"
+        return self._silent(silent[0]) if silent else Loss(lost_contact)
 
-    def _killed(self, rank: _Rank) -> str:
-        assert rank.end is not None
-        name = signal.Signals(-rank.end).name
-        hint = " (by the kernel, if memory ran out)" if name == "SIGKILL" else ""
-        return f"trainer rank {self._of_all(rank)} was ended by {name}{hint}; the others have ended with it"
+    def _silent(self, rank: _Rank) -> Loss:
+        state = "runs, but" if rank.stopped_at is None else "is stopped (SIGSTOP), and"
+        return self._lost(rank, f"{state} did not answer for {self._dist_timeout_s:g} s (--dist-timeout-s)")
 
-    def _silent(self, rank: _Rank) -> str:
-        state = "is stopped (SIGSTOP), and" if rank.stopped_at is not None else "runs, but"
-        return (
-            f"trainer rank {self._of_all(rank)} {state} did not answer for {self._dist_timeout_s:g} s"
-            " (--dist-timeout-s); the others have ended with it"
-        )
+    def _lost(self, rank: _Rank, how: str) -> Loss:
+        return Loss(f"trainer rank {rank.number} of {len(self.ranks)} {how}; the others have ended with it")
 
-    def _of_all(self, rank: _Rank) -> str:
-        return f"{rank.number} of {len(self.ranks)}"
-
-    def _have_ended(self, ranks: Sequence[_Rank], within_s: float) -> bool:
-        """Return whether the ranks have ended, after at most `within_s` seconds; a second Ctrl-C or TERM ends the
-        wait.
-        """
+    def _wait_for(self, ranks: Sequence[_Rank], within_s: float) -> None:
+        """Return when the ranks have ended, after at most `within_s` seconds, or at a second Ctrl-C or TERM."""
         deadline, asked = time.monotonic() + within_s, len(self._asked)
-        while any([rank.runs() for rank in ranks]):
+        while any([rank.look() for rank in ranks]):
             if time.monotonic() > deadline or len(self._asked) > asked:
-                return False
+                return
             time.sleep(POLL_S)
-        return True
 
 
 def _start(number: int, size: int, listener: socket.socket) -> subprocess.Popen[bytes]:
