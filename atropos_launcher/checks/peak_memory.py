@@ -1,6 +1,5 @@
 """The most memory that was in use while a command ran, sampled once per second, or as told, in a thread."""
 
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,11 +53,11 @@ def of_gpus(names: Sequence[str]) -> int:
     return max(used, default=0)
 
 
-def of_processes(process: "subprocess.Popen[bytes]") -> int:
+def of_processes(pid: int) -> int:
     """Resident bytes of a process and its descendants; pages that they share count in each."""
     total = 0
     with suppress(psutil.Error):
-        tree = psutil.Process(process.pid)
+        tree = psutil.Process(pid)
         for each in [tree, *tree.children(recursive=True)]:
             with suppress(psutil.Error):
                 total += each.memory_info().rss

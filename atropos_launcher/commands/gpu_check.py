@@ -14,7 +14,7 @@ status 0 if every check that fits this machine passes, 1 if one of this call fai
 import os
 import re
 import shlex
-import subprocess
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -36,6 +36,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.files import make_private_directory
 from atroposlib.flags import ConfigError
+from atroposlib.processes.child_group import ChildGroup
 from atroposlib.processes.log_files import last_lines, printable
 from example_trainer.settings.gpus import visible_gpus
 
@@ -194,35 +195,21 @@ def run(check: Check, place: Place, log: Path) -> tuple[int, int]:
     """Exit status (124 where it took too long) and peak memory in bytes: of the fullest GPU, or of the processes."""
     visible = check.visible(place.gpus)
     own = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", check.module, *check.command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(os.environ, own),
-            cwd=PACKAGES,
-        )
-        sample = partial(of_processes, process) if place.rehearses else partial(of_gpus, place.gpus)
-        with PeakMemory(sample) as peak:
-            try:
-                status = process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                status = 124
-            finally:
-                end(process)
-    return status, peak.nbytes
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """A launcher ends its own services when it is told to."""
-    if process.poll() is None:
-        process.terminate()
+    log.unlink(missing_ok=True)
+    process = ChildGroup(
+        [sys.executable, "-m", check.module, *check.command],
+        log,
+        _environment(os.environ, own),
+        die_with=signal.SIGTERM,  # a launcher then ends its own services
+        directory=PACKAGES,
+    )
+    sample = partial(of_processes, process.pid) if place.rehearses else partial(of_gpus, place.gpus)
+    with PeakMemory(sample) as peak:
         try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            status = process.wait(LIMIT_S)
+        finally:
+            process.stop(GRACE_S)
+    return 124 if status is None else status, peak.nbytes
 
 
 def digest_of(said: str) -> str:

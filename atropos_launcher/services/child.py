@@ -2,17 +2,15 @@
 
 import os
 import signal
-import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher.service import Service
 from atropos_launcher.services.health import HealthWatch
 from atropos_launcher.services.records import Record, Records
-from atroposlib.files import open_regular
 from atroposlib.logs import RUN
-from atroposlib.processes import exec_child
+from atroposlib.processes.child_group import ChildGroup
+from atroposlib.processes.groups import Group
 from atroposlib.processes.log_files import Follower
 
 
@@ -26,7 +24,7 @@ class Child:
         self.log = log
         self.follower = Follower(log)
         self.record: Record | None = None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildGroup | None = None
         self.health: HealthWatch | None = None
         self.started = self.told = 0.0
         self.deaths = 0
@@ -38,34 +36,29 @@ class Child:
 
     def start(self, records: Records) -> int:
         """Start the process, and return its pid. It runs once its record is written."""
-        with open_regular(self.log, "ab") as output:
-            process = subprocess.Popen(
-                # without what PYTHON variables and site-packages would load: it is only there to exec
-                exec_child.words(signal.SIGTERM, self.service.command, self.service.cores),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, RUN: self.log.parent.name, **self.service.environment},
-                start_new_session=True,
-            )
-        self.process, self.restart_at = process, None
-        self.record = Record.of(self.service.name, process.pid, self.service.health or "")
-        records.write(self.record)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # killed already; the supervisor will see that
-            process.stdin.write(b"\n")
+
+        def record(group: Group) -> None:
+            self.record = Record.of(self.service.name, group.pid, self.service.health or "")
+            records.write(self.record)
+
+        self.restart_at = None
+        self.process = ChildGroup(
+            self.service.command,
+            self.log,
+            {**os.environ, RUN: self.log.parent.name, **self.service.environment},
+            die_with=signal.SIGTERM,
+            cores=self.service.cores,
+            ready=record,
+        )
         self.started = self.told = time.monotonic()
         if self.is_awaited and self.service.health is not None:
             self.health = HealthWatch(self.service.health)
-        return process.pid
+        return self.process.pid
 
     def status(self) -> int | None:
         """Return how the leader ended, negative for a signal; None while it runs. It stays a zombie."""
         assert self.process is not None
-        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self.process.status()
 
     def stop_asking(self) -> None:
         if self.health is not None:
@@ -75,9 +68,7 @@ class Child:
     def reap(self) -> None:
         """Once its group is gone, or is about to be."""
         if self.process is not None:
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-            self.process.poll()
+            self.process.reap()
 
 
 def describe(status: int) -> str:

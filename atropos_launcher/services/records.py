@@ -28,7 +28,8 @@ from atropos_launcher.service import LAUNCHER, NAME
 from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import escape
-from atroposlib.processes.identity import boot_id, first_ticks, is_alive, living_members, stopped_members
+from atroposlib.processes.groups import Group
+from atroposlib.processes.identity import boot_id, first_ticks, is_alive, is_stopped
 
 FOLDER = "pids"
 LOCK = ".lock"
@@ -68,28 +69,21 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_alive(self) -> bool:
         return self.boot == boot_id() and is_alive(self.pid, self.start)
 
+    @property
+    def group(self) -> Group:
+        return Group(self.pid, self.start, self.boot)
+
     def members(self) -> list[int]:
-        """Living processes of the service's group. The kernel gives a group's number to no new process while a member
-        lives, so they are ours unless the process of that number is another one.
-        """
-        if self.boot != boot_id() or first_ticks(self.pid) not in (None, self.start):
-            return []
-        return living_members(self.pid)
+        return self.group.members()
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send it to the whole group. Returns whether there was one."""
+        return self.group.signal(number)
 
     @property
     def is_stopped(self) -> bool:
         """Return whether a process of the service's group is stopped (SIGSTOP)."""
-        return self.is_alive and bool(stopped_members(self.pid))
-
-    def signal(self, number: signal.Signals) -> bool:
-        """To the whole group, so that a process that was forked meanwhile is not missed. Returns whether there was
-        one.
-        """
-        if not self.members():
-            return False
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-        return True
+        return self.is_alive and any(map(is_stopped, self.members()))
 
 
 class Records:

@@ -1,4 +1,4 @@
-"""The far end of a service on another machine: a script that needs nothing but Python.
+"""The far end of a service on another machine: a script that needs nothing but Python and the files beside it.
 
     remote_client.py ──stdin──▶ one line of JSON: what to run; then a newline a second: the launcher lives
               ◀─stdout── what the service writes; and a line with NUL a second: this machine lives
@@ -12,12 +12,17 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+if __name__ == "__main__":  # with -I and -S: behind the standard library
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from atroposlib.processes.child_group import ChildGroup, StillRunning
 
 FIRST_S = 60.0  # for the line of JSON
 SHARED_S = 5.0  # until what another machine has written is seen here
@@ -34,21 +39,16 @@ def main() -> int:
     if why := prepare(job):
         print(f"{job['name']}: error: {why}", flush=True)
         return REFUSED
-    # has the kernel end the service with us, keeps it to its cores, and waits for a byte
-    exec_child = str(Path(__file__).parents[2] / "atroposlib/processes/exec_child.py")
-    cores = ",".join(map(str, job["cores"]))
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", exec_child, str(os.getpid()), str(int(signal.SIGTERM)), cores, *job["command"]],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **job["environment"]},
-        start_new_session=True,
+    # the kernel ends the service with us
+    child = ChildGroup(
+        job["command"], None, {**os.environ, **job["environment"]}, die_with=signal.SIGTERM, cores=job["cores"]
     )
-    assert child.stdin is not None
-    with child.stdin:
-        child.stdin.write(b"\n")
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        child.group.signal(signal.SIGTERM)
+
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, frame: os.killpg(child.pid, signal.SIGTERM))
+        signal.signal(number, pass_on)
     print(
         f"Running {job['name']} on {os.uname().nodename} (pid {child.pid}); it ends when the launcher is silent for"
         f" {job['silence_s']:g} s",
@@ -57,8 +57,14 @@ def main() -> int:
     if silent := watch(child, job["silence_s"]):
         with suppress(OSError):  # where nobody reads
             write(f"{job['name']}: ending it, because {silent}\n".encode())
-    end(child.pid, child)
-    status = child.wait()
+    try:
+        child.stop(GRACE_S)
+    except StillRunning as error:
+        with suppress(OSError):
+            write(f"{job['name']}: error: {error}\n".encode())
+        return 1
+    status = child.status()
+    assert status is not None
     return status if status >= 0 else 128 - status
 
 
@@ -115,10 +121,10 @@ def write(text: bytes) -> None:
         os.write(1, text)
 
 
-def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
+def watch(child: ChildGroup, silence_s: float) -> str:
     """Until the service has ended: an empty text; or why it has to."""
     heard = beat = time.monotonic()
-    while child.poll() is None:
+    while child.status() is None:
         now = time.monotonic()
         if now >= beat:
             beat = now + BEAT_S
@@ -133,20 +139,6 @@ def watch(child: subprocess.Popen[bytes], silence_s: float) -> str:
                 return "the launcher has let it go"
             heard = now
     return ""
-
-
-def end(group: int, child: subprocess.Popen[bytes]) -> None:
-    """TERM to the rest of the service, KILL after `GRACE_S`."""
-    for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 2.0)):
-        deadline = time.monotonic() + seconds
-        try:
-            os.killpg(group, number)
-            while time.monotonic() < deadline:
-                child.poll()
-                os.killpg(group, 0)
-                time.sleep(0.05)
-        except ProcessLookupError:
-            return
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
 """Removes what a killed service leaves in /dev/shm. While services run, the launcher records which files they have
-mapped. Once they are gone, it removes those that no process has mapped.
-
-A name alone proves nothing: a file is removed only if it has the inode that a service had open since this boot.
+mapped since this boot. Once they are gone, it removes those that no process has mapped.
 """
 
-import os
-import stat
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import psutil
 from msgspec import Meta
 
 from atropos_launcher.services.records import ForeignRecord, Record, Records
 from atroposlib.processes.identity import boot_id
-from atroposlib.processes.shared_memory import SHARED_MEMORY, mapped_shared_memory
+from atroposlib.processes.shared_memory import mapped_files, remove_unused
 
 NOTES = ".shared"  # in the directory of records
 Name = Annotated[str, Meta(pattern=r"^[^/]+$")]
@@ -50,26 +44,11 @@ class SharedMemory:
 
     def note(self, services: Iterable[Record]) -> None:
         """Add what the services have mapped now."""
-        inodes = mapped_shared_memory(pid for service in services for pid in service.members())
-        found = {entry.name: entry.inode() for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
+        found = mapped_files(pid for service in services for pid in service.members())
         if not found.items() <= self._files.items():
             self._files |= found
             self._records.write_file(NOTES, msgspec.json.encode(Notes(boot_id(), self._files)))
 
     def remove(self) -> None:
         """Remove what was noted and is mapped by no process."""
-        if not self._files:
-            return
-        in_use = mapped_shared_memory(psutil.pids())
-        for name, inode in self._files.items():
-            path = Path(SHARED_MEMORY, name)
-            if inode not in in_use and _is_ours(path, inode):
-                path.unlink(missing_ok=True)
-
-
-def _is_ours(path: Path, inode: int) -> bool:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_ino == inode and found.st_uid == os.geteuid()
+        remove_unused(self._files)

@@ -11,18 +11,16 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import secrets
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.logs import get_logger
+from atroposlib.processes.async_child import start_group
+from atroposlib.processes.groups import Group, Marked, Members, kill
 
 log = get_logger(__name__)
 
@@ -63,6 +61,7 @@ class LineChild:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._group: Group | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
         self._failure: str | None = None
@@ -82,13 +81,12 @@ class LineChild:
         """Start the process. Raises ChildFailed."""
         pipe = asyncio.subprocess.PIPE
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process, self._group = await start_group(
                 *self._command,
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
                 env=self._environment,
-                start_new_session=True,
                 limit=LINE_BYTES,
             )
         except OSError as error:
@@ -195,10 +193,9 @@ class LineChild:
 
     async def _end(self, failure: str) -> None:
         if self._process is not None:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            await asyncio.to_thread(kill_marked, self._mark)
+            assert self._group is not None
+            all_of_it: list[Members] = [self._group, Marked(MARK, self._mark)]
+            await asyncio.to_thread(kill, all_of_it, REAPED_WITHIN_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), REAPED_WITHIN_S)
         for future in self._waiting.values():
@@ -209,32 +206,3 @@ class LineChild:
 def shown_code(code: int) -> str:
     """An exit code in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def kill_marked(mark: str, limit_s: float = REAPED_WITHIN_S) -> None:
-    """Kill every process with this mark, also those that were started meanwhile, and wait until they have ended, for
-    `limit_s` at most: a signal is only delivered when its receiver is scheduled.
-    """
-    deadline = time.monotonic() + limit_s
-    for _ in range(3):
-        found = [process for process in psutil.process_iter() if _mark_of(process) == mark]
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        while any(map(_runs, found)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not found:
-            return
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
-
-
-def _mark_of(process: psutil.Process) -> str | None:
-    with contextlib.suppress(psutil.Error, OSError):
-        mark: str | None = process.environ().get(MARK)
-        return mark
-    return None

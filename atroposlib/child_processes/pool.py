@@ -24,6 +24,8 @@ from typing import IO, Any
 
 from atroposlib.child_processes.sandbox import Sandbox
 from atroposlib.logs import get_logger
+from atroposlib.processes.async_child import start_group
+from atroposlib.processes.groups import Group
 
 log = get_logger(__name__)
 
@@ -121,6 +123,7 @@ class _Child:
     readable: Sequence[str | Path]
     note: Callable[[SandboxReport], None]
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _group: Group | None = field(default=None, init=False)
     _sandbox: Sandbox | None = field(default=None, init=False)
     # The child's stderr, bounded by its limit of file size.
     _errors: IO[bytes] = field(
@@ -146,16 +149,16 @@ class _Child:
         await self.kill()
         async with self._killed_when_it_fails(), asyncio.timeout(self.start_limit_s):
             self._sandbox = sandbox = Sandbox(self.module, self.readable, self.time_limit_s, REPLY_LIMIT_BYTES)
-            self._process = process = await asyncio.create_subprocess_exec(
+            process, self._group = await start_group(
                 *sandbox.command(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._errors,
                 cwd=sandbox.folder,
-                start_new_session=True,
                 env=sandbox.environment(),
                 limit=REPLY_LIMIT_BYTES,
             )
+            self._process = process
             found = await _exchange(process, sandbox.orders())
             namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
             self.note(SandboxReport(tuple(namespaces + found["means"]), tuple(found["escapes"])))
@@ -166,9 +169,8 @@ class _Child:
         """End the process, if it runs, and remove its directory; the next request starts another."""
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # bubblewrap and what it started
+            assert self._group is not None
+            self._group.signal(signal.SIGKILL)  # bubblewrap and what it started
             await process.wait()
         if self._sandbox is not None:
             self._sandbox.close()

@@ -1,10 +1,10 @@
-"""A child process in its own process group, ended with all of its descendants. The restart bridge runs its vLLM server
-in one.
+"""A child process in its own process group, ended with all of its descendants: a service of the launcher, on this
+machine or another, and the vLLM server of the restart bridge. Needs nothing but Python.
 
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the
   kernel cannot give its number to another process meanwhile.
-- When the parent is killed, so is the leader (exec_child.py); vLLM's engine and workers follow their API process
-  (vllm_patching/plugin.py).
+- When the parent is killed, the kernel sends the leader a signal (exec_child.py); vLLM's engine and workers follow
+  their API process (vllm_patching/plugin.py).
 - What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that
   ignores TERM is killed before the rest, or by us.
 """
@@ -13,22 +13,19 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-
-import psutil
+from typing import IO
 
 from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 from atroposlib.processes import exec_child
-from atroposlib.processes.identity import living_members
+from atroposlib.processes.groups import FOLLOW_S, POLL_S, Group, end_groups
 from atroposlib.processes.log_files import last_lines
-from atroposlib.processes.shared_memory import SHARED_MEMORY, mapped_shared_memory
+from atroposlib.processes.shared_memory import mapped_files, remove_unused
 
-POLL_S = 0.05
-FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
 
@@ -40,71 +37,106 @@ class StillRunning(AtroposError):
 
 
 class ChildGroup:
-    """Runs `command`, with its output appended to `log_path`, from construction until it ends or `stop`. Start it in
-    the main thread.
+    """Runs `command` from construction until it ends or `stop`. Start it in the main thread.
+
+    Its output is appended to `log_path`, or mixed with our own. It runs once `ready` has returned, which gets its
+    group; if that raises, it never does.
     """
 
-    def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: Path | None,
+        environment: Mapping[str, str],
+        *,
+        die_with: signal.Signals = signal.SIGKILL,
+        cores: Sequence[int] = (),
+        directory: Path | None = None,
+        ready: Callable[[Group], None] = lambda group: None,
+    ) -> None:
         self.log_path = log_path
-        with open_regular(log_path, "ab") as output:
-            self._log_start = output.tell()
+        with _appended(log_path) if log_path else nullcontext() as output:
+            self._log_start = output.tell() if output else 0
             self._popen = subprocess.Popen(
-                exec_child.words(signal.SIGKILL, command),
+                exec_child.words(die_with, command, cores),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
+                cwd=directory,
                 start_new_session=True,
             )
-        self.pid = self._popen.pid
-        assert self._popen.stdin is not None
-        with suppress(BrokenPipeError), self._popen.stdin as stdin:  # killed already, as `end` will tell
+        self.group = Group.of(self._popen.pid)
+        stdin = self._popen.stdin
+        assert stdin is not None
+        try:
+            ready(self.group)
+        except BaseException:
+            stdin.close()
+            self._popen.wait()
+            raise
+        with suppress(BrokenPipeError), stdin:  # killed already, as `status` will tell
             stdin.write(b"\n")
+
+    @property
+    def pid(self) -> int:
+        """Return the number of the leader, which is the group's."""
+        return self._popen.pid
+
+    def status(self) -> int | None:
+        """Return how the leader ended, negative for a signal; None while it runs. It stays a zombie."""
+        if self._popen.returncode is not None:
+            return self._popen.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def wait(self, within_s: float) -> int | None:
+        """Return how the leader ended, as `status` does, or None if it still runs after `within_s` seconds."""
+        deadline = time.monotonic() + within_s
+        while (status := self.status()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return status
 
     def end(self) -> str | None:
         """Say how the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
         if self._popen.returncode is not None:
             return "stopped"
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
+        status = self.status()
+        if status is None:
             return None
-        if ended.si_code == os.CLD_EXITED:
-            return f"exit status {ended.si_status}"
-        return f"killed by {signal.Signals(ended.si_status).name}"
+        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def last_lines(self) -> str:
         """Return the end of what this process has written to its log."""
+        if self.log_path is None:
+            return ""
         return "\n".join(f"    {line}" for line in last_lines(self.log_path, LINES_SHOWN, start=self._log_start))
 
     def stop(self, grace_s: float) -> None:
         """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises StillRunning."""
         if self._popen.returncode is not None:
             return
-        shared = mapped_shared_memory(living_members(self.pid))
-        os.killpg(self.pid, signal.SIGTERM)
-        if not self._gone_within(grace_s):
-            log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)
-            os.kill(self.pid, signal.SIGKILL)
-            if not self._gone_within(FOLLOW_S):
-                os.killpg(self.pid, signal.SIGKILL)
-            if not self._gone_within(KILL_WAIT_S):
-                left = living_members(self.pid)
-                raise StillRunning(
-                    f"processes {left} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: see `ps` for"
-                    f" what they wait for, and {self.log_path}"
-                )
-        self._popen.wait()
-        if shared:
-            orphaned = shared - mapped_shared_memory(psutil.pids())
-            for entry in os.scandir(SHARED_MEMORY):
-                if entry.inode() in orphaned:
-                    Path(entry.path).unlink(missing_ok=True)
+        shared = mapped_files(self.group.members())
 
-    def _gone_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while living_members(self.pid):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
+        def killing(groups: list[Group]) -> None:
+            log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)
+
+        if end_groups([self.group], grace_s, FOLLOW_S + KILL_WAIT_S, killing=killing):
+            seen = f", and {self.log_path}" if self.log_path else ""
+            raise StillRunning(
+                f"processes {self.group.members()} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: see"
+                f" `ps` for what they wait for{seen}"
+            )
+        self._popen.wait()
+        remove_unused(shared)
+
+    def reap(self) -> None:
+        """Once its group is gone, or is about to be."""
+        self._popen.poll()
+
+
+def _appended(log_path: Path) -> IO[bytes]:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    return open_regular(log_path, "ab")

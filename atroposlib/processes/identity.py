@@ -1,17 +1,16 @@
 """Which process a pid means. The kernel reuses pids, so three things identify a process: its pid, when it started, and
 in which boot. /proc has the start in clock ticks after boot, which, unlike the times of psutil, stays the same when
-somebody sets the clock. `Process` of the wire adds the container.
+somebody sets the clock. `Process` of the wire adds the container. Loading this module needs nothing but Python.
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
-
-from atroposlib.wire.processes import Process
+if TYPE_CHECKING:
+    from atroposlib.wire.processes import Process
 
 STOPPED = "Tt"  # by SIGSTOP, by the terminal, or by a debugger
 DEAD = "ZX"  # a zombie still has its number
@@ -23,14 +22,16 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
-def this_process() -> Process:
+def this_process() -> "Process":
     """Return what identifies this process to another on this machine."""
+    from atroposlib.wire.processes import Process
+
     started = first_ticks(os.getpid())
     assert started is not None
     return Process(boot_id(), os.stat("/proc/self/ns/pid").st_ino, os.getpid(), started)
 
 
-def still_runs(process: Process) -> bool:
+def still_runs(process: "Process") -> bool:
     """Return whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is
     gone already.
     """
@@ -49,27 +50,21 @@ def is_alive(pid: int, start: int) -> bool:
     return bool(fields) and fields[0] not in DEAD and int(fields[19]) == start
 
 
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    fields = _fields(pid)
+    return bool(fields) and fields[0] not in DEAD
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether the process exists and is stopped."""
     fields = _fields(pid)
     return bool(fields) and fields[0] in STOPPED
 
 
-def living_members(group: int) -> list[int]:
-    """The processes of a group that leads a session of its own."""
-    return [pid for pid in _numbers_of(group) if (fields := _fields(pid)) and fields[0] not in DEAD]
-
-
-def stopped_members(group: int) -> list[int]:
-    """Return the living members of a group that are stopped."""
-    return [pid for pid in living_members(group) if is_stopped(pid)]
-
-
-def _numbers_of(group: int) -> Iterator[int]:
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == group == os.getsid(pid):
-                yield pid
+def all_pids() -> list[int]:
+    """List the processes of this container."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _fields(pid: int) -> list[str]:

@@ -1,9 +1,15 @@
-"""Which files in /dev/shm a process has mapped."""
+"""Which files in /dev/shm a process has mapped, and how those go that no process has any more.
+
+A name alone proves nothing: a file is removed only if it has the inode that a process had mapped.
+"""
 
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from atroposlib.processes.identity import all_pids
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -21,3 +27,26 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
             fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
             found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
     return found
+
+
+def mapped_files(pids: Iterable[int]) -> dict[str, int]:
+    """The files in /dev/shm that these processes have mapped, by name, with their inodes."""
+    inodes = mapped_shared_memory(pids)
+    return {entry.name: entry.inode() for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
+
+
+def remove_unused(files: Mapping[str, int]) -> None:
+    """Remove those of the files that no process has mapped."""
+    in_use = mapped_shared_memory(all_pids()) if files else set()
+    for name, inode in files.items():
+        path = Path(SHARED_MEMORY, name)
+        if inode not in in_use and _is_ours(path, inode):
+            path.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path, inode: int) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_ino == inode and found.st_uid == os.geteuid()

@@ -14,6 +14,7 @@ import csv
 import io
 import itertools
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from atroposlib.envs.data.data_report import DataReport, note_report, note_strea
 from atroposlib.envs.errors import DataError
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
+from atroposlib.processes.async_child import start_group
 
 log = get_logger(__name__)
 
@@ -410,7 +412,7 @@ async def hub_tables(
 
 
 async def _run_hub_child(arguments: list[str], deadline_s: float, remedy: str) -> None:
-    child = await asyncio.create_subprocess_exec(
+    child, group = await start_group(
         sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     try:
@@ -421,8 +423,7 @@ async def _run_hub_child(arguments: list[str], deadline_s: float, remedy: str) -
             f"the hub did not deliver {arguments[0]} within {deadline_s:.0f} s (hub_timeout); {remedy}"
         ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
+        group.signal(signal.SIGKILL)
         await child.wait()
     if child.returncode != 0:
         reason = next(

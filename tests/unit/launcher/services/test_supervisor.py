@@ -24,6 +24,7 @@ from tests.unit.launcher.processes import (
     listens,
     lives,
     python,
+    says,
     service,
     sleeper,
     wait_until,
@@ -249,7 +250,7 @@ def test_a_server_that_has_served_is_started_again(tmp_path: Path) -> None:
     port = free_port()
     launcher = launch(tmp_path, web(port, restarts=1), sleeper("work", may_end=True), pause_s=0.1)
     first, log = await_record(tmp_path, "web"), tmp_path / "launcher.log"
-    wait_until(lambda: "web is up" in log.read_text())
+    wait_until(lambda: says(log, "web is up"))
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: "Restarted web" in log.read_text())
     assert await_record(tmp_path, "web") != first

@@ -1,5 +1,6 @@
 """A process group of our own: ended as a whole, never outliving a killed trainer, and nobody else's touched."""
 
+import errno
 import mmap
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.processes.child_group import ChildGroup
+from atroposlib.processes.groups import Group
+from atroposlib.processes.identity import first_ticks
 from tests.integration.conftest import session_members
 
 pytestmark = pytest.mark.services
@@ -83,8 +86,37 @@ def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path)
         server = start(f"print('{word}')", tmp_path)
         wait_for(partial(has_ended, server), "its end")
         server.stop(grace_s=30)
-    assert server.log_path.read_text() == "one\ntwo\n"
+    assert (tmp_path / "logs" / "server.log").read_text() == "one\ntwo\n"
     assert server.last_lines() == "    two"
+
+
+def test_a_child_whose_record_cannot_be_written_never_runs(tmp_path: Path) -> None:
+    def full_disk(group: Group) -> None:
+        seen.append(group)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    seen: list[Group] = []
+    ran = tmp_path / "ran"
+    with pytest.raises(OSError, match="No space left"):
+        ChildGroup(["touch", str(ran)], tmp_path / "log", os.environ, ready=full_disk)
+    assert not ran.exists()
+    assert first_ticks(seen[0].pid) is None  # nor is it a zombie
+
+
+def test_a_child_without_a_log_writes_where_its_parent_does(tmp_path: Path) -> None:
+    code = (
+        "import os; from atroposlib.processes.child_group import ChildGroup\n"
+        "child = ChildGroup(['sh', '-c', 'pwd; echo two >&2; exit 3'], None, os.environ, directory='/')\n"
+        "print(child.wait(30), child.end(), flush=True); child.stop(1); print(child.status(), child.end())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.splitlines() == ["/", "two", "3 exit status 3", "3 stopped"]
+
+
+def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
+    server = start(SLEEP, tmp_path)
+    assert server.wait(0.1) is None
+    server.stop(grace_s=30)
 
 
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
