@@ -51,7 +51,7 @@ def is_alive(pid: int, start: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     fields = _fields(pid)
     return bool(fields) and fields[0] not in DEAD
 
