@@ -28,7 +28,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from atroposlib.routing import unpack_for
-from atroposlib.wire.batching import CAUSES, NOT_TRAINED, RoutingShape, ScoredData
+from atroposlib.wire.batching import CAUSES, NOT_TRAINED, GroupRequirements, ScoredData
 
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
@@ -68,16 +68,6 @@ NOT_TRAINED_ON = {
 Location = tuple[str | int, ...]
 
 
-class Needs(NamedTuple):
-    """Lists what the registered trainer needs of a group. By default it needs nothing."""
-
-    vocab_size: int | None = None
-    trainable_only: bool = False
-    logprobs_optional: bool = False
-    routing: RoutingShape | None = None
-    routing_required: bool = False
-
-
 class Untrainable(ValueError):
     """A group that the trainer cannot use; the message names place (`inference_logprobs[1][7]`), value and rule."""
 
@@ -88,7 +78,7 @@ class Untrainable(ValueError):
         self.where: Location = where
 
 
-def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
+def check(group: ScoredData | Mapping[str, Any], needs: GroupRequirements) -> None:
     """Raise Untrainable if the trainer cannot use this group."""
     if isinstance(group, ScoredData):
         group = {name: None if (value := getattr(group, name)) is UNSET else value for name in CHECKED_FIELDS}
@@ -145,7 +135,7 @@ def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
 
 
-def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
+def _check_trainable(group: Mapping[str, Any], needs: GroupRequirements) -> None:
     tokens = _rows("tokens", _required(group, "tokens"), "q")
     if not len(tokens.lengths):
         raise Untrainable("a group needs at least one sequence", "tokens")
@@ -456,7 +446,7 @@ def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:
             raise Untrainable(f"{shown(reason)} is not a string", "finish_reasons", index)
 
 
-def _check_routing(group: Mapping[str, Any], tokens: _Rows, needs: Needs) -> None:
+def _check_routing(group: Mapping[str, Any], tokens: _Rows, needs: GroupRequirements) -> None:
     if (given := _given(group, "routed_experts")) is None:
         if needs.routing_required:
             raise Untrainable(

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import Config, load_config
-from atroposlib.groups import Needs
-from atroposlib.wire.batching import ScoredData
+from atroposlib.wire.batching import GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.loop.learner import Learner
 from example_trainer.ranks.ranks import Ranks
@@ -32,7 +31,7 @@ from example_trainer.settings.objectives import Algorithm
 
 CPU = torch.device("cpu")
 SEQ_LEN, PROMPT_TOKENS = 128, 8
-RECOMPUTED = Needs(trainable_only=True, logprobs_optional=True)
+RECOMPUTED = GroupRequirements(trainable_only=True, logprobs_optional=True)
 SHOWN = (1, 2, 5, 10, 20)
 
 

@@ -34,14 +34,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from msgspec.structs import asdict
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors
-from atroposlib.groups import Needs
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.processes.utf8 import restart_in_utf8
-from atroposlib.wire.batching import Registration
+from atroposlib.wire.batching import GroupRequirements, Registration
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
@@ -165,7 +165,7 @@ class Run:
         self.saves = Saves(config, self.learner, partial(sleep_beside, tuple(watched)))
         resources.push(self.saves.leave)
         watched.append(self.saves)
-        self.needs = Needs(
+        self.needs = GroupRequirements(
             vocab_size=self.trained.model.config.get_text_config().vocab_size,
             trainable_only=True,
             logprobs_optional=not config.needs_sampler_logprobs,
@@ -185,7 +185,7 @@ class Run:
             starting_step=progress.step,
             run=progress.run,
             trained_leases=progress.leases,
-            **self.needs._asdict(),
+            **asdict(self.needs),
         )
         self.api.report_step(progress.step, progress.policy_version)
         self.timeline.begin()

@@ -36,7 +36,7 @@ from atroposlib.api.state.long_poll import LongPoll
 from atroposlib.api.state.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.state.selection import Group
 from atroposlib.api.state.state import Batch, RolloutState
-from atroposlib.groups import Needs, staleness_weight
+from atroposlib.groups import staleness_weight
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (
     Acknowledged,
@@ -46,6 +46,7 @@ from atroposlib.wire.batching import (
     EnvRegistration,
     EnvStatus,
     Evaluation,
+    GroupRequirements,
     Outcome,
     Registration,
     RejectionTaken,
@@ -294,7 +295,8 @@ class RolloutService:
 
     def _unread(self, groups: Iterable[Group[StoredGroup]]) -> Iterator[Group[StoredGroup]]:
         needs = self.needs
-        return (group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs)
+        required = needs != GroupRequirements()
+        return (group for group in groups if required and self._bodies[group.record.id].checked != needs)
 
     async def _set_aside(self, found: Sequence[tuple[Group[StoredGroup], str]], found_by: str) -> list[SetAside]:
         letters = []
@@ -328,13 +330,12 @@ class RolloutService:
         return told
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> GroupRequirements:
         """Return what the registered trainer needs of a group, as far as is known."""
         run = self.state.queue.registration
-        vocab_size = self.settings.vocab_size or (run.vocab_size if run is not None else None)
-        if run is None:
-            return Needs(vocab_size)
-        return Needs(vocab_size, run.trainable_only, run.logprobs_optional, run.routing, run.routing_required)
+        needs = GroupRequirements() if run is None else run.requirements()
+        needs.vocab_size = self.settings.vocab_size or needs.vocab_size
+        return needs
 
     def _count_delivery(self, groups: Sequence[Group[StoredGroup]]) -> None:
         self.counters.batches += 1
@@ -458,7 +459,7 @@ class RolloutService:
         groups: Sequence[PostedGroup],
         contents: Sequence[tuple[bytes, bool]],
         key: str | None,
-        checked: Needs | None = None,
+        checked: GroupRequirements | None = None,
         digest: int = 0,
     ) -> list[int | None]:
         """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the

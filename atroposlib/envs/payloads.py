@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import NEUTRAL, Needs, Untrainable, check, rollouts_of, size_of
+from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, size_of
 from atroposlib.type_definitions import Item, Message
-from atroposlib.wire.batching import NOT_TRAINED, Cause, PostedData
+from atroposlib.wire.batching import NOT_TRAINED, Cause, GroupRequirements, PostedData
 
 __all__ = [
     "NOT_TRAINED",
@@ -146,7 +146,7 @@ def with_failed(group: ScoredDataGroup, failed: Mapping[Cause, int]) -> ScoredDa
     return group
 
 
-def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
+def defect(group: Mapping[str, Any], needs: GroupRequirements) -> str | None:
     """Return what is wrong with `group` by its author's fault, whatever was sampled, or why the registered trainer
     cannot use it; None when it is whole.
     """

@@ -38,18 +38,35 @@ class RoutingShape(NamedTuple):
     experts: Count
 
 
-class Registration(Struct):
-    """A trainer and the shape of its run. `batch_size` is in rollouts, `max_token_len` in tokens.
+class GroupRequirements(Struct, kw_only=True):
+    """Lists what a trainer requires of a group. By default it requires nothing.
 
-    `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
-    those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged. Token ids
-    must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
+    Token ids must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
     `atroposlib/groups.py`; others are refused or set aside. With `logprobs_optional` groups without
     `inference_logprobs` pass it. `routing` is the shape of a mixture-of-experts model, which `routed_experts` of a
     group must have; with `routing_required` groups without them do not pass.
 
-    Trainers of the archived ancestor send neither and get groups without log-probabilities, as they always did: not
-    all of them read any. One that is `trainable_only` and does not say more, as ours once were, needs them.
+    Trainers of the archived ancestor send none of these and get groups without log-probabilities, as they always did:
+    not all of them read any. One that is `trainable_only` and does not say more, as ours once were, needs them.
+    """
+
+    vocab_size: Count | None = None
+    trainable_only: bool = False
+    logprobs_optional: bool = False
+    routing: RoutingShape | None = None
+    routing_required: bool = False
+
+    def requirements(self) -> "GroupRequirements":
+        """Return the requirements alone, out of a record that has more."""
+        return GroupRequirements(**{field: getattr(self, field) for field in GroupRequirements.__struct_fields__})
+
+
+class Registration(GroupRequirements):
+    """A trainer, the shape of its run, and what it requires of groups. `batch_size` is in rollouts, `max_token_len` in
+    tokens.
+
+    `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
+    those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged.
     """
 
     wandb_group: str
@@ -61,12 +78,7 @@ class Registration(Struct):
     starting_step: Integer
     num_steps: Integer
     run: Annotated[str, Meta(max_length=200)] | None = None
-    vocab_size: Count | None = None
     trained_leases: list[Integer] = []
-    trainable_only: bool = False
-    logprobs_optional: bool = False
-    routing: RoutingShape | None = None
-    routing_required: bool = False
 
 
 class Registered(Struct):
@@ -126,16 +138,11 @@ class WandbInfo(Struct):
     project: str | None
 
 
-class Info(Struct, omit_defaults=True):
-    """-1 before a trainer registered. The rest is there if it registered them: see Registration."""
+class Info(GroupRequirements, omit_defaults=True):
+    """-1 before a trainer registered. The rest is there if it registered them."""
 
     batch_size: int
     max_token_len: int
-    vocab_size: int | UnsetType = UNSET
-    trainable_only: bool = False
-    logprobs_optional: bool = False
-    routing: RoutingShape | None = None
-    routing_required: bool = False
 
 
 class Status(Struct, omit_defaults=True):

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.groups import Needs, Untrainable, check, failed_rollouts, rollouts_of
+from atroposlib.groups import Untrainable, check, failed_rollouts, rollouts_of
 from atroposlib.routing import unpack
-from atroposlib.wire.batching import CUT, NOT_TRAINED, ScoredData
+from atroposlib.wire.batching import CUT, NOT_TRAINED, GroupRequirements, ScoredData
 from example_trainer.data.advantages import group_advantages, has_signal
 from example_trainer.data.loss_weights import token_weights
 from example_trainer.data.staleness import sampled_staleness, staleness_weights
@@ -33,7 +33,7 @@ from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import Advantage
 
 PLAIN = LossSettings()
-TRAINABLE = Needs(trainable_only=True)
+TRAINABLE = GroupRequirements(trainable_only=True)
 Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
 
 
@@ -115,7 +115,7 @@ def make_batch(
     seq_len: int,
     policy_version: int,
     loss: LossSettings = PLAIN,
-    needs: Needs = TRAINABLE,
+    needs: GroupRequirements = TRAINABLE,
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts, and `needs`
     are what the trainer registered.

@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from atroposlib.groups import Needs
 from atroposlib.routing import unpack
-from atroposlib.wire.batching import ScoredData
+from atroposlib.wire.batching import GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.data.routing_replay import routing_of, shape_of
@@ -118,7 +117,9 @@ def measured(folder: Path, group: ScoredData, replay: str, dtype: torch.dtype) -
             parameter.copy_(parameter.to(dtype))
     policy = Policy(model)
     policy.routing = routing_of(model, replay)
-    needs = Needs(VOCABULARY, trainable_only=True, routing=shape_of(model), routing_required=True)
+    needs = GroupRequirements(
+        vocab_size=VOCABULARY, trainable_only=True, routing=shape_of(model), routing_required=True
+    )
     batch = make_batch([group], seq_len=512, policy_version=0, needs=needs)
     assert batch.rejected == {}
     return values(batch_gradients(policy, micro_batches(batch.sequences, 1024, CPU), LossSettings()))

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.groups.decoding import RefusedBody, shown
-from atroposlib.groups import Needs, Untrainable, check, expect_count, expect_lengths, failed_rollouts
-from atroposlib.wire.batching import PostedData, ScoredData
+from atroposlib.groups import Untrainable, check, expect_count, expect_lengths, failed_rollouts
+from atroposlib.wire.batching import GroupRequirements, PostedData, ScoredData
 
 
-def flaw(item: bytes, packed: bool, needs: Needs) -> str | None:
+def flaw(item: bytes, packed: bool, needs: GroupRequirements) -> str | None:
     """Return the reason why the trainer cannot use a stored group, or None."""
     try:
         check((msgspec.msgpack if packed else msgspec.json).decode(item), needs)
@@ -19,7 +19,7 @@ def flaw(item: bytes, packed: bool, needs: Needs) -> str | None:
     return None
 
 
-def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[str]:
+def check_group(data: PostedData, *, max_sequences: int, needs: GroupRequirements) -> list[str]:
     """Raises RefusedBody (422) for what no trainer can use, or what the registered one cannot.
 
     Returns warnings about lengths that clients are known to get wrong.

@@ -14,10 +14,11 @@ from atroposlib.api.http.messages import beside, is_packed, read_body, read_reco
 from atroposlib.api.http.openapi import serves
 from atroposlib.api.state.changes import PostedGroup
 from atroposlib.api.state.queue import GroupTooLarge, UnknownEnvironment
-from atroposlib.groups import Needs, oldest_version, size_of
+from atroposlib.groups import oldest_version, size_of
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
+from atroposlib.wire.batching import GroupRequirements
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -172,7 +173,7 @@ class _Ready(NamedTuple):
 
 
 def _read_and_check(
-    body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs, keyed: bool
+    body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: GroupRequirements, keyed: bool
 ) -> list[_Ready]:
     ready = []
     for index, (data, item) in enumerate(read_groups(body, packed, in_list=in_list)):

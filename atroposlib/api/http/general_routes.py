@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
-from msgspec import UNSET
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from atroposlib.api.groups.posted_groups import as_json
@@ -60,8 +60,7 @@ async def info(request: Request) -> Response:
     service = service_of(request)
     run, needs = service.state.queue.registration, service.needs
     size, length = (run.batch_size, run.max_token_len) if run is not None else (-1, -1)
-    vocab_size = UNSET if needs.vocab_size is None else needs.vocab_size
-    return reply(wire.Info(size, length, vocab_size, *needs[1:]))
+    return reply(wire.Info(size, length, **asdict(needs)))
 
 
 @serves(router, routes.STATUS)

@@ -26,7 +26,7 @@ from urllib.parse import quote
 from atroposlib.api.journal.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
 from atroposlib.errors import AtroposError
 from atroposlib.files import make_private
-from atroposlib.groups import Needs
+from atroposlib.wire.batching import GroupRequirements
 
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
 FORMAT = 2
@@ -67,7 +67,7 @@ class Body:
     id: int
     data: bytes
     packed: bool
-    checked: Needs | None = None
+    checked: GroupRequirements | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,13 +68,13 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.flags import Setting
-from atroposlib.groups import Needs, rollouts_of
+from atroposlib.groups import rollouts_of
 from atroposlib.logs import get_logger, put
 from atroposlib.row_files.kept_rows import parse_keep
 from atroposlib.row_files.record_file import RecordFile
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
+from atroposlib.wire.batching import Cause, EnvStatus, GroupRequirements, WandbInfo
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
     from atroposlib.envs.run.api_link import ApiLink
@@ -281,10 +281,7 @@ class Environment(FormerAttributes, ABC):
     async def get_server_info(self) -> None:
         """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
         info = await self._env_run.joined_link.batch_limits()
-        vocab_size = info.vocab_size if isinstance(info.vocab_size, int) else None
-        self._env_run.needs = Needs(
-            vocab_size, info.trainable_only, info.logprobs_optional, info.routing, info.routing_required
-        )
+        self._env_run.needs = info.requirements()
         self.config.batch_size, self.max_token_len = info.batch_size, info.max_token_len
         if 0 < info.batch_size < self.config.group_size:
             raise GroupTooLargeError(
@@ -447,7 +444,7 @@ class EnvRun:
         # What the API and the trainer said last.
         self.policy_version = 0
         self.total_steps: int = env.config.total_steps
-        self.needs = Needs()
+        self.needs = GroupRequirements()
         self.wandb_info = WandbInfo(None, None)
         self.registered_name = self.display_name
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.groups import CHECKED_FIELDS, NOT_TRAINED_ON, Needs, Untrainable, check
+from atroposlib.groups import CHECKED_FIELDS, NOT_TRAINED_ON, Untrainable, check
 from atroposlib.wire import batching
-from atroposlib.wire.batching import PostedData, ScoredData
+from atroposlib.wire.batching import GroupRequirements, PostedData, ScoredData
 from example_trainer.data.batching import make_batch
 from tests.unit.trainer.fakes import as_records, item
 
@@ -73,7 +73,7 @@ def test_a_field_that_is_used_changes_what_is_trained(field: str) -> None:
     elif field == "routed_experts":
         shape = batching.RoutingShape(2, 1, 4)
         with pytest.raises(Untrainable, match="routed_experts"):
-            check(group | {field: USED[field]}, Needs(trainable_only=True, routing=shape))
+            check(group | {field: USED[field]}, GroupRequirements(trainable_only=True, routing=shape))
     elif field == "finish_reasons":
         cut = make_batch(as_records([group | {field: USED[field]}]), seq_len=64, policy_version=3)
         assert cut.cut_answers == 1
@@ -93,10 +93,10 @@ def test_a_field_that_is_not_trained_on_is_refused_by_name(field: str) -> None:
     groups: tuple[Any, ...] = (plain() | {field: REFUSED[field]}, record)
     for group in groups:
         with pytest.raises(Untrainable, match=rf"^{field}: .*; .*post"):
-            check(group, Needs(trainable_only=True))
-        check(group, Needs())  # other trainers get it
+            check(group, GroupRequirements(trainable_only=True))
+        check(group, GroupRequirements())  # other trainers get it
     for nothing in (None, [], [None, None]):
-        check(plain() | {field: nothing}, Needs(trainable_only=True))
+        check(plain() | {field: nothing}, GroupRequirements(trainable_only=True))
 
 
 def test_the_page_says_what_becomes_of_each_field() -> None:

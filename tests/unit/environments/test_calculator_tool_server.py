@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.payloads import defect, rejection
-from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, save_tiny_tokenizer
+from atroposlib.wire.batching import GroupRequirements
 from environments.calculator_tool_server import CalculatorEnv, Question, tool_result
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -94,7 +94,7 @@ async def test_every_turn_is_trained_where_the_template_strips_thoughts(tmp_path
             fake_logprob(token, place) for place, token in enumerate(sampled)
         ]
         assert [value == 1.0 for value in logprobs] == [token == -100 for token in mask]
-    assert defect(group, Needs(trainable_only=True)) is None
+    assert defect(group, GroupRequirements(trainable_only=True)) is None
     assert rejection(group, group_size=4, max_token_len=-1, scores_must_differ=False) is None
 
 

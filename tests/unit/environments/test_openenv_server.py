@@ -14,8 +14,8 @@ from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import GroupLost
 from atroposlib.envs.payloads import defect
-from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import Answer, FakeInferenceServer
+from atroposlib.wire.batching import GroupRequirements
 from environments.openenv_server import OpenEnv, OpenEnvConfig
 from tests.unit.environments.openenv_fake import NUMBER, FakeOpenEnv, Step, error, guess, observation
 from tests.unit.environments.support import running_env, sampled_texts
@@ -63,7 +63,7 @@ async def test_observations_are_the_users_messages_and_every_turn_is_trained(tmp
     )
     assert sampled_texts(group) == ["I say 3<|im_end|>4<|im_end|>"] * 4
     assert group["scores"] == [1.0] * 4
-    assert defect(group, Needs(trainable_only=True)) is None
+    assert defect(group, GroupRequirements(trainable_only=True)) is None
     assert openenv.resets[1:] == [ITEM] * 4
     assert openenv.steps == [{"number": 3}] * 4 + [{"number": 4}] * 4
     assert openenv.tokens == {"Bearer secret"}

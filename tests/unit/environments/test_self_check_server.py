@@ -6,9 +6,9 @@ import pytest
 
 from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.payloads import defect
-from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import CHATML, THINK_DROPPING_CHATML, save_tiny_tokenizer
+from atroposlib.wire.batching import GroupRequirements
 from environments.self_check_server import EXAMPLE, SelfCheckEnv
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -41,7 +41,7 @@ async def test_both_turns_are_trained_whatever_the_template_does_with_thoughts(t
         assert sampled_texts(group) == [f"{DRAFT}<|im_end|>", f"{FINAL}<|im_end|>"] * 4
         assert group["rollouts"] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert set(group["scores"]) == {1.0}
-    assert defect(group, Needs(trainable_only=True)) is None
+    assert defect(group, GroupRequirements(trainable_only=True)) is None
 
 
 async def test_the_second_answer_counts_and_problems_may_come_from_a_file(tmp_path: Path) -> None:

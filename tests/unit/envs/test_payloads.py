@@ -4,7 +4,7 @@ import pytest
 from msgspec import to_builtins
 
 from atroposlib.envs.payloads import completion_lengths, defect, group_items, rejection, wire_form
-from atroposlib.groups import Needs
+from atroposlib.wire.batching import GroupRequirements
 
 
 def item(score: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_good_group_is_accepted_also_with_null_overrides() -> None:
     ],
 )
 def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], reason: str) -> None:
-    assert reason in (defect(candidate, Needs()) or "")
+    assert reason in (defect(candidate, GroupRequirements()) or "")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], re
     [(group(3), "3 rollouts instead of 2 (group_size)"), (group(scores=[1.0, 1.0]), "all scores are 1")],
 )
 def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: str) -> None:
-    assert defect(candidate, Needs()) is None
+    assert defect(candidate, GroupRequirements()) is None
     assert reason in (reject(candidate) or "")
 
 

@@ -9,9 +9,9 @@ from atroposlib.envs.rollouts import Rollout, rollout_group
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, trained_once
 from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.groups import Needs, size_of
+from atroposlib.groups import size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from atroposlib.wire.batching import NOT_TRAINED, ScoredData
+from atroposlib.wire.batching import NOT_TRAINED, GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.settings.config import LossSettings
 
@@ -40,7 +40,7 @@ def test_a_group_says_which_sequences_are_one_rollout() -> None:
     assert group["scores"] == [1.0, 1.0, 0.0]
     assert group["policy_versions"] == [[3, 3]] * 3
     assert len(group["messages"] or []) == 3
-    assert defect(group, Needs(trainable_only=True)) is None
+    assert defect(group, GroupRequirements(trainable_only=True)) is None
     assert size_of(group) == 2
     assert completion_lengths(group) == [3, 1]
     assert rejection(group, group_size=2, max_token_len=3, scores_must_differ=True) is None

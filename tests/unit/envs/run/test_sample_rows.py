@@ -15,8 +15,9 @@ from atroposlib.envs.authors.author_errors import MalformedGroup
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.question_env import QuestionEnv, Scored
-from atroposlib.groups import Needs, group_id
+from atroposlib.groups import group_id
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.wire.batching import GroupRequirements
 from tests.unit.environments.support import env_class, running_env
 from tests.unit.envs.fakes import CountingEnv, config, server_config
 
@@ -147,7 +148,7 @@ async def test_a_group_that_no_trainer_can_use_has_a_row_whatever_it_holds(tmp_p
         {"scores": [1.0, 0.0, 0.0, 0.0]},
     ]
     async with served(tmp_path, ["7"]) as env:
-        env._env_run.needs = Needs(trainable_only=True)
+        env._env_run.needs = GroupRequirements(trainable_only=True)
         for group in malformed:
             with pytest.raises(MalformedGroup):
                 await env.handle_send_to_api(group, "7")

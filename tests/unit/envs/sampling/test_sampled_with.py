@@ -15,7 +15,7 @@ from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.sequences.sampling import settings_of
 from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from atroposlib.wire.batching import ScoredData
+from atroposlib.wire.batching import GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from tests.unit.environments.support import running_env
 from tests.unit.envs.fakes import CountingEnv
@@ -181,11 +181,10 @@ async def test_samples_of_an_evaluation_are_refused_if_the_trainer_does_not_repl
 
 
 async def taken_by_our_trainer(folder: Path, **attributes: Any) -> ScoredDataGroup:
-    from atroposlib.groups import Needs
 
     kind = type("Changed", (Taken,), attributes)
     async with FakeInferenceServer() as server, running_env_of_base(kind, folder, server) as env:
-        env._env_run.needs = Needs(trainable_only=True)
+        env._env_run.needs = GroupRequirements(trainable_only=True)
         group, _ = await env.collect_trajectories(1)
         await env._env_run.take(group, 1, send=False, limit_lengths=False)
         sent: ScoredDataGroup = env.sent[0]

@@ -14,10 +14,10 @@ from atroposlib.envs.server_handling.sequences.sequence_book import extended_pro
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.server_manager import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.groups import Needs, check
+from atroposlib.groups import check
 from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_experts, fake_logprob
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, make_tiny_tokenizer
-from atroposlib.wire.batching import RoutingShape
+from atroposlib.wire.batching import GroupRequirements, RoutingShape
 
 TOKENIZER = make_tiny_tokenizer([("l", "l"), ("o", "o"), ("a", "n")])
 END = TOKENIZER.eos_token_id
@@ -118,7 +118,7 @@ async def test_the_experts_of_the_last_turn_are_those_of_the_whole_sequence(setu
     assert node.metadata["routed_experts"] == fake_experts(node.tokens, shape)
     group = rollout_group([Rollout("cool", [], [node])], [1.0])
     assert group["routed_experts"] == [fake_experts(node.tokens, shape)]
-    check(group, Needs(trainable_only=True, routing=shape, routing_required=True))
+    check(group, GroupRequirements(trainable_only=True, routing=shape, routing_required=True))
 
 
 async def test_versions_of_tokens_are_joined_over_turns_and_unknown_with_one_that_is(setup: Setup) -> None:

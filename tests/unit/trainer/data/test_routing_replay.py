@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.groups import Untrainable, check
 from atroposlib.routing import pack, unpack
-from atroposlib.wire.batching import RoutingShape
+from atroposlib.wire.batching import GroupRequirements, RoutingShape
 from example_trainer.data.batching import Sequence, make_batch
 from example_trainer.data.packing import MicroBatch, micro_batches
 from example_trainer.data.routing_replay import UNKNOWN, Routing, routers_of, routing_of, shape_of
@@ -32,7 +33,7 @@ from tests.unit.trainer.fakes import SHAPE, VOCAB, as_records, item, tiny_model
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 MOE_LAYERS = [0, 2]  # the one between them is dense
-NEEDS = Needs(vocab_size=VOCAB, trainable_only=True, routing=RoutingShape(LAYERS, TOP_K, EXPERTS))
+NEEDS = GroupRequirements(vocab_size=VOCAB, trainable_only=True, routing=RoutingShape(LAYERS, TOP_K, EXPERTS))
 
 
 def moe_model(seed: int = 0) -> PreTrainedModel:
@@ -225,7 +226,7 @@ def test_experts_of_a_group_reach_the_sequences_cut_as_their_tokens() -> None:
     for sequence, text in zip(batch.sequences, group["routed_experts"], strict=True):
         assert sequence.routed_experts is not None
         assert np.array_equal(sequence.routed_experts, unpack(text)[:8])
-    ignoring = make_batch(as_records([group]), seq_len=8, policy_version=0, needs=NEEDS._replace(routing=None))
+    ignoring = make_batch(as_records([group]), seq_len=8, policy_version=0, needs=structs.replace(NEEDS, routing=None))
     assert all(sequence.routed_experts is None for sequence in ignoring.sequences)
 
 
@@ -298,7 +299,7 @@ def test_groups_without_experts_are_refused_only_if_they_are_required(absent: An
     group = routed_item(routed_experts=absent)
     check(group, NEEDS)
     with pytest.raises(Untrainable, match="--enable-return-routed-experts, or the trainer with --routing-replay auto"):
-        check(group, NEEDS._replace(routing_required=True))
+        check(group, structs.replace(NEEDS, routing_required=True))
 
 
 def test_the_shape_is_read_from_the_model_and_a_dense_one_has_no_routing() -> None:

@@ -20,7 +20,8 @@ import uvicorn
 from safetensors.torch import load_file
 
 from atroposlib.api.server import create_app
-from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.groups import Untrainable, check
+from atroposlib.wire.batching import GroupRequirements
 from example_trainer import grpo
 from example_trainer.data.batching import make_batch
 from example_trainer.errors import TrainerError
@@ -218,7 +219,8 @@ def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: 
 
 @pytest.mark.parametrize("name", [*HOPELESS, *FURTHER])
 def test_what_fails_the_check_is_left_out_of_the_batch(name: str) -> None:
-    batch = make_batch(as_records([good(1), shaped(name)]), seq_len=64, policy_version=0, needs=Needs(VOCAB, True))
+    needs = GroupRequirements(vocab_size=VOCAB, trainable_only=True)
+    batch = make_batch(as_records([good(1), shaped(name)]), seq_len=64, policy_version=0, needs=needs)
     assert list(batch.rejected) == [1]
     assert batch.groups == 1
 
@@ -234,7 +236,7 @@ def test_groups_from_an_api_that_checks_nothing_are_left_out_and_a_batch_of_them
 
 def test_a_negative_id_is_none_of_any_vocabulary() -> None:
     with pytest.raises(Untrainable, match=r"tokens\[0\]\[0\]: -1 is not an id of any vocabulary"):
-        check(shaped("negative id"), Needs(None, trainable_only=True))
+        check(shaped("negative id"), GroupRequirements(trainable_only=True))
 
 
 @pytest.mark.parametrize("value", [10**400, ["x"] * 3, "[" * 400], ids=["a huge integer", "a list", "brackets"])

@@ -14,8 +14,8 @@ import torch
 
 from atroposlib.envs.authors.author_errors import TooManyFailures
 from atroposlib.envs.commands.process import process
-from atroposlib.groups import Needs
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.wire.batching import GroupRequirements
 from example_trainer import grpo
 from example_trainer.bridges import BridgeError
 from example_trainer.data.batching import Batch, Sequence, make_batch
@@ -33,11 +33,11 @@ from tests.unit.trainer.loop.test_trainer_with_api import real_api
 
 Figures = dict[str, float | None]
 OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
-OPTIONAL = Needs(trainable_only=True, logprobs_optional=True)
+OPTIONAL = GroupRequirements(trainable_only=True, logprobs_optional=True)
 CPU = torch.device("cpu")
 
 
-def batch_of(*items: dict[str, Any], needs: Needs = OPTIONAL) -> Batch:
+def batch_of(*items: dict[str, Any], needs: GroupRequirements = OPTIONAL) -> Batch:
     return make_batch(as_records(items), seq_len=64, policy_version=0, needs=needs)
 
 
@@ -62,7 +62,7 @@ def test_sequences_without_the_samplers_log_probabilities_are_whole_otherwise(ab
     assert [sequence.sampler_logprobs is None for sequence in batch.sequences] == [False, False, True, True]
     assert batch.groups == 2
     assert not batch.rejected
-    refused = batch_of(WITH, WITHOUT, needs=Needs(trainable_only=True)).rejected
+    refused = batch_of(WITH, WITHOUT, needs=GroupRequirements(trainable_only=True)).rejected
     assert list(refused) == [1]
     assert refused[1].startswith("inference_logprobs: missing: ")
     assert "--old-logprobs recomputed, without --importance, --off-policy-mask and --batch-invariant" in refused[1]
