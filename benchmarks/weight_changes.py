@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from atroposlib.logs import configure_logging
 from benchmarks.weight_sync import _cpu_name, _start_server
 from example_trainer.bridges import make_bridge
-from example_trainer.grpo import keep_weights
+from example_trainer.loop.run import keep_weights
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained

@@ -43,8 +43,8 @@ from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.bridges import make_bridge
-from example_trainer.grpo import keep_weights
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.run import keep_weights
 from example_trainer.ranks.ranks import collective, join
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
@@ -299,8 +299,8 @@ def _train(arm: Result) -> None:
             return
         prepared = make_bridge(config)(arm["model"], device)
         resources.callback(prepared.close)
-        learner = _Stepping(config, device, ranks, prepared.storage)
-        learner.load(arm["model"])
+        learner = _Stepping(config, device, ranks)
+        learner.load_into(prepared.storage, arm["model"])
         bridge = resources.enter_context(contextlib.closing(prepared.connect(learner.trained)))
         learner.make_optimizer()
         bridge.sync(0, keep_weights)

@@ -76,12 +76,12 @@ class Ours:
         self.device = prepare_torch(config)
         self.ranks = join(config, self.device)
         self.learner = Learner(config, self.device, self.ranks)
-        self.learner.settled()
+        self.learner.resolve("")
         start = time.perf_counter()
         self.learner.load(model)
         self.learner.begin("")
         self.load_s = round(time.perf_counter() - start, 1)
-        self.settled = self.learner._config
+        self.settled = self.learner.config
         self.takes_varlen = packed_attention._takes_varlen
         self.precision = torch.get_float32_matmul_precision()
         self.has_fused_norms = any("forward" in vars(norm) for norm in plain_norms(self.learner.trained.model))
@@ -103,7 +103,7 @@ class Ours:
         if variant.get("norms", self.has_fused_norms):
             fuse_norms(self.learner.trained.model)
         own = {name: value for name, value in variant.items() if name not in SWITCHES}
-        self.learner._config = self.settled.model_copy(update=own)
+        self.learner.config = self.settled.model_copy(update=own)
 
     def step(self, count: int | None = None) -> tuple[float, float | None, float]:
         """One update on the first `count` sequences: seconds, loss, norm of the gradient."""
@@ -140,7 +140,7 @@ class Ours:
         found |= {"loss": loss, "grad_norm": norm, "warm_up_s": round(warm_up_s, 2)}
         found |= {"steps_s": [round(each, 3) for each in seconds]}
         found |= rates(self.model, self.items, statistics.median(seconds))
-        plan = planned(self.learner._config, self.device, self.ranks)
+        plan = planned(self.learner.config, self.device, self.ranks)
         return found | {"planned_gb": round(plan.need / 1e9, 2)}
 
     def profile(self) -> None:

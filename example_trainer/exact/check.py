@@ -156,12 +156,12 @@ class Exactness:
     None without. Raises TrainerError if either cannot.
     """
 
-    def __init__(self, config: TrainerConfig, model: PreTrainedModel, served_dtype: str) -> None:
+    def __init__(self, config: TrainerConfig, model: PreTrainedModel, served_dtype: str, kernels: str) -> None:
         self._config = config
         self.served: Served | None = None
         self._agreed = False
         self._mismatch: Mismatch | None = None
-        coarse = "bfloat16" in (config.kernels, config.compute_dtype) or served_dtype != "float32"
+        coarse = "bfloat16" in (kernels, config.compute_dtype) or served_dtype != "float32"
         self._rounding = ROUNDING["bfloat16" if coarse else "float32"]
         self._warned_at: int | None = None  # the step
         if not config.batch_invariant:

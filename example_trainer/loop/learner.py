@@ -38,7 +38,7 @@ from example_trainer.ranks.place import Place
 from example_trainer.ranks.ranks import Ranks, collective
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
-from example_trainer.weights.checkpoint import Progress, restore, sharing
+from example_trainer.weights.checkpoint import Progress, restore, resumed
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, reshard
 from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
@@ -53,47 +53,55 @@ HOST_RESERVE = 1 << 30  # bytes of host memory for each rank that a copy for a c
 
 
 class Learner:
-    """One rank's part. Rank 0 calls `load`, connects the bridge, calls `begin`, and then gradients, clip and update or
-    discard, step by step.
+    """One rank's part. Rank 0 calls `resolve` and `load`, connects the bridge, calls `begin`, and then gradients, clip
+    and update or discard, step by step.
     """
 
     trained: TrainedModel
+    config: TrainerConfig  # final once it is resolved
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        device: torch.device,
-        ranks: Ranks,
-        storage: SharedWeights | SharedRanks | None = None,
-    ) -> None:
+    def __init__(self, config: TrainerConfig, device: torch.device, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._config = config
-        self._device = device
-        self._storage = storage
+        self.config = config
+        self.device = device
+        self.in_shared_memory = False  # whether the weights are a vLLM server's own
         self.comparison = Comparison()  # of the log-probabilities computed last, over all ranks
         self._writer = ShardWriter()
         self._rows: RowExchange | None = None
         self._places: Mapping[str, Tensor] = {}  # of the rows that are gathered; on rank 0
 
     @collective
-    def settled(self) -> TrainerConfig:
-        """The configuration with what memory decides, on every rank from now on. Raises TrainerError if none fits."""
-        local_ranks = Place.of_this_process().local_size
-        self._config = settled_config(self._config, self._device, self.ranks, local_ranks)
-        return self._config
+    def resolve(self, checkpoint: str) -> None:
+        """Complete the configuration on every rank, before anything is loaded: what memory decides, and what the run of
+        `checkpoint` did, unless it is empty. Raises TrainerError if nothing fits, or if the flags ask for other bits.
+        """
+        config = resumed(self.config, Path(checkpoint)) if checkpoint else self.config
+        config = settled_config(config, self.device, self.ranks, Place.of_this_process().local_size)
+        self.config = config.model_copy(update={"share_prefixes": config.shares_prefixes})
+
+    def load_into(self, storage: SharedWeights | SharedRanks | None, source: str) -> None:
+        """Load the model of `source`, a hub id or a directory, where its weights live: into memory of its own, or into
+        that of a vLLM server, which gets the values at the first sync. Raises ModelError or AdapterError.
+        """
+        self.in_shared_memory = storage is not None
+        if isinstance(storage, SharedRanks):
+            self.load_over(source, storage.workers)
+        elif storage is None:
+            self.load(source)
+        else:
+            self.trained = load_trained(self.config, source, self.device, storage)
 
     @collective
     def load(self, source: str) -> None:
-        """Load the model of `source`, a hub id or a directory. Raises ModelError or AdapterError."""
+        """Load the model of `source` into memory of the ranks' own. Raises ModelError or AdapterError."""
         if self.ranks.mesh is None:
-            assert not isinstance(self._storage, SharedRanks)
-            self.trained = load_trained(self._config, source, self._device, self._storage)
+            self.trained = load_trained(self.config, source, self.device)
         else:
             self.trained = load_sharded(
-                self._config, source, self._device, self.ranks.mesh, self.gather, self._sends, self.prompt_logprobs
+                self.config, source, self.device, self.ranks.mesh, self.gather, self._sends, self.prompt_logprobs
             )
             parameters = dict(self.trained.model.named_parameters())
-            self._sender = RowSender(parameters, self._device, self.ranks.mesh)
+            self._sender = RowSender(parameters, self.device, self.ranks.mesh)
 
     @property
     def _sends(self) -> RankSends:
@@ -106,8 +114,8 @@ class Learner:
         """
         assert self.ranks.mesh is not None
         worker = workers[self.ranks.rank]
-        self._copy = RankCopy(self._config, source, worker, self._device, self.ranks.mesh)
-        form = whole_model(self.gather, self._device)
+        self._copy = RankCopy(self.config, source, worker, self.device, self.ranks.mesh)
+        form = whole_model(self.gather, self.device)
         self.trained = LiveModel(
             self._copy.policy.model,
             load_tokenizer(source),
@@ -115,7 +123,7 @@ class Learner:
             sharded=self._copy.policy,
             gather=self.gather,
             sends=self._sends,
-            device=self._device,
+            device=self.device,
             logprobs=self.prompt_logprobs,
             write_start=self.write_start,
             settle=self.settle,
@@ -132,8 +140,8 @@ class Learner:
         """Return when every rank's device has written its weights, and all of them still lie in vLLM's memory; how many
         each rank has there. After the first writing, check the model too. Raises ModelError.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         inside, count = self._copy.inside()
         if inside != count:
             raise ModelError(
@@ -141,7 +149,7 @@ class Learner:
                 " it"
             )
         if first:
-            expect_packed(self._copy.policy, self._device, torch.float32, self._config.seq_len)
+            expect_packed(self._copy.policy, self.device, torch.float32, self.config.seq_len)
         return [int(each) for each in self.ranks.rows(torch.tensor([inside]))]
 
     @collective
@@ -149,18 +157,17 @@ class Learner:
         """Make what updates the weights, which are where they stay; with the moments and generators of `checkpoint`,
         unless it is empty. vLLM computes in `served_dtype`.
         """
-        config = self._config
+        config = self.config
         self._policy = self.trained.policy
         self._policy.routing = routing_of(self.trained.model, config.routing_replay)
-        self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
+        self._reference = start_policy(config, self.device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
         self.progress = Progress(share_prefixes=config.shares_prefixes)
         if checkpoint:
-            self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
-            self.progress.share_prefixes = sharing(Path(checkpoint), self.progress, config)
-        self._config = config.model_copy(update={"share_prefixes": self.progress.share_prefixes})
+            restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
+            self.progress = replace(restored, share_prefixes=config.shares_prefixes)
         saved = self.progress.kernels if checkpoint else None
-        kernels = kernels_of_run(config, self.trained.model, self._device, self.ranks, saved, served_dtype)
+        kernels = kernels_of_run(config, self.trained.model, self.device, self.ranks, saved, served_dtype)
         use_kernels(self._policy, kernels)
         if self._reference is not None:
             use_kernels(self._reference, kernels)
@@ -171,7 +178,7 @@ class Learner:
         """The sequences with the log-probabilities that the policy gives their trained tokens as it is now. They are
         compared with the sampler's.
         """
-        config, comparison = self._config, Comparison()
+        config, comparison = self.config, Comparison()
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
         for batch in self._micro_batches(sequences):
             logprobs = token_logprobs(self._policy, batch, config.logits_mb)
@@ -192,9 +199,9 @@ class Learner:
         measured = batch_gradients(
             self._policy,
             self._micro_batches(sequences),
-            self._config,
+            self.config,
             reference=self._reference,
-            chunk_mb=self._config.logits_mb,
+            chunk_mb=self.config.logits_mb,
             loss_divisor=loss_divisor,
             comparison=comparison,
             ranks=self.ranks,
@@ -207,7 +214,7 @@ class Learner:
         """Split the comparison by sequence: the trainer's log-probabilities of each sequence's trained tokens."""
         if not sequences:
             return []
-        config, (_, _, column) = self._config, comparison.columns()
+        config, (_, _, column) = self.config, comparison.columns()
         return of_sequences(sequences, column.numpy(), config.pass_tokens, self.ranks.shares, config.shares_prefixes)
 
     @collective
@@ -218,7 +225,7 @@ class Learner:
         mesh = self.ranks.mesh
         if mesh is not None and has_tp(mesh):
             sum_partial_gradients(self.trained.model, mesh)
-        return clip_gradients(self.optimizer, self._config.max_grad_norm, mesh)
+        return clip_gradients(self.optimizer, self.config.max_grad_norm, mesh)
 
     @collective
     def divide(self, divisor: float) -> None:
@@ -261,11 +268,6 @@ class Learner:
         """On rank 0, the optimizer's state, whole."""
         return whole(self.optimizer, keep=self.ranks.leads)
 
-    @property
-    def in_shared_memory(self) -> bool:
-        """Return whether the weights are a vLLM server's own."""
-        return self._storage is not None
-
     def close(self) -> None:
         """Leave what is being written as it is."""
         self._writer.stop()
@@ -273,13 +275,13 @@ class Learner:
     @collective
     def prompt_logprobs(self, tokens: list[int]) -> Tensor:
         """Log-probabilities of all tokens but the first, [n - 1], of a sharded model."""
-        ids = torch.tensor(tokens, device=self._device)
-        nothing = torch.zeros(len(tokens) - 1, device=self._device)
+        ids = torch.tensor(tokens, device=self.device)
+        nothing = torch.zeros(len(tokens) - 1, device=self.device)
         row = MicroBatch(
             input_ids=ids[None, :-1],
-            position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
+            position_ids=torch.arange(len(tokens) - 1, device=self.device)[None],
             lengths=(len(tokens) - 1,),
-            rows=torch.arange(len(tokens) - 1, device=self._device),
+            rows=torch.arange(len(tokens) - 1, device=self.device),
             targets=ids[1:],
             sampler_logprobs=nothing,
             old_logprobs=nothing,
@@ -289,7 +291,7 @@ class Learner:
             reference_logprobs=nothing,
         )
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
-        found = token_logprobs(self.trained.policy, row, self._config.logits_mb).cpu()
+        found = token_logprobs(self.trained.policy, row, self.config.logits_mb).cpu()
         self.trained.model.train()
         reshard(self.trained.policy)
         return found
@@ -304,7 +306,7 @@ class Learner:
         """Every rank's part of `gather`."""
         if self._rows is None:
             assert self.ranks.mesh is not None
-            self._rows = RowExchange(self.trained.policy, self._device, self.ranks.mesh)
+            self._rows = RowExchange(self.trained.policy, self.device, self.ranks.mesh)
         self._rows.bring(names, dtypes, self._places)
 
     @collective
@@ -341,14 +343,14 @@ class Learner:
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""
-        config, ranks = self._config, self.ranks
+        config, ranks = self.config, self.ranks
         return micro_batches(
-            sequences, config.pass_tokens, self._device, ranks.share, ranks.shares, config.shares_prefixes
+            sequences, config.pass_tokens, self.device, ranks.share, ranks.shares, config.shares_prefixes
         )
 
     def _before_pass(self, is_last: bool) -> None:
         """Tell FSDP2 what happens to gathered weights and gradients after this micro-batch."""
-        config = self._config
+        config = self.config
         for module in fsdp_modules(self._policy):
             module.set_is_last_backward(is_last or config.sync_gradients == "each")  # frees what sums
             module.set_requires_gradient_sync(is_last or config.sync_gradients == "each", recurse=False)

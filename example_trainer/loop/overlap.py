@@ -9,7 +9,6 @@ not hold a group that was computed early, because the queue has changed, or hold
 without a journal has started again, is computed from the start.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -37,7 +36,7 @@ class Part:
 
 
 class EarlyGradients:
-    """The groups of one batch that were computed before it was whole. `seconds` is the time that this took."""
+    """The groups of one batch that were computed before it was whole."""
 
     def __init__(self, learner: Learner, least_tokens: int, least_sequences: int) -> None:
         self._learner = learner
@@ -46,7 +45,6 @@ class EarlyGradients:
         self._waiting: dict[int, list[Sampled]] = {}
         self._computed: dict[int, list[Sampled]] = {}
         self.parts: list[Part] = []
-        self.seconds = 0.0
 
     def add(self, groups: Mapping[int, list[Sampled]]) -> None:
         """Compute on these groups, by their ids, and those that wait, if they are enough."""
@@ -54,11 +52,9 @@ class EarlyGradients:
         sequences = [*chain(*self._waiting.values())]
         if len(sequences) < self._least_sequences and sum(map(fed_length, sequences)) < self._least_tokens:
             return
-        start = time.monotonic()
         self.parts.append(Part(sequences, self._learner.gradients(sequences, 1.0), self._learner.comparison))
         self._computed |= self._waiting
         self._waiting = {}
-        self.seconds += time.monotonic() - start
 
     def of(self, batch: Batch, ids: Sequence[int]) -> Batch:
         """The batch, whose items have these ids, with the very sequences that were computed early. Where some of these

@@ -1,12 +1,39 @@
-"""How long trainer and sampler were busy in each step, and how long idle: what --overlap is there to change."""
+"""Where the seconds of each step go: the trainer's phases, and how long the samplers were busy meanwhile.
+
+    with timeline.phase("sync"):              the console, metrics.jsonl and /metrics get their seconds from here, and a
+        ...                                   profiler of PyTorch shows the phases by the same names
+
+A phase may run inside another, which does not count those seconds then: --overlap computes while it waits for samples,
+and a bridge makes the optimizer's updates where the weights may change.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Literal
 
+import msgspec
+from torch.profiler import record_function
+
+from atroposlib.wire.step_seconds import StepSeconds
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.output.metrics import Row
+
+Phase = Literal[
+    "sampling",  # waiting for a batch
+    "overlap",  # forward and backward of groups whose batch is not whole yet
+    "forward and backward",
+    "optimizer",
+    "sync",
+    "report",
+    "evaluation",  # waiting for it
+    "save",
+]
+TRAINING: tuple[Phase, ...] = ("overlap", "forward and backward", "optimizer")
+STEP: tuple[Phase, ...] = ("sampling", *TRAINING, "sync", "report")  # fetch to sync
 
 
 class Timeline:
@@ -17,25 +44,44 @@ class Timeline:
         self._now = now
         self._began = now()
         self._looks: list[list[float] | None] = []  # what each server had generated, since the end of the last step
+        self._seconds: defaultdict[Phase, float] = defaultdict(float)  # of this step
+        self._open: list[Phase] = []  # the innermost is the last
+        self._counted = 0.0  # the time up to which the seconds are counted
 
     def begin(self) -> None:
         """The first step begins."""
         self._began, self._looks = self._now(), [self._generating()]
 
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Count the seconds of what runs inside, and name it in a profiler's trace."""
+        self._count()
+        self._open.append(name)
+        try:
+            with record_function(name):
+                yield
+        finally:
+            self._count()
+            self._open.pop()
+
     def look(self) -> None:
         """Ask the servers before one is started again, since it then counts from 0."""
         self._looks.append(self._generating())
 
-    def row(self, trainer_busy_s: float) -> Row:
-        """A step ends, in which the trainer computed for so long. The sampler's are means over its servers, and null
-        where a server does not tell.
-        """
-        now, last = self._now(), self._generating()
-        step_s = now - self._began
+    def row(self) -> Row:
+        """A step ends. The sampler's seconds are means over its servers, and null where a server does not tell."""
+        now, last, seconds = self._now(), self._generating(), self._seconds
+        elapsed_s = now - self._began
         looks = [look for look in (*self._looks, last) if look is not None]
+        train_s = self._sum(TRAINING)
+        step = StepSeconds(
+            step_s=self._sum(STEP), generate_s=seconds["sampling"], train_s=train_s, eval_wait_s=seconds["evaluation"]
+        )
         row: dict[str, float | None] = {
-            "trainer_busy_s": trainer_busy_s,
-            "trainer_idle_s": max(0.0, step_s - trainer_busy_s),
+            "early_s": seconds["overlap"],
+            **msgspec.structs.asdict(step),
+            "trainer_busy_s": train_s,
+            "trainer_idle_s": max(0.0, elapsed_s - train_s),
             "sampler_busy_s": None,
             "sampler_idle_s": None,
         }
@@ -46,9 +92,19 @@ class Timeline:
                 for old, new in zip(before, after, strict=True)
             ]
             row["sampler_busy_s"] = busy = sum(spent) / len(self._clients)
-            row["sampler_idle_s"] = max(0.0, step_s - busy)
-        self._began, self._looks = now, [last]
+            row["sampler_idle_s"] = max(0.0, elapsed_s - busy)
+        self._began, self._looks, self._seconds = now, [last], defaultdict(float)
         return row
+
+    def _count(self) -> None:
+        """Add the seconds since the last call to the innermost phase."""
+        now = self._now()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._counted
+        self._counted = now
+
+    def _sum(self, phases: Sequence[Phase]) -> float:
+        return sum((self._seconds[phase] for phase in phases), 0.0)
 
     def _generating(self) -> list[float] | None:
         try:

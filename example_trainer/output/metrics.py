@@ -187,7 +187,7 @@ class WandbSink:
     `train/<key>`, and tables of samples.
     """
 
-    def __init__(self, config: TrainerConfig, resources: ExitStack) -> None:
+    def __init__(self, config: TrainerConfig, resources: ExitStack, kernels: str) -> None:
         with loading("--use-wandb", TrainerError, remedy=install("wandb")):
             import wandb
         self._table = wandb.Table
@@ -196,7 +196,7 @@ class WandbSink:
             group=config.wandb_group,
             name="trainer",
             dir=str(config.log_dir),
-            config=config.model_dump(mode="json"),
+            config=config.model_dump(mode="json") | {"kernels": kernels},
         )
         resources.callback(self._run.finish)
 
@@ -210,9 +210,9 @@ class WandbSink:
         self._run.log({"train/samples": table}, step=step)
 
 
-def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -> list[Sink]:
-    """The sinks that the configuration asks for; `resources` closes them. Raises TrainerError for a package that is not
-    installed, or a directory not to be written.
+def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack, kernels: str) -> list[Sink]:
+    """The sinks that the configuration asks for, of a run that computes with `kernels`; `resources` closes them. Raises
+    TrainerError for a package that is not installed, or a directory not to be written.
     """
     with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy="set --log-dir, or free space"):
         config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard", resources))
     if config.use_wandb:
-        sinks.append(WandbSink(config, resources))
+        sinks.append(WandbSink(config, resources, kernels))
     return sinks
 
 

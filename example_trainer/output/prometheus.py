@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,7 @@ from starlette.routing import Route
 from atroposlib.errors import reading
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
+from atroposlib.wire.step_seconds import ACTIVITIES, StepSeconds
 from example_trainer.errors import TrainerError
 from example_trainer.output.samples import Sample
 
@@ -44,15 +46,10 @@ GAUGES = (
     ("logprob_diff_mean", "Mean difference from the sampler's log-probabilities, in nats", "logprob_diff_mean"),
     ("vllm_servers", "vLLM servers that serve the last policy version", "servers"),
 )
-# metric, its text, label, and by the label's value the column that is summed
+# metric, its text, label, and by the label's value the column, or activity, that is summed
 SUMS = (
     ("tokens", "Tokens of the batches", "kind", {"sampled": "completion_tokens", "trained": "trained_tokens"}),
-    (
-        "seconds",
-        "Seconds by what the trainer did",
-        "phase",
-        {"waiting": "generate_s", "training": "train_s", "syncing": "", "evaluating": "eval_wait_s"},
-    ),
+    ("seconds", "Seconds by what the trainer did", "phase", {name: name for name in ACTIVITIES}),
     (
         "sync_seconds",
         "Seconds of weight syncs: generation paused, bytes in transit, weights being changed",
@@ -77,8 +74,8 @@ class StepCollector(Collector):
         """One step's row of metrics.jsonl."""
         with self._lock:
             self._last = dict(row)
-            self._sums.update({name: row.get(name) or 0 for *_, columns in SUMS for name in columns.values() if name})
-            self._sums[""] += max(0.0, row["step_s"] - row["generate_s"] - row["train_s"])  # the rest of a step
+            counted = self._last | msgspec.convert(self._last, StepSeconds).by_activity()
+            self._sums.update({name: counted.get(name) or 0 for *_, columns in SUMS for name in columns.values()})
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that Prometheus collects."""

@@ -19,7 +19,8 @@ before that leaves the previous checkpoint and `latest` unchanged. A LoRA run ke
 
 import re
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -192,24 +193,25 @@ def expect_same_model(folder: Path, config: TrainerConfig) -> None:
             )
 
 
-def sharing(folder: Path, progress: Progress, config: TrainerConfig) -> bool:
-    """Return whether a resumed run shares prefixes: as the run of this checkpoint did. Raises CheckpointError if the
-    flags ask for the other way. A checkpoint that does not tell computed every sequence whole, and continues as
-    configured.
+def resumed(config: TrainerConfig, folder: Path) -> TrainerConfig:
+    """Return the configuration of a run that continues `folder`: it shares prefixes as the run of this checkpoint did.
+    Raises CheckpointError if the flags ask for the other way. A checkpoint that does not tell computed every sequence
+    whole, and continues as configured.
     """
-    if progress.share_prefixes is None:
+    with _expecting_ours(folder):
+        shared = _progress(_state(folder, mapped=True)).share_prefixes
+    if shared is None:
         log.warning("%s is older than shared prefixes; this run rounds differently where it shares them", folder)
-        return config.shares_prefixes
-    if config.share_prefixes not in (None, progress.share_prefixes):
+        return config
+    if config.share_prefixes not in (None, shared):
         then, now = (
-            "--share-prefixes" if share else "--no-share-prefixes"
-            for share in (progress.share_prefixes, config.share_prefixes)
+            "--share-prefixes" if share else "--no-share-prefixes" for share in (shared, config.share_prefixes)
         )
         raise CheckpointError(
             f"{folder} was computed with {then}, and this run has {now}, which rounds differently: leave out {now}, "
             "or start a new run with the checkpoint as --model-name"
         )
-    return progress.share_prefixes
+    return config.model_copy(update={"share_prefixes": shared})
 
 
 def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, rank: int = 0) -> Progress:
@@ -219,15 +221,27 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
     Raises CheckpointError if the moments are another optimizer's or another model's, or cannot be loaded.
     """
     sharded = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
-    try:  # mapped, each rank reads its own rows alone
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=sharded)
+    state = _state(folder, mapped=sharded)  # each rank reads its own rows alone
+    with _expecting_ours(folder):
+        return _restored(state, folder, optimizer, model, rank)
+
+
+def _state(folder: Path, mapped: bool) -> Any:
+    """Load what trainer_state.pt has, or map it."""
+    try:
+        return torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # torch's own text tells how to load a pickle that runs code
         raise CheckpointError(
             f"{folder / STATE} cannot be loaded ({type(error).__name__}); resume from another step_N directory"
         ) from error
+
+
+@contextmanager
+def _expecting_ours(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError where the contents of a state are not what this trainer writes."""
     try:
-        return _restored(state, folder, optimizer, model, rank)
+        yield
     except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(
             f"{folder / STATE} is not what this trainer writes ({type(error).__name__}: {error}); resume from another"
@@ -259,6 +273,10 @@ def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module |
         if torch.cuda.is_available() and state["generators"]["cuda"]:
             torch.cuda.set_rng_state_all(state["generators"]["cuda"])
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    return _progress(state)
+
+
+def _progress(state: Any) -> Progress:
     return msgspec.convert(state["progress"], Progress)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging
-from example_trainer.grpo import keep_weights
+from example_trainer.loop.run import keep_weights
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.bridge_child import change, connect
 

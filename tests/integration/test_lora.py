@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.bridges import BridgeError, WeightBridge, make_bridge
-from example_trainer.grpo import connected
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.opening import connected
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.lora import adapter_tensors
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
@@ -60,7 +62,8 @@ def lora_config(model: str, port: int, save_path: Path, **changes: Any) -> Train
 @contextlib.contextmanager
 def trainer(server: Server, save_path: Path, **changes: Any) -> Iterator[tuple[WeightBridge, PreTrainedModel]]:
     config = lora_config(server.model, server.port, save_path, **changes)
-    with connected(config, make_bridge(config), server.model, CPU) as (learner, bridge):
+    learner = Learner(config, CPU, ALONE)
+    with connected(learner, make_bridge(config), server.model) as bridge:
         yield bridge, learner.trained.model
 
 

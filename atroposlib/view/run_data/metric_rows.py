@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from atroposlib.view.run_data.files import opened, read_at
+from atroposlib.wire.step_seconds import StepSeconds
 
 REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
 TIMELINE_BYTES = 16 << 20  # the newest rows of a longer file
 SEAM_BYTES = 64
-PARTS = ("waiting", "training", "syncing", "evaluating")
 
 Number = int | float
 
@@ -34,15 +34,11 @@ class MetricRows:
     more: bool
 
 
-class TimedRow(msgspec.Struct):
+class TimedRow(StepSeconds, kw_only=True):
     """Holds what the timeline needs of a row."""
 
     step: int
     time: float
-    step_s: float | None = None
-    generate_s: float | None = None
-    train_s: float | None = None
-    eval_wait_s: float | None = None
 
 
 def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
@@ -108,11 +104,9 @@ def _timed(line: bytes) -> TimedRow | None:
 
 def _of_step(row: TimedRow) -> dict[str, Any]:
     """A row's durations in their order: the trainer waits, trains, syncs and waits for evaluations."""
-    step, waiting, training = row.step_s or 0.0, row.generate_s or 0.0, row.train_s or 0.0
-    spent = (waiting, training, step - waiting - training, row.eval_wait_s or 0.0)
-    seconds = [max(0.0, each) for each in spent]
-    at, found = row.time - sum(seconds), []
-    for what, duration in zip(PARTS, seconds, strict=True):
+    spent = row.by_activity()
+    at, found = row.time - sum(spent.values()), []
+    for what, duration in spent.items():
         if duration > 0:
             found.append({"start": at, "end": at + duration, "what": what})
         at += duration

@@ -146,7 +146,7 @@ def mutate(mutation: str | None) -> None:
 
 def lead(learner: Learner, job: dict[str, Any]) -> None:
     """Rank 0's part: it has the others load, learn and answer."""
-    out, config, prompt = Path(job["out"]), learner._config, list(range(1, 30))
+    out, config, prompt = Path(job["out"]), learner.config, list(range(1, 30))
     source = job.get("source", config.model_name)
     memory = arenas(job["arenas"], config.tp_size) if "arenas" in job else []
     if memory:
@@ -204,7 +204,7 @@ def fail_alone(learner: Learner, job: dict[str, Any]) -> None:
     """Rank 0's part of a single copy in which its own update fails before its first write, and no other rank's does:
     what vLLM is told, and into which of its ranks' memory a trainer rank has written.
     """
-    config = learner._config
+    config = learner.config
     model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32)
     vllm: Any = FakeVllm(model, config.tp_size)
     manifest = vllm.manifest()

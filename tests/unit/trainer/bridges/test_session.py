@@ -12,8 +12,10 @@ from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AdapterOffer, Manifest, Offer, WireTensor
 from example_trainer.bridges import BridgeError, Prepared
 from example_trainer.bridges.session import Session, matching_manifest, offered_by_us
-from example_trainer.grpo import connected
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.opening import connected
 from example_trainer.model.loading import ModelError
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.fakes import RecordingBridge, model_folder
@@ -114,11 +116,15 @@ def test_another_model_is_refused_with_the_server_and_the_first_difference() -> 
         matching_manifest(vllm, {"a": (8,)})
 
 
+def learner_of(model: str) -> Learner:
+    return Learner(TrainerConfig.model_validate({"model_name": model}), CPU, ALONE)
+
+
 def test_what_was_prepared_is_closed_when_the_model_cannot_be_loaded_or_connected(tmp_path: Path) -> None:
     bridge = RecordingBridge()
     with (
         pytest.raises(ModelError, match=r"cannot load --model-name '\./no/such'"),
-        connected(TrainerConfig.model_validate({"model_name": "./no/such"}), bridge, "./no/such", CPU),
+        connected(learner_of("./no/such"), bridge, "./no/such"),
     ):
         pytest.fail("there is no model")
     assert bridge.closed
@@ -129,10 +135,9 @@ def test_what_was_prepared_is_closed_when_the_model_cannot_be_loaded_or_connecte
         raise BridgeError("not the same model")
 
     model = model_folder(tmp_path / "model")
-    config = TrainerConfig.model_validate({"model_name": model})
     with (
         pytest.raises(BridgeError, match="not the same model"),
-        connected(config, lambda *_: Prepared(refuse, lambda: closed.append(True)), model, CPU),
+        connected(learner_of(model), lambda *_: Prepared(refuse, lambda: closed.append(True)), model),
     ):
         pytest.fail("it is not connected")
     assert closed == [True]

@@ -20,7 +20,10 @@ from atroposlib.wire.bridge import (
     lay_out,
 )
 from example_trainer.bridges import BridgeError, WeightBridge, lora, make_bridge, single_copy
-from example_trainer.grpo import connected, keep_weights
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.opening import connected
+from example_trainer.loop.run import keep_weights
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.arenas import ranks_of
@@ -94,7 +97,8 @@ Pair = tuple[TrainedModel, WeightBridge]
 @pytest.fixture
 def single(vllm: FakeVllm, model: str) -> Iterator[Pair]:
     config = TrainerConfig.model_validate({"model_name": model, "bridge": {"kind": "single_copy"}})
-    with connected(config, make_bridge(config), model, CPU) as (learner, bridge):
+    learner = Learner(config, CPU, ALONE)
+    with connected(learner, make_bridge(config), model) as bridge:
         yield learner.trained, bridge
 
 
@@ -168,7 +172,8 @@ def test_an_adapter_is_written_loaded_and_those_before_it_are_removed(
     config = TrainerConfig.model_validate(
         {"model_name": model, "save_path": tmp_path / "out", "bridge": {"kind": "lora", "r": 4}}
     )
-    with connected(config, make_bridge(config), model, CPU) as (learner, bridge):
+    learner = Learner(config, CPU, ALONE)
+    with connected(learner, make_bridge(config), model) as bridge:
         assert vllm.calls == [("open", 4, "/v1/bridge/adapter/session")]
         reports = [bridge.sync(version, keep_weights) for version in range(3)]
     loaded = [call for call in vllm.calls if call[0] == "load"]
@@ -187,7 +192,7 @@ def test_an_adapter_that_cannot_be_written_names_what_is_served(
     config = TrainerConfig.model_validate(
         {"model_name": model, "save_path": tmp_path / "out", "bridge": {"kind": "lora"}}
     )
-    with connected(config, make_bridge(config), model, CPU) as (_, bridge):
+    with connected(Learner(config, CPU, ALONE), make_bridge(config), model) as bridge:
         bridge.sync(0, keep_weights)
         name = vllm.calls[-1][1]
         monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())

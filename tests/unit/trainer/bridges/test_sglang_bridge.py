@@ -9,7 +9,7 @@ import torch
 from example_trainer.bridges import BridgeError, sglang
 from example_trainer.bridges.base import WeightBridge
 from example_trainer.errors import TrainerError
-from example_trainer.grpo import check_served
+from example_trainer.loop.served import check_served
 from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
@@ -120,7 +120,7 @@ def test_a_tensor_that_sglang_passes_over_is_seen_although_it_was_right_before(
     bridge = bridge_to(model, server)
     bridge.sync(0, lambda: None)  # the weights that the server has loaded from the same directory
     with pytest.raises(TrainerError, match="log-probabilities differ"):
-        check_served(bridge, 0, config_to(model, server))
+        check_served(bridge, 0, config_to(model, server), "torch")
     bridge.close()
 
 

@@ -317,7 +317,7 @@ def test_log_probabilities_of_another_sampling_are_warned_of_at_staleness_0(
         ours = token_logprobs(policy, replace(packed, temperatures=torch.ones_like(packed.temperatures)), 8)
         comparison.add(packed.targets, sampler, ours)
     settings = config(model, tmp_path, batch_invariant=False, bit_exact="report")
-    judge = Exactness(settings, policy.model, "float32")
+    judge = Exactness(settings, policy.model, "float32", "torch")
     batch = make_batch(as_records([group]), seq_len=2048, policy_version=staleness)
     for step in (1, 2):  # once
         judge.judge(comparison, step, batch, policy.model)

@@ -15,6 +15,7 @@ import torch
 from example_trainer import grpo
 from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.batching import Sequence as Sampled
+from example_trainer.loop import run as loop
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loss.metric import Metrics
@@ -167,7 +168,7 @@ def test_a_batch_without_a_group_that_was_computed_early_is_computed_again(
             time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "EarlyGradients", Mistaken)
+        patch.setattr(loop, "EarlyGradients", Mistaken)
         train(tmp_path / "early", model, until_computed, overlap=True, micro_batch_tokens=8)
     assert any(foreign)
     train(tmp_path / "whole", model)

@@ -128,7 +128,7 @@ def test_without_memory_for_a_copy_training_waits_until_the_same_file_is_written
     saves.complete()
     assert "written while training waits" not in caplog.text
     learner.close()
-    poor = Saves(learner._config, learner, time.sleep)
+    poor = Saves(learner.config, learner, time.sleep)
     monkeypatch.setattr(learner, "_writer", shards.ShardWriter())
     poor.save(Progress(3, 1, 1))
     assert poor.advance()  # without a wait

@@ -1,8 +1,13 @@
 """Busy and idle seconds of trainer and sampler."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.loop.timeline import Timeline
+from example_trainer.loop.timeline import Phase, Timeline
+from example_trainer.output.metrics import Row
 
 
 class Server(VllmClient):
@@ -18,12 +23,29 @@ class Server(VllmClient):
         return found
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def step(timeline: Timeline, clock: Clock, phases: Sequence[tuple[Phase, float]]) -> Row:
+    for name, seconds in phases:
+        with timeline.phase(name):
+            clock.s += seconds
+    return timeline.row()
+
+
 def rows(*servers: Server, steps: int) -> list[tuple[float | int | None, ...]]:
     """Of steps of 10 s each, of which the trainer computes 4."""
-    times = iter([0.0, 5.0, *(15.0 + 10 * step for step in range(steps))])
-    timeline = Timeline(servers, lambda: next(times))
+    clock = Clock()
+    timeline = Timeline(servers, clock)
     timeline.begin()
-    found = [timeline.row(4.0) for _ in range(steps)]
+    found = [step(timeline, clock, [("sampling", 6), ("forward and backward", 4)]) for _ in range(steps)]
     names = ("trainer_busy_s", "trainer_idle_s", "sampler_busy_s", "sampler_idle_s")
     return [tuple(row[name] for name in names) for row in found]
 
@@ -41,13 +63,56 @@ def test_a_server_that_was_started_again_counts_from_its_start() -> None:
 
 
 def test_what_a_server_generated_before_it_is_started_again_counts_too() -> None:
-    times = iter([0.0, 5.0, 15.0])
-    timeline = Timeline([Server(100.0, 107.0, 2.0)], lambda: next(times))
+    clock = Clock()
+    timeline = Timeline([Server(100.0, 107.0, 2.0)], clock)
     timeline.begin()
     timeline.look()
-    row = timeline.row(4.0)
+    row = step(timeline, clock, [("sampling", 10)])
     assert (row["sampler_busy_s"], row["sampler_idle_s"]) == (9, 1)
 
 
 def test_a_server_that_does_not_tell_leaves_the_sampler_unknown() -> None:
     assert rows(Server(1.0, None, 5.0, 6.0), steps=3) == [(4, 6, None, None), (4, 6, None, None), (4, 6, 1, 9)]
+
+
+def test_each_second_is_in_the_innermost_phase_and_each_column_has_its_phases() -> None:
+    """As a step goes: --overlap computes while it waits for samples, a bridge updates in its sync."""
+    clock = Clock()
+    timeline = Timeline([Server(*[0.0] * 4)], clock)
+    timeline.begin()
+    with timeline.phase("sampling"):
+        clock.s += 3
+        with timeline.phase("overlap"):
+            clock.s += 5
+        clock.s += 4
+    clock.s += 100  # of no phase
+    with timeline.phase("forward and backward"):
+        clock.s += 11
+    with timeline.phase("sync"):
+        clock.s += 13
+        timeline.phase("optimizer")(lambda: step_on(clock, 17))()
+        clock.s += 19
+    row = step(timeline, clock, [("report", 23), ("evaluation", 29)])
+    assert {name: row[name] for name in ("generate_s", "early_s", "train_s", "step_s", "eval_wait_s")} == {
+        "generate_s": 7,
+        "early_s": 5,
+        "train_s": 5 + 11 + 17,
+        "step_s": 7 + 33 + 32 + 23,
+        "eval_wait_s": 29,
+    }
+    assert (row["trainer_busy_s"], row["trainer_idle_s"]) == (33, 224 - 33)
+    after = step(timeline, clock, [("save", 31), ("sampling", 2)])  # of the step before: idle, and in no other column
+    assert (after["step_s"], after["generate_s"], after["trainer_idle_s"]) == (2, 2, 33)
+
+
+def step_on(clock: Clock, seconds: float) -> None:
+    clock.s += seconds
+
+
+def test_a_phase_that_fails_is_left() -> None:
+    clock = Clock()
+    timeline = Timeline([Server(*[0.0] * 4)], clock)
+    with pytest.raises(KeyError), timeline.phase("sync"):
+        timeline.phase("optimizer")(dict[str, float]().__getitem__)("no such key")
+    clock.s += 5
+    assert step(timeline, clock, [("sampling", 1)])["step_s"] == 1

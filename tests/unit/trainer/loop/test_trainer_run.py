@@ -8,16 +8,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from example_trainer import grpo
-from example_trainer.bridges import SyncReport
+from example_trainer.bridges import Prepare, SyncReport
 from example_trainer.errors import TrainerError
+from example_trainer.loop.run import Run
+from example_trainer.loop.timeline import Phase
 from example_trainer.output.metrics import ROW_KEYS
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.objectives import PRESETS
@@ -156,6 +159,34 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "final_model")
     start = AutoModelForCausalLM.from_pretrained(model)
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+
+
+def test_a_profiler_shows_the_phases_of_a_step_by_the_names_of_the_timeline(model: str, tmp_path: Path) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        train(model, tmp_path, training_steps=1)
+    shown = {event.key: event.count for event in trace.key_averages()}
+    assert {name: shown.get(name) for name in get_args(Phase)} == dict.fromkeys(get_args(Phase), 1) | {"overlap": None}
+
+
+def test_bridge_learner_and_run_have_one_configuration_to_the_end(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that memory and the checkpoint have completed."""
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1, share_prefixes=False)
+    bridges_have: list[TrainerConfig] = []
+    runs: list[Run] = []
+
+    def make_bridge(final: TrainerConfig) -> Prepare:
+        bridges_have.append(final)
+        return RecordingBridge()
+
+    monkeypatch.setattr(grpo, "make_bridge", make_bridge)
+    monkeypatch.setattr(Run, "finish", lambda run: runs.append(run))
+    with serve(FakeApi(lambda delivered: feed(1 + delivered))) as url:
+        grpo.run(config(model, tmp_path, url, training_steps=2, resume="latest", offload="auto"))
+    (run,), (final,) = runs, bridges_have
+    assert run.config is run.learner.config is final
+    assert (final.share_prefixes, final.offload) == (False, "none")
 
 
 def test_a_bridge_that_serves_some_versions_only_reports_what_vllm_serves(model: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import uvicorn
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
+from example_trainer.loop.run import Run
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights import shards
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
@@ -205,7 +206,7 @@ def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_
 
     monkeypatch.setattr(shards, "_cut", late)
     monkeypatch.setattr(shards, "STOP_S", 0.1)
-    monkeypatch.setattr(grpo.Run, "is_due", lambda run, step: step in (1, 2))
+    monkeypatch.setattr(Run, "is_due", lambda run, step: step in (1, 2))
     with real_api() as url:
         post_numbered(url, 8)
         assert run("first", Bridge()) == [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from example_trainer import grpo
+from example_trainer.loop import served as served_weights
 from example_trainer.model.loading import ModelError, check_packed_forward, load_model, meta_model, prepare_for_training
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
@@ -117,12 +117,12 @@ def test_a_server_of_longer_sequences_is_refused(monkeypatch: pytest.MonkeyPatch
     config, model = TrainerConfig.model_validate({"model_name": longrope, "seq_len": ORIGINAL}), meta_model(longrope)
     for served, refused in ((ORIGINAL, False), (WHOLE, True), (None, False)):
         client = SimpleNamespace(url="http://gpu01:9001", status=lambda n=served: SimpleNamespace(max_model_len=n))
-        monkeypatch.setattr(grpo, "vllm_clients", lambda _, client=client: [client])
+        monkeypatch.setattr(served_weights, "vllm_clients", lambda _, client=client: [client])
         if refused:
             with pytest.raises(ModelError, match="--max-model-len of the vLLM server at http://gpu01:9001 is 256"):
-                grpo.expect_served_lengths(config, model.config)
+                served_weights.expect_served_lengths(config, model.config)
         else:
-            grpo.expect_served_lengths(config, model.config)
+            served_weights.expect_served_lengths(config, model.config)
 
 
 @pytest.mark.parametrize(

@@ -63,5 +63,5 @@ def test_wandb_gets_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = TrainerConfig.model_validate({"model_name": "m", "bridge": {"kind": "restart"}, "log_dir": str(tmp_path)})
     with ExitStack() as resources:
-        WandbSink(config, resources).write_samples(20, [Sample("p", "a", 1.0)])
+        WandbSink(config, resources, "torch").write_samples(20, [Sample("p", "a", 1.0)])
     assert logged == [({"train/samples": (["step", "prompt", "answer", "reward"], [[20, "p", "a", 1.0]])}, 20)]

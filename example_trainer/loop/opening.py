@@ -1,0 +1,130 @@
+"""Opens a run: what it waits for, what is refused before anything is loaded, and what is closed in the end.
+
+batching API is up ──▶ weights loaded ──▶ bridge connected ──▶ moments, generators ──▶ files open ──▶ Run
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+from atroposlib.logs import get_logger
+from atroposlib.wire.batching import GroupRequirements, Registration
+from example_trainer.bridges import Prepare, WeightBridge
+from example_trainer.bridges.returning import ReturningBridge
+from example_trainer.bridges.vllm_client import vllm_clients
+from example_trainer.data.routing_replay import shape_of
+from example_trainer.errors import TrainerError
+from example_trainer.exact.check import Exactness
+from example_trainer.loop.api_client import ApiClient
+from example_trainer.loop.bad_data import RejectionBudget
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.run import Run
+from example_trainer.loop.saves import Saves
+from example_trainer.loop.timeline import Timeline
+from example_trainer.output.metrics import open_metrics, open_trained
+from example_trainer.ranks.ranks import Ranks
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
+from example_trainer.weights.written import remove_leftovers
+
+log = get_logger(__name__)
+
+Watched = WeightBridge | Ranks | Saves
+
+
+@contextmanager
+def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> Iterator[Run]:
+    """A run on rank 0, ready to start. `prepare` gives the bridge of the final configuration. Raises TrainerError."""
+    given, watched = learner.config, list[Watched]([learner.ranks])
+    remove_leftovers(given.save_path)
+    checkpoint = find_checkpoint(given.resume, given.save_path)
+    if checkpoint:
+        expect_same_model(checkpoint, given)
+    resumed = str(checkpoint or "")
+    learner.resolve(resumed)
+    config = learner.config
+    with ExitStack() as resources:
+        rejections = RejectionBudget(config.max_rejected_groups)
+        api = resources.enter_context(closing(client_of(config, rejections, partial(sleep_beside, watched))))
+        api.wait_until_up()
+        source = resumed or config.model_name
+        log.info("Loading %s on %s", source, learner.device)
+        bridge = resources.enter_context(connected(learner, prepare(config), source))
+        watched.append(bridge)
+        learner.begin(resumed, bridge.served_dtype)
+        done, model = learner.progress, learner.trained.model
+        exactness = Exactness(config, model, bridge.served_dtype, done.kernels)
+        if done.step >= config.training_steps:
+            raise TrainerError(
+                f"{checkpoint} has done {done.step} of {config.training_steps} steps: raise --training-steps to"
+                " continue"
+            )
+        metrics = open_metrics(config, done.step + 1, resources, done.kernels)
+        trained_file = open_trained(config, done.step + 1, resources)
+        if config.overlap and not config.overlaps:
+            log.info("Not computing before a batch is whole: it makes several updates, or recomputes log-probabilities")
+        saves = Saves(config, learner, partial(sleep_beside, tuple(watched)))
+        resources.push(saves.leave)
+        watched.append(saves)
+        needs = GroupRequirements(
+            vocab_size=model.config.get_text_config().vocab_size,
+            trainable_only=True,
+            logprobs_optional=not config.needs_sampler_logprobs,
+            routing=shape_of(model),
+            routing_required=config.routing_replay == "required",
+        )
+        timeline = Timeline(vllm_clients(config))
+        yield Run(config, api, learner, bridge, exactness, saves, rejections, metrics, trained_file, needs, timeline)
+
+
+@contextmanager
+def connected(learner: Learner, prepare: Prepare, source: str) -> Iterator[WeightBridge]:
+    """The bridge that hands over what the learner trains, which has the weights of `source` (hub id or directory) then.
+
+    With single copy the weights become those of `source` at the first sync.
+    """
+    config, prepared = learner.config, prepare(source, learner.device)
+    with ExitStack() as resources:
+        resources.callback(prepared.close)
+        learner.load_into(prepared.storage, source)
+        bridge = prepared.connect(learner.trained)
+        if config.vllm_return_s and config.bridge.survives_vllm:
+            servers, alone = vllm_clients(config), learner.ranks.size == 1
+            bridge = ReturningBridge(bridge, servers, config.vllm_return_s, sync_in_check=alone)
+        yield resources.enter_context(closing(bridge))
+
+
+def client_of(config: TrainerConfig, rejections: RejectionBudget, sleep: Callable[[float], None]) -> ApiClient:
+    """The client of the batching API, which is not asked anything yet."""
+    return ApiClient(
+        config.atropos_url,
+        registration(config),
+        patience_s=config.api_timeout,
+        token=config.atropos_token.get_secret_value() if config.atropos_token else None,
+        sleep=sleep,
+        on_rejected=rejections.note,
+    )
+
+
+def registration(config: TrainerConfig) -> Registration:
+    """Build what the API is told about this run; the step it starts from is known later."""
+    return Registration(
+        wandb_group=config.wandb_group or config.save_path.name,
+        wandb_project=config.wandb_project,
+        batch_size=config.batch_size * config.gradient_accumulation_steps,  # rollouts
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path),
+        save_checkpoint_interval=config.checkpoint_interval,
+        starting_step=0,
+        num_steps=config.training_steps,
+    )
+
+
+def sleep_beside(watched: Sequence[Watched], seconds: float) -> None:
+    """Pause a wait for the API. Without vLLM no batch will ever come, and without the other ranks none can be trained
+    on, so their errors are raised first. A checkpoint that is written meanwhile gets its name.
+    """
+    for each in watched:
+        each.check()
+    time.sleep(seconds)

@@ -1,0 +1,284 @@
+"""The loop of a run: its steps, by phases that the timeline counts and names.
+
+    sampling ──batch──▶ forward and backward ──gradient──▶ sync ──▶ report ──▶ evaluation ──▶ save
+                                                            └─ optimizer, where the weights may change
+
+Step N trains on what earlier policies sampled and produces policy version N. A run begins by sending vLLM its start
+weights. A step makes one optimizer update, or several with --updates-per-batch and --epochs (updates.py). A batch makes
+none if its gradient is not finite, or if there is no gradient because no group has a signal and the loss has no KL or
+entropy term. The moments do not change then, but the version still rises and is synced, so steps, policy versions and
+the environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and
+skipped; a batch of nothing else is not a step.
+"""
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from msgspec.structs import asdict
+
+from atroposlib.logs import get_logger, say
+from atroposlib.wire.batching import GroupRequirements
+from example_trainer.bridges import SyncReport, WeightBridge
+from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
+from example_trainer.errors import TrainerError
+from example_trainer.exact.check import Exactness
+from example_trainer.loop.api_client import ApiClient
+from example_trainer.loop.bad_data import BadBatches, RejectionBudget
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.overlap import EarlyGradients
+from example_trainer.loop.saves import Saves
+from example_trainer.loop.served import check_served, expect_served_lengths
+from example_trainer.loop.timeline import Timeline
+from example_trainer.loop.updates import Plan, Updates
+from example_trainer.optim.optimizer import learning_rate
+from example_trainer.output.metrics import Sink, step_line, step_row
+from example_trainer.output.model_card import write_model_card
+from example_trainer.output.samples import samples_of
+from example_trainer.output.step_file import StepFile
+from example_trainer.output.trained_rows import trained_rows
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import Progress
+from example_trainer.weights.written import TrainedModel
+
+log = get_logger(__name__)
+
+
+@dataclass
+class Run:
+    """One training run. `opening.py` opens and closes what it holds; `config` is final."""
+
+    config: TrainerConfig
+    api: ApiClient
+    learner: Learner
+    bridge: WeightBridge
+    exactness: Exactness
+    saves: Saves
+    rejections: RejectionBudget
+    metrics: list[Sink]
+    trained_file: StepFile | None
+    needs: GroupRequirements
+    timeline: Timeline
+    trained: TrainedModel = field(init=False)
+    progress: Progress = field(init=False)
+    bad_batches: BadBatches = field(init=False)
+    early: EarlyGradients | None = None  # of the batch that is fetched
+    proven: bool = False  # vLLM's weights by the probes, after an update
+    _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
+
+    def __post_init__(self) -> None:
+        self.trained, self.progress = self.learner.trained, self.learner.progress
+        self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
+
+    def start(self) -> None:
+        """Have vLLM serve the start weights, and register with the API."""
+        progress = self.progress
+        self.bridge.sync(progress.policy_version, keep_weights)
+        expect_served_lengths(self.config, self.trained.model.config)
+        self.check_served()
+        self.api.register(
+            starting_step=progress.step,
+            run=progress.run,
+            trained_leases=progress.leases,
+            **asdict(self.needs),
+        )
+        self.api.report_step(progress.step, progress.policy_version)
+        self.timeline.begin()
+
+    def step(self, step: int) -> None:
+        """Train on one batch, have vLLM serve the result, report."""
+        phase, rejected_before = self.timeline.phase, self.rejections.total
+        with phase("sampling"):
+            batch = self.trainable_batch()
+            # of the untrained policy, if an environment evaluated it before it began to sample
+            if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
+                say(f"Before training | accuracy {100 * accuracy:.1f} %")
+        with phase("forward and backward"):
+            updates = self.learn(batch, step)
+        with phase("sync"):
+            sync = self.hand_over(step, updates)
+        with phase("report"):
+            self.api.report_step(step, sync.policy_version)
+            self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
+        with phase("evaluation"):
+            accuracy = self.accuracy(sync)
+        row = step_row(
+            batch,
+            updates.row(),
+            sync,
+            step=step,
+            policy_version=self.progress.policy_version,
+            accuracy=accuracy,
+            updates=self.progress.updates,
+            rejected_groups=self.rejections.total - rejected_before,
+            bad_batches=self.bad_batches.total,
+            **self.timeline.row(),
+        )
+        for sink in self.metrics:
+            sink.write(row)
+        self.show_samples(step, batch)
+        say(step_line(row, self.config.training_steps))
+        with phase("save"):
+            self.save_if_due(step)
+
+    def finish(self) -> None:
+        """Write the trained model, with its card."""
+        self.exactness.expect_agreement()
+        self.saves.complete()
+        log.info("Writing the trained model to %s", self.config.save_path)
+        final = self.config.save_path / self.trained.form.final
+        self.trained.write(final, also=partial(write_model_card, config=self.config))
+        say(f"Trained model: {final}")
+        self.api.acknowledge()
+
+    def trainable_batch(self) -> Batch:
+        """The next batch with a group that can be trained on; the others are rejected to the API.
+
+        A batch without any is passed over, so that a run that resumes, which is given the others alone, makes the same
+        steps.
+        """
+        while True:
+            self.early = self._early()
+            batch = self.converted(
+                self.api.fetch_batch(self.config.fetch_timeout, self.compute_early if self.early else None)
+            )
+            self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
+            if self.early is not None:
+                batch = self.early.of(batch, self.api.ids)
+            if batch.groups:
+                return batch
+            self._passed_over += batch.records
+            log.warning("No group of this batch can be trained on: fetching another")
+
+    def converted(self, items: Iterable[Item]) -> Batch:
+        """A batch as the API gave it, or a part of one."""
+        return make_batch(
+            items,
+            seq_len=self.config.seq_len,
+            loss=self.config,
+            policy_version=self.progress.policy_version,
+            needs=self.needs,
+        )
+
+    def compute_early(self, groups: Mapping[int, Item]) -> None:
+        """Compute on groups of the next batch; those that cannot be trained on are left for it."""
+        assert self.early is not None
+        sequences = {identity: self.converted([item]).sequences for identity, item in groups.items()}
+        with self.timeline.phase("overlap"):
+            self.early.add(sequences)
+
+    def _early(self) -> EarlyGradients | None:
+        """For the next batch, with --overlap."""
+        if not self.config.overlaps:
+            return None
+        ranks, rollouts = self.learner.ranks.shares, self.config.batch_size * self.config.gradient_accumulation_steps
+        return EarlyGradients(self.learner, self.config.pass_tokens * ranks, max(ranks, rollouts // 4))
+
+    def learn(self, batch: Batch, step: int) -> Updates:
+        """The step's updates, begun: the first gradient is in the parameters' `.grad`, if the batch has any. Raises
+        BadBatch or NotExact where the configuration says to stop.
+        """
+        config = self.config
+        if batch.truncated_sequences:
+            log.warning(
+                "%d of %d sequences exceed --seq-len %d and were cut",
+                batch.truncated_sequences,
+                batch.sampled_sequences,
+                config.seq_len,
+            )
+        if config.mask_truncated and batch.cut_answers is None:
+            log.warning("--mask-truncated masks nothing: no group of this batch reports why its answers ended")
+        if config.kl_coef and any(each.top_p < 1 or each.top_k for each in batch.sequences):
+            log.warning(
+                "--kl-coef compares two distributions that top-p and top-k truncated differently, the policy's and the"
+                " start model's: sample with top_p 1 and without top_k"
+            )
+        if not batch.sequences:
+            reason = (
+                "equal scores" if batch.zero_variance_groups == batch.groups else "equal scores or cut answers alone"
+            )
+            log.warning(
+                "All %d groups of this batch have %s: no update, the weights do not change", batch.groups, reason
+            )
+        updates = Updates(
+            self.learner,
+            self.bad_batches,
+            Plan(
+                config.updates_per_batch,
+                config.epochs,
+                recomputed=config.old_logprobs == "recomputed",
+                loss_mean=config.loss_mean,
+                seed=config.seed,
+                step=step,
+                rate=learning_rate(config, step, self.progress.updates),
+            ),
+        )
+        try:
+            judge = partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model)
+            updates.begin(batch, judge, self.early)
+        except TrainerError as error:  # the batch that ends a run is the one to look at
+            with contextlib.suppress(TrainerError):  # the first error is the one to report
+                self.keep_trained(step, batch, updates, str(error))
+            raise
+        return updates
+
+    def hand_over(self, step: int, updates: Updates) -> SyncReport:
+        """Make the optimizer updates, if there are any, and have vLLM serve the result as the next policy version."""
+        self.progress = replace(
+            self.progress,
+            step=step,
+            policy_version=self.progress.policy_version + 1,
+            leases=list(self.api.holding),
+        )
+        if self.config.bridge.owns_vllm:
+            self.timeline.look()
+        sync = self.bridge.sync(self.progress.policy_version, self.timeline.phase("optimizer")(updates.make))
+        self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
+        if sync.policy_version == self.progress.policy_version and not self.proven:
+            self.check_served()
+            self.proven = True
+        return sync
+
+    def check_served(self) -> None:
+        """Raise TrainerError if vLLM computes with other weights than this run's."""
+        check_served(self.bridge, self.progress.policy_version, self.config, self.progress.kernels)
+
+    def accuracy(self, sync: SyncReport) -> float | None:
+        """Wait for the evaluation of the new policy; None without one, and where vLLM does not serve that policy."""
+        version = self.progress.policy_version
+        return self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None
+
+    def keep_trained(self, step: int, batch: Batch, updates: Updates, left_out: str | None) -> None:
+        """Write the step's rows of trained.jsonl, if they are asked for."""
+        records, self._passed_over = [*self._passed_over, *batch.records], []
+        if self.trained_file is not None:
+            rows = trained_rows(records, updates.logprobs, step=step, policy_version=step, left_out=left_out)
+            self.trained_file.append(step, *rows)
+
+    def show_samples(self, step: int, batch: Batch) -> None:
+        """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""
+        interval, tokenizer = self.config.samples_interval, self.trained.tokenizer
+        if interval and batch.shown and tokenizer and (step == 1 or step % interval == 0):
+            for sink in self.metrics:
+                sink.write_samples(step, samples_of(batch.shown, tokenizer))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step ends with a checkpoint."""
+        interval = self.config.checkpoint_interval
+        return interval > 0 and step % interval == 0
+
+    def save_if_due(self, step: int) -> None:
+        """Begin the checkpoint that is due, and acknowledge what the run need not be given again."""
+        config = self.config
+        if self.is_due(step):
+            self.saves.save(self.progress)
+        self.saves.advance()
+        if config.ack_after == "step" or not config.checkpoint_interval:
+            self.api.acknowledge()
+        else:
+            self.api.acknowledge(self.saves.saved_leases)
+
+
+def keep_weights() -> None:
+    """The update of a sync that only hands the weights over as they are."""
