@@ -277,6 +277,12 @@ class _Stepping(Learner):
         """One update."""
         self.optimizer.step()
 
+    def timed_step(self) -> None:
+        """One update, whose seconds are kept."""
+        start = time.perf_counter()
+        self.step()
+        self.update_s = time.perf_counter() - start
+
 
 def _train(arm: Result) -> None:
     """A rank of the trainer of one mode. Rank 0 connects, syncs, and tells each on stdout; after the messages other
@@ -314,9 +320,10 @@ def _train(arm: Result) -> None:
                 time.sleep(0.5 if kind == "under load" else PAUSE_S)
                 learner.give_gradients()
                 start = time.perf_counter()
-                done = bridge.sync(version, learner.step)
-                served_after_s = time.perf_counter() - start - done.update_s - done.transfer_s
-                _tell(event="synced", kind=kind, report=asdict(done) | {"served_after_s": served_after_s})
+                done = bridge.sync(version, learner.timed_step)
+                served_after_s = time.perf_counter() - start - learner.update_s - done.transfer_s
+                own = {"update_s": learner.update_s, "served_after_s": served_after_s}
+                _tell(event="synced", kind=kind, report=asdict(done) | own)
                 if kind in ("warm-up", "watched"):  # the first step makes AdamW's moments
                     _tell(event={"warm-up": "warm"}.get(kind, kind))
                     sys.stdin.readline()

@@ -27,10 +27,11 @@ class BridgeError(TrainerError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Reports what one sync did, in seconds and bytes."""
+    """Reports what one sync did, in seconds and bytes. `update` is not in them, unless the stall is: where trainer and
+    vLLM share the weights.
+    """
 
     policy_version: int  # what vLLM serves now; behind the trainer's own between two restarts of mode none
-    update_s: float  # the optimizer step; part of the stall only where trainer and vLLM share the weights
     stall_s: float  # generation stood still
     transfer_s: float  # bytes travelled, while generation continued
     apply_s: float  # part of the stall in which the weights changed

@@ -92,7 +92,6 @@ class BroadcastBridge(WeightBridge):
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self._readmit()
         self._on_each(lambda link: link.session.check())
-        start = time.perf_counter()
         update()
         updated = time.perf_counter()
         # several NCCL communicators of one device take turns, and so do walks that all trainer ranks make; Gloo's
@@ -115,7 +114,6 @@ class BroadcastBridge(WeightBridge):
         )
         return SyncReport(
             policy_version=policy_version,
-            update_s=updated - start,
             stall_s=stall_s,
             transfer_s=transferred - updated,
             apply_s=apply_s,

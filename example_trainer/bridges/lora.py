@@ -72,7 +72,6 @@ class LoraBridge(SessionBridge):
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
-        start = time.perf_counter()
         update()
         updated = time.perf_counter()
         folder = self.write_version(self._folder, policy_version, None, self._served)
@@ -103,7 +102,6 @@ class LoraBridge(SessionBridge):
         )
         return SyncReport(
             policy_version=policy_version,
-            update_s=updated - start,
             stall_s=loaded.load_s,  # the engine makes no step while its workers read the adapter
             transfer_s=written - updated,
             apply_s=loaded.load_s,

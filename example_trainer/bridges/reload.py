@@ -60,7 +60,6 @@ class ReloadBridge(SessionBridge):
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
-        start = time.perf_counter()
         update()
         updated = time.perf_counter()
         folder = self.write_version(self._folder, policy_version, policy_version, "the version before")
@@ -83,7 +82,6 @@ class ReloadBridge(SessionBridge):
         remove_replaced([old for old in self._folder.glob("policy-v*") if old != folder], policy_version)
         return SyncReport(
             policy_version=policy_version,
-            update_s=updated - start,
             stall_s=committed.stall_s,
             transfer_s=served - updated - committed.stall_s,
             apply_s=committed.apply_s,

@@ -232,9 +232,7 @@ class RestartBridge(WeightBridge):
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
-        start = time.perf_counter()
         update()
-        update_s = time.perf_counter() - start
         if self._served is None and self._version_at_start == policy_version:
             self._served = policy_version  # started from these very weights
         # every multiple of the interval is served, and the last version, whose evaluation environments wait for
@@ -243,8 +241,8 @@ class RestartBridge(WeightBridge):
             or policy_version == self._config.training_steps
         )
         if self._served is not None and (policy_version == self._served or not due):
-            return SyncReport(self._served, update_s, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
-        return self._serve(policy_version, update_s)
+            return SyncReport(self._served, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
+        return self._serve(policy_version)
 
     def parity_probe(self) -> float:
         return parity(self._trained, self._server.client)
@@ -255,7 +253,7 @@ class RestartBridge(WeightBridge):
     def close(self) -> None:
         self._server.stop()
 
-    def _serve(self, policy_version: int, update_s: float) -> SyncReport:
+    def _serve(self, policy_version: int) -> SyncReport:
         server, start = self._server, time.perf_counter()  # generation continues until the checkpoint is on the disk
         folder = self._trained.write(self._config.save_path / f"served_{policy_version}", policy_version).resolve()
         transfer_s = time.perf_counter() - start
@@ -282,7 +280,6 @@ class RestartBridge(WeightBridge):
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(
             policy_version,
-            update_s,
             stall_s=end - start,
             transfer_s=transfer_s,
             apply_s=end - stopped,

@@ -258,7 +258,6 @@ class SglangBridge(WeightBridge):
         log.info("[Bridge] ✓ All ranks synchronized and ready")
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
-        start = time.perf_counter()
         update()
         updated = time.perf_counter()
         log.info(
@@ -291,7 +290,6 @@ class SglangBridge(WeightBridge):
         )
         return SyncReport(
             policy_version=policy_version,
-            update_s=updated - start,
             stall_s=stall_s,
             transfer_s=0.0,  # nothing travels while generation continues
             apply_s=applied - paused,

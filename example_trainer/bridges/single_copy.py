@@ -229,7 +229,7 @@ class SingleCopyBridge(SessionBridge):
         )
         if first:
             self._writer.check()
-        return SyncReport(policy_version, update_s, reply.stall_s, 0.0, reply.update_s, copied)
+        return SyncReport(policy_version, reply.stall_s, 0.0, reply.update_s, copied)
 
     def _give_up(self, *, written: bool) -> None:
         with told("could not notify vLLM that the update failed"):

@@ -156,7 +156,7 @@ class RecordingBridge(WeightBridge):
         self.versions.append(policy_version)
         if self.versions[-1] % self._serves_every == 0 or len(self.versions) == 1:
             self._served = policy_version
-        return SyncReport(self._served, update_s=0.0, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
+        return SyncReport(self._served, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
 
     def differing_tensors(self, policy_version: int) -> list[str] | None:
         assert policy_version == self._served

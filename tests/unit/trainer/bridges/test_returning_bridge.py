@@ -59,7 +59,7 @@ class Inner(WeightBridge):
         self._act("transfer")
         self.server.version = policy_version
         self.events.append(("served", policy_version))
-        return SyncReport(policy_version, 0.0, 0.0, 0.0, 0.0, 1)
+        return SyncReport(policy_version, 0.0, 0.0, 0.0, 1)
 
     def parity_probe(self) -> float:
         self._act("probe")
