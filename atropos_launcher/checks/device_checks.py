@@ -1,14 +1,16 @@
 """The doctor's checks of devices and memory: pure functions, as in checks/checks.py. Estimates, in bytes."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from atropos_launcher.checks.checks import Finding
 from atropos_launcher.checks.model_files import Model
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace, vocabulary_refusal
 from atropos_launcher.placement.this_machine import Gpu
+from example_trainer.memory.fits import Room, fits
 from example_trainer.memory.model_size import ModelSize, size_of
-from example_trainer.memory.plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
+from example_trainer.memory.plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, total
 from example_trainer.memory.tp_plans import family_refusal, size_refusal, sizes
 from example_trainer.settings.bridges import Mode
 from example_trainer.settings.config import TrainerConfig
@@ -141,14 +143,15 @@ def check_memory(
     """
     placement = Placement(by_ranks=tp if mode.same_devices else 1)
     need = _need(mode, model, served_dtype, 0, tp=tp)
-    training, _ = need.training(placement)
+    training = need.verdict(placement).training
     trainer = training.ranks * training.need
     vllm = 0 if running else servers * total(need.serving(placement).items(tensor_parallel * kv_cache))
     vllm += 0 if running else (servers - 1) * VLLM_PROCESSES
     wanted = trainer + vllm + PROCESSES
     shown = f"{_size(available)} available, {_size(wanted)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
     rest = (available - vllm - PROCESSES) // training.ranks
-    return _enough("memory", available, wanted, shown, advice(training, Room(rest, rest)))
+    verdict = fits(training, Room(rest, rest))
+    return Finding("ok", "memory", shown) if verdict.fits else Finding("fail", "memory", shown, verdict.advice)
 
 
 def check_gpu_memory(
@@ -177,12 +180,13 @@ def check_gpu_memory(
     need = _need(mode, model, served_dtype, least.free, servers, tp, staging_on_host)
     if not running and (why := need.serving_refusal(placement)):
         return Finding("fail", name, *(text.replace("--vllm.", "--") for text in why))  # as the doctor has these flags
-    training, room = need.training(placement)
+    verdict = need.verdict(placement)
     if running and placement.is_shared:
-        room = Room(least.free, room.host)  # what vLLM takes is not free
-    if room.lacks(training) > 0:
+        verdict = replace(verdict, room=Room(least.free, verdict.room.host))  # what vLLM takes is not free
+    if not verdict.fits:
         where = f"GPU {', '.join(placement.trainer)} ({least.name})"
-        return Finding("fail", name, shortage(training, room, where), advice(training, room))
+        return Finding("fail", name, verdict.shortage(where), verdict.advice)
+    training, room = verdict.training, verdict.room
     offloaded = f" with --offload {training.offload}" if training.offload != "none" else ""
     shown = f"{_size(training.need)} for each of {training.ranks} trainer rank(s){offloaded}, {_size(room.device)} free"
     if not running:

@@ -49,7 +49,7 @@ from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.memory.model_size import model_size
-from example_trainer.memory.plan import GIB, decided
+from example_trainer.memory.plan import GIB
 from example_trainer.settings.cpu_cores import shown_cores
 
 PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
@@ -132,7 +132,7 @@ def _placed(asked: Asked, site: Site) -> Site:
     need = need_of(asked, site)
     placement = place(asked.run, asked.gpus, config, need, site.machines)
     beside = need is not None and placement.on_gpus and placement.is_shared and not config.bridge.same_devices
-    return replace(site, placement=placement, settled=decided(need.training(placement)[0]) if need and beside else {})
+    return replace(site, placement=placement, settled=need.verdict(placement).decided if need and beside else {})
 
 
 def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_for_each, server_name
 from atroposlib.flags import ConfigError
+from example_trainer.memory.fits import Room, Verdict, fits
 from example_trainer.memory.model_size import ModelSize
 from example_trainer.memory.plan import (
     PROCESSES,
@@ -27,14 +28,10 @@ from example_trainer.memory.plan import (
     VLLM_OWN,
     VLLM_PROCESSES,
     MemoryItem,
-    Room,
     Serving,
     Training,
     amount,
-    refusal,
-    settled,
     table,
-    trainer_table,
 )
 from example_trainer.ranks.place import ranks_on_cpu
 from example_trainer.settings.bridges import MODES
@@ -143,8 +140,8 @@ class Need:
         taken = [serving.ranks * serving.host_staging for serving in servers]
         return max(taken) if placement.one_server_each else sum(taken)
 
-    def training(self, placement: Placement) -> tuple[Training, Room]:
-        """A rank of the trainer, with --offload resolved, and what it may take."""
+    def verdict(self, placement: Placement) -> Verdict:
+        """Tell whether a rank of the trainer fits what it may take."""
         same = self.config.bridge.same_devices
         ranks = trainer_ranks(self.config, placement)
         served = 2 if self.dtype != "float32" else 4
@@ -153,11 +150,10 @@ class Need:
         staged = 0 if placement.apart else self.host_staging(placement)
         host = (self.host_memory - staged) // max(1, ranks // placement.machines)
         if not placement.on_gpus:
-            return settled(training, Room(host, host)), Room(host, host)
+            return fits(training, Room(host, host))
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
         taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
-        room = Room(self.gpu - taken, host)
-        return settled(training, room), room
+        return fits(training, Room(self.gpu - taken, host))
 
     def refusal(self, placement: Placement) -> str | None:
         """Explain why vLLM or the trainer does not fit the GPUs; None where both do."""
@@ -169,10 +165,10 @@ class Need:
             return None
         if lacks := self.serving_refusal(placement):
             return ": ".join(lacks)
-        training, room = self.training(placement)
-        if room.lacks(training) <= 0:
+        verdict = self.verdict(placement)
+        if verdict.fits:
             return None
-        why = refusal(training, room, f"GPU {', '.join(placement.trainer)}")
+        why = verdict.refusal(f"GPU {', '.join(placement.trainer)}")
         return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
@@ -208,12 +204,12 @@ class Need:
         """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
         no GPU. `cache` is the KV cache of a rank of vLLM there.
         """
-        training, room = self.training(placement)
+        verdict = self.verdict(placement)
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            return lines + self._table_of_machine(placement, training, cache)
+            return lines + self._table_of_machine(placement, verdict.training, cache)
         lines += self._tables_of_servers(placement)
-        return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *trainer_table(training, room)]
+        return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
 
     def _table_of_machine(self, placement: Placement, training: Training, cache: int) -> list[str]:
         here = max(1, training.ranks // placement.machines)
@@ -221,15 +217,15 @@ class Need:
         count = placement.servers_here
         caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
         servers = [
-            MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
+            replace(item, what=f"{count} x {item.what}" if count > 1 else item.what, nbytes=item.nbytes * count)
             for item in self.serving(placement).items(caches)
             if count
         ]
         named = [
-            MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * here, item.shared)
+            replace(item, what=f"trainer{ranks}: {item.what}", nbytes=item.nbytes * here)
             for item in [*training.items, *training.host_items]
         ]
-        own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
+        own = MemoryItem("runtime", "the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
         return table("This machine", [*servers, *named, own], self.host_memory)
 
     def _tables_of_servers(self, placement: Placement) -> list[str]:
@@ -246,20 +242,20 @@ class Need:
             lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
             lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")
             if serving.host_staging:
-                locked = MemoryItem("vLLM: staging buffer, page-locked", serving.host_staging)
+                locked = MemoryItem("vLLM's staging", "vLLM: staging buffer, page-locked", serving.host_staging)
                 lines += table(f"  and in host memory, each of {serving.ranks * len(alike)} rank(s)", [locked])
         return lines
 
     def fits(self, placement: Placement, without_offload: bool = False) -> bool:
         """Return whether vLLM and trainer both have what they need on GPUs."""
-        training, room = self.training(placement)
+        verdict = self.verdict(placement)
         heads, kv_heads = self.size.heads or 0, self.size.kv_heads or 1
         for ranks in (len(server.gpus) for server in placement.servers):
             if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
                 return False
-        if without_offload and training.offload != "none":
+        if without_offload and verdict.training.offload != "none":
             return False
-        return self.serving_refusal(placement) is None and room.lacks(training) <= 0
+        return self.serving_refusal(placement) is None and verdict.fits
 
 
 def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:

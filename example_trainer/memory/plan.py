@@ -1,9 +1,8 @@
 """The memory that a run needs, computed from the model's shapes before anything is loaded.
 
-The trainer checks it before it loads, the launchers lay out GPUs by it, and `--dry-run` and the doctor print it. This
-module loads no torch.
+Whether it fits is fits.py's to tell. This module loads no torch.
 
-    Training ──▶ phases: what one rank's device holds at once ──▶ the fullest one ──▶ fits, or the flags that help
+    Training ──▶ phases: what one rank's device holds at once ──▶ the fullest one
              └─▶ what each rank keeps in host memory (--offload, --bridge-delta)
 
 A rank of FSDP2 keeps its rows of weights, gradients and moments in float32; with tensor parallelism it computes with a
@@ -20,7 +19,7 @@ activations with what autograd saves.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -50,19 +49,31 @@ SHARED_UTILIZATION = 0.4  # of a GPU's memory, for vLLM beside a trainer
 FILE_BUCKET = 256 * MIB  # of a sharded model that is written
 GATHERED = 64 * MIB  # of one that is sent, in buckets that may be smaller
 
-# a step of 1.7B on an H100: 2048 tokens 0.097, 8192 0.26, 12288 0.27 of the peak rate (docs/benchmarks/gpu.md)
-GPU_TOKENS = (16384, 8192, 4096)
-GPU_LOGITS_MB = 1024
-GAPS = 0.1  # of a GPU, which larger passes leave to the allocator: it had 1.06 to 1.17 times what was allocated there
-
 Offload = Literal["none", "moments", "all"]
 OFFLOADS: tuple[Offload, ...] = ("none", "moments", "all")  # cheapest first
 
 
+Kind = Literal[
+    "weights",  # a rank's rows, and frozen ones
+    "gradients",
+    "moments",
+    "reference",  # of --kl-coef
+    "activations",
+    "logits",
+    "gathered",  # weights that a rank has whole for a while, and their gradients that go on to the others
+    "bucket",  # weights on their way to vLLM
+    "runtime",  # CUDA, NCCL, the processes themselves
+    "vLLM's weights",
+    "vLLM's staging",
+    "KV cache",
+]
+
+
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of a table."""
+    """One line of a table: what code asks for is the `kind`; `what` is for people."""
 
+    kind: Kind
     what: str
     nbytes: int
     shared: bool = False  # vLLM's own, counted there
@@ -152,16 +163,25 @@ class Training:
         frozen = self.own.count if self.adapter else 0
         whole = config.sync_gradients == "last" and shard > 1
         weights = [
-            MemoryItem("frozen weights", -(-frozen * (self.width if self.is_sharded else FLOAT32) // shard)),
-            MemoryItem("adapter in float32" if self.adapter else "weights in float32", -(-FLOAT32 * trained // shard)),
+            MemoryItem("weights", "frozen weights", -(-frozen * (self.width if self.is_sharded else FLOAT32) // shard)),
+            MemoryItem(
+                "weights",
+                "adapter in float32" if self.adapter else "weights in float32",
+                -(-FLOAT32 * trained // shard),
+            ),
         ]
         gradients = MemoryItem(
+            "gradients",
             "gradients, whole until the last micro-batch" if whole else "gradients",
             FLOAT32 * trained if whole else -(-FLOAT32 * trained // shard),
         )
-        moments = MemoryItem(f"moments of {config.optimizer}", -(-MOMENTS[config.optimizer] * trained // shard))
+        moments = MemoryItem(
+            "moments", f"moments of {config.optimizer}", -(-MOMENTS[config.optimizer] * trained // shard)
+        )
         reference = MemoryItem(
-            "reference model for --kl-coef", -(-FLOAT32 * self.own.count // shard) if config.kl_coef > 0 else 0
+            "reference",
+            "reference model for --kl-coef",
+            -(-FLOAT32 * self.own.count // shard) if config.kl_coef > 0 else 0,
         )
         every = [*weights, gradients, moments, reference]
         away = {"none": [], "moments": [moments], "all": every}[self.offload]
@@ -178,7 +198,7 @@ class Training:
         config = self.config
         sends_changes = isinstance(config.bridge, Broadcast) and config.bridge.delta
         sent = self.served * self.size.count * len(config.vllm_servers) if sends_changes else 0
-        kept = MemoryItem("copy of the weights last sent (--bridge-delta)", -(-sent // self.ranks))
+        kept = MemoryItem("bucket", "copy of the weights last sent (--bridge-delta)", -(-sent // self.ranks))
         return _real([*self.states["host"], kept])
 
     # --- what comes and goes ------------------------------------------------------------------------------------------
@@ -257,44 +277,51 @@ class Training:
     @cached_property
     def phases(self) -> dict[str, list[MemoryItem]]:
         """List by phase what one rank's device holds at once."""
-        stays = [*self.states["device"], *([MemoryItem("CUDA and NCCL, about", CUDA)] if self.on_gpu else [])]
+        stays = [
+            *self.states["device"],
+            *([MemoryItem("runtime", "CUDA and NCCL, about", CUDA)] if self.on_gpu else []),
+        ]
         size, layer, shard = self.own, self.own.layer, self.shard
-        activations = MemoryItem("activations of one micro-batch", self.activations + self.masks)
-        logits = MemoryItem("logits, --logits-chunk-mb", self.logits)
+        activations = MemoryItem("activations", "activations of one micro-batch", self.activations + self.masks)
+        logits = MemoryItem("logits", "logits, --logits-chunk-mb", self.logits)
         if not self.is_sharded or self.config.bridge.same_devices:
-            gradient = MemoryItem("a tensor's next gradient", 0 if self.adapter else FLOAT32 * size.largest)
+            gradient = MemoryItem("gathered", "a tensor's next gradient", 0 if self.adapter else FLOAT32 * size.largest)
             return {
                 "forward pass": [*stays, activations, logits],
                 "backward pass": [*stays, activations, *_real([gradient])],
             }
         c = self.width
         copied = 1 if self.offload == "all" else 0  # rows on their way from and to host memory
-        root = MemoryItem("embedding and head, gathered", FLOAT32 * (size.root + copied * size.root // shard))
+        root = MemoryItem(
+            "gathered", "embedding and head, gathered", FLOAT32 * (size.root + copied * size.root // shard)
+        )
         alone = shard == 1  # then nothing is gathered from others, only cast
         kept = not self.config.reshard_after_forward
-        every = MemoryItem("layers, gathered", c * (size.count - size.root) if kept else 0)
+        every = MemoryItem("gathered", "layers, gathered", c * (size.count - size.root) if kept else 0)
         trains = 0 if self.adapter else 1
         whole = self.config.sync_gradients == "last" and shard > 1  # then gradients are counted already
-        head = MemoryItem("gradient of the head", 0 if whole else trains * FLOAT32 * size.head)
+        head = MemoryItem("gathered", "gradient of the head", 0 if whole else trains * FLOAT32 * size.head)
         gathered = (0 if kept else c * layer * (1 if alone else 2)) + copied * FLOAT32 * layer // shard
         first = self.activations + gathered + trains * c * layer
         later = first - (self.kept_of_layer if self.config.gradient_checkpointing else self.of_layer)
         later += trains * FLOAT32 * layer
-        buffers = MemoryItem("layers, gathered, and their gradients", max(first, later) - self.activations)
-        forward = MemoryItem("layers, gathered", 0 if kept else c * layer * (1 if alone else 3))
+        buffers = MemoryItem("gathered", "layers, gathered, and their gradients", max(first, later) - self.activations)
+        forward = MemoryItem("gathered", "layers, gathered", 0 if kept else c * layer * (1 if alone else 3))
         found = {
             "forward pass": [*stays, root, head, every, forward, activations, logits],
             "backward pass": [*stays, root, head, every, activations, buffers],
         }
         if trains:
-            gradients = MemoryItem("their gradients", 0 if whole else FLOAT32 * size.root)
-            summed = MemoryItem("buffer that sums them over ranks", FLOAT32 * (size.root + copied * size.root // shard))
+            gradients = MemoryItem("gathered", "their gradients", 0 if whole else FLOAT32 * size.root)
+            summed = MemoryItem(
+                "gathered", "buffer that sums them over ranks", FLOAT32 * (size.root + copied * size.root // shard)
+            )
             found["sum of the last gradients"] = [*stays, root, gradients, summed]
             if self.offload == "moments":
-                moved = MemoryItem("moments of one tensor", -(-MOMENTS["adamw"] * size.largest // shard))
+                moved = MemoryItem("moments", "moments of one tensor", -(-MOMENTS["adamw"] * size.largest // shard))
                 found["update"] = [*stays, moved]
-        updated = [item for item in stays if not item.what.startswith("gradients")]  # and cleared
-        found["handing over the weights"] = [*updated, MemoryItem("buckets of the bridge", 2 * self.bucket)]
+        updated = [item for item in stays if item.kind != "gradients"]  # and cleared
+        found["handing over the weights"] = [*updated, MemoryItem("bucket", "buckets of the bridge", 2 * self.bucket)]
         return {name: _real(items) for name, items in found.items()}
 
     @property
@@ -338,139 +365,36 @@ def single_copy(config: TrainerConfig, count: int, is_half: bool) -> list[Memory
     mastered = 0 if rounds else halves
     return _real(
         [
-            MemoryItem("weights, vLLM's own", FLOAT32 * count - 2 * halves, shared=True),
-            MemoryItem("float32 masters of bfloat16 weights", FLOAT32 * mastered),
-            MemoryItem("gradients", FLOAT32 * count - 2 * (halves - mastered)),
-            MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * count),
-            MemoryItem("reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
+            MemoryItem("weights", "weights, vLLM's own", FLOAT32 * count - 2 * halves, shared=True),
+            MemoryItem("weights", "float32 masters of bfloat16 weights", FLOAT32 * mastered),
+            MemoryItem("gradients", "gradients", FLOAT32 * count - 2 * (halves - mastered)),
+            MemoryItem("moments", f"moments of {config.optimizer}", MOMENTS[config.optimizer] * count),
+            MemoryItem("reference", "reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
         ]
     )
 
 
-# --- what fits --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Room:
-    """Holds what is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
+class BesideVllm:
+    """Holds what `ranks` that train `count` of vLLM's own weights together take on one device, activations apart."""
 
-    device: int
-    host: int
+    config: TrainerConfig
+    count: int
+    is_half: bool
+    ranks: int = 1
+    on_gpu = True
+    host = 0
 
-    def lacks(self, training: Training) -> int:
-        """Bytes too little of the one or the other; not above 0 where it fits. Without a GPU both are one memory."""
-        if not training.on_gpu:
-            return training.need + training.host - self.device
-        return max(training.need - self.device, training.host - self.host)
+    @property
+    def items(self) -> list[MemoryItem]:
+        """List it as a table."""
+        logits = MemoryItem("logits", "logits, --logits-chunk-mb", self.ranks * (3 * self.config.logits_mb << 20))
+        return [*single_copy(self.config, self.count, self.is_half), logits]
 
-
-def settled(training: Training, room: Room) -> Training:
-    """With --offload auto resolved: the cheapest that fits, or none where nothing does. On a GPU also with the largest
-    passes that then fit: small ones keep it waiting for its launches.
-    """
-    choices = [training.having(offload=offload) for offload in offloads(training.config, training.on_gpu)]
-    chosen = next((choice for choice in choices if room.lacks(choice) <= 0), None)
-    if chosen is None:
-        return choices[0]
-    wider = (chosen.having(**settings) for settings in _passes(training)) if training.on_gpu else ()
-    ample = Room(int((1 - GAPS) * room.device), room.host)
-    return next((choice for choice in wider if ample.lacks(choice) <= 0), chosen)
-
-
-def _passes(training: Training) -> Iterator[dict[str, object]]:
-    """List what --micro-batch-tokens and --logits-chunk-mb may become where they are not given, the fastest first."""
-    config = training.config
-    for tokens in (*GPU_TOKENS, config.pass_tokens):
-        yield {
-            "micro_batch_tokens": config.micro_batch_tokens or tokens,
-            "logits_chunk_mb": config.logits_chunk_mb or GPU_LOGITS_MB,
-        }
-
-
-def decided(training: Training) -> dict[str, object]:
-    """The settings of a settled plan that were left to it."""
-    names = ("offload", "micro_batch_tokens", "logits_chunk_mb")
-    return {name: getattr(training.config, name) for name in names}
-
-
-def remedies(training: Training, room: Room) -> list[str]:
-    """List the changes that make it fit, as flags, each checked by this plan on devices with as much free memory."""
-    found = []
-    for words, changed in _changes(training):
-        for more, settings in _less_activations(training.config):
-            if room.lacks(changed.having(**settings)) <= 0:
-                found.append(" ".join(filter(None, [words, more])))
-                break
-    sizes = [words for words in found if words.startswith("--fsdp-size")]
-    return [words for words in found if words not in sizes[1:]]  # the smallest is enough
-
-
-def _changes(training: Training) -> Iterator[tuple[str, Training]]:
-    config = training.config
-    yield "", training
-    whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
-    if training.on_gpu and not whole:
-        for size in (2, 4, 8, 16, 32, 64):
-            if size > training.shard:
-                wider = replace(training, ranks=max(size * training.tp, training.ranks))
-                yield f"--fsdp-size {size} ({size * training.tp} trainer GPUs)", wider.having(fsdp_size=size)
-        for offload in OFFLOADS[OFFLOADS.index(training.offload) + 1 :]:
-            yield f"--offload {offload}", training.having(offload=offload)
-    if config.sync_gradients == "last" and training.is_sharded:
-        yield "--sync-gradients each", training.having(sync_gradients="each")
-    if not config.reshard_after_forward:
-        yield "--reshard-after-forward", training.having(reshard_after_forward=True)
-    if config.kl_coef > 0:
-        yield "--kl-coef 0 (no reference model)", training.having(kl_coef=0.0)
-    if (
-        config.optimizer == "adamw"
-        and not config.bridge.trains_adapter
-        and training.tp == 1
-        and not training.is_sharded
-    ):
-        yield "--optimizer adafactor", training.having(optimizer="adafactor")
-    if not config.bridge.trains_adapter and not config.bridge.same_devices:
-        lora = MODES["lora"].model_validate({})
-        yield "a LoRA adapter (--weight-bridge-mode lora_only)", training.having(bridge=lora)
-
-
-def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, object]]]:
-    yield "", {}
-    words: str = ""
-    settings: dict[str, object] = {}
-    if not config.gradient_checkpointing:
-        words, settings = "--gradient-checkpointing", {"gradient_checkpointing": True}
-        yield words, settings
-    for tokens in (1024, 512, 256):
-        if tokens < config.pass_tokens:
-            yield f"{words} --micro-batch-tokens {tokens}".strip(), settings | {"micro_batch_tokens": tokens}
-
-
-def refusal(training: Training, room: Room, where: str) -> str:
-    """Explain why it does not fit on `where`, with the numbers and the flags that help."""
-    return f"{shortage(training, room, where)}: {advice(training, room)}"
-
-
-def shortage(training: Training, room: Room, where: str) -> str:
-    """The numbers of what does not fit on `where`."""
-    states = [item for place in training.states.values() for item in place]
-    needed = f"{amount(training.need)} on {where}"
-    free = f"{amount(room.device)} are free"
-    if training.on_gpu and training.host:
-        needed += f" and {amount(training.host)} of host memory"
-        free = f"{amount(room.device)} and {amount(room.host)} are free"
-    rank = f" for each of {training.ranks} trainer ranks" if training.ranks > 1 else ""
-    return (
-        f"training {training.config.model_name} needs {needed}{rank}, and {free}"
-        f" ({amount(room.lacks(training))} too little; weights, gradients and moments in all are"
-        f" {amount(total(states) * training.shard * training.tp)})"
-    )
-
-
-def advice(training: Training, room: Room) -> str:
-    """The flags that help."""
-    ways = remedies(training, room)
-    return f"give {' or '.join(ways)}, or use a smaller model" if ways else "use a smaller model, or larger devices"
+    @property
+    def need(self) -> int:
+        """Bytes of it."""
+        return total(self.items)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -544,13 +468,15 @@ class Serving:
         """A table with `cache` bytes of KV cache."""
         return _real(
             [
-                MemoryItem(f"vLLM: weights in {self.dtype}", self.weights),
+                MemoryItem("vLLM's weights", f"vLLM: weights in {self.dtype}", self.weights),
                 MemoryItem(
-                    f"vLLM: {'a bucket' if self.host_staging else 'staging buffer'} for new weights", self.staging
+                    "vLLM's staging",
+                    f"vLLM: {'a bucket' if self.host_staging else 'staging buffer'} for new weights",
+                    self.staging,
                 ),
-                MemoryItem("vLLM: packed copy that it multiplies by", self.packed),
-                MemoryItem("vLLM: KV cache", cache),
-                *([MemoryItem("vLLM: activations and CUDA graphs, about", VLLM_OWN)] if self.on_gpu else []),
+                MemoryItem("vLLM's weights", "vLLM: packed copy that it multiplies by", self.packed),
+                MemoryItem("KV cache", "vLLM: KV cache", cache),
+                *([MemoryItem("runtime", "vLLM: activations and CUDA graphs, about", VLLM_OWN)] if self.on_gpu else []),
             ]
         )
 
@@ -572,15 +498,6 @@ def table(title: str, items: Sequence[MemoryItem], free: int | None = None) -> l
     lines.append(
         f"  {'in all':<46} {total(items) / GB:>9.3f} GB" + ("" if free is None else f" of {free / GB:.3f} GB free")
     )
-    return lines
-
-
-def trainer_table(training: Training, room: Room | None = None) -> list[str]:
-    """List what each rank of the trainer takes, when its device is fullest."""
-    rank = f"each of {training.ranks} trainer ranks" if training.ranks > 1 else "the trainer"
-    lines = table(f"Memory of {rank}, fullest in: {training.peak}", training.items, room.device if room else None)
-    if training.host_items:
-        lines += table("  and in host memory", training.host_items, room.host if room else None)
     return lines
 
 

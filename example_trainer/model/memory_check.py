@@ -1,5 +1,5 @@
-"""Compares the plan of memory/plan.py with this machine before anything is loaded, and reports in one line when memory
-still runs out. Importing this module loads no torch.
+"""Compares the plan of a run with this machine, by memory/fits.py, before anything is loaded, and reports in one line
+when memory still runs out. Importing this module loads no torch.
 """
 
 import os
@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
+from example_trainer.memory.fits import Room, fits
 from example_trainer.memory.model_size import model_size, size_of
-from example_trainer.memory.plan import (
-    MemoryItem,
-    Room,
-    Training,
-    amount,
-    offloads,
-    refusal,
-    settled,
-    single_copy,
-    table,
-    total,
-    trainer_table,
-)
+from example_trainer.memory.plan import BesideVllm, Training, amount, offloads, table
 from example_trainer.ranks.place import Place, ranks_to_start
 from example_trainer.settings.bridges import SingleCopy
 from example_trainer.settings.config import TrainerConfig
@@ -57,11 +46,12 @@ def settled_config(config: TrainerConfig, device: "torch.device", ranks: Ranks, 
         return config.model_copy(update={"offload": "none"})
     training = planned(config, device, ranks)
     room = smallest_room(free_room(device, local_ranks), ranks)
-    chosen = settled(training, room)
-    for line in trainer_table(chosen, room):
+    verdict = fits(training, room)
+    for line in verdict.table:
         log.info("%s", line)
-    if room.lacks(chosen) > 0:
-        raise TrainerError(refusal(chosen, room, str(device)))
+    if not verdict.fits:
+        raise TrainerError(verdict.refusal(str(device)))
+    chosen = verdict.training
     if config.offload == "auto" and chosen.on_gpu and chosen.offload != "none":
         passed = [training.having(offload=offload) for offload in offloads(config, True)]
         log.info(
@@ -105,9 +95,8 @@ def plan_of_run(config: TrainerConfig) -> list[str]:
     training = Training(config, size, ranks, on_gpu=bool(gpus))
     if config.bridge.same_devices and config.tp_size > 1:  # by ranks, each over the float32 weights of one of vLLM's
         training = replace(training, served=4, split=config.tp_size)
-    chosen = settled(training, room)
-    lines = trainer_table(chosen, room)
-    return [*lines, refusal(chosen, room, "this machine")] if room.lacks(chosen) > 0 else lines
+    verdict = fits(training, room)
+    return verdict.table if verdict.fits else [*verdict.table, verdict.refusal("this machine")]
 
 
 def free_room(device: "torch.device", local_ranks: int) -> Room:
@@ -132,17 +121,13 @@ def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: 
     """Log what `ranks` that train `count` of vLLM's own weights together take on `device`. Raises TrainerError if it
     does not fit beside them.
     """
-    items = [
-        *single_copy(config, count, is_half),
-        MemoryItem("logits, --logits-chunk-mb", ranks * (3 * config.logits_mb << 20)),
-    ]
-    free = free_room(device, 1).device
-    for line in table(f"Memory on {device}, activations on top", items, free):
+    training, room = BesideVllm(config, count, is_half, ranks), free_room(device, 1)
+    for line in table(f"Memory on {device}, activations on top", training.items, room.device):
         log.info("%s", line)
-    if (lacking := total(items) - free) > 0:
+    if (lacking := room.lacks(training)) > 0:
         raise TrainerError(
-            f"training {config.model_name} needs {amount(total(items))} on {device} beside the shared weights,"
-            f" {amount(free)} are free ({amount(lacking)} too little): {_beside_vllm(config)}"
+            f"training {config.model_name} needs {amount(training.need)} on {device} beside the shared weights,"
+            f" {amount(room.device)} are free ({amount(lacking)} too little): {_beside_vllm(config)}"
         )
 
 

@@ -75,8 +75,7 @@ def refusal_of(config: TrainerConfig, gpus: int, tensor_parallel: int = 1) -> st
     vllm = mine if same else tuple(f"vllm {index}" for index in range(tensor_parallel))
     placement = Placement((ServerPlace(vllm),), mine)
     need = Need(config, size, GPU, "bfloat16", (ServerNeed(2048),))
-    training, room = need.training(placement)
-    if room.lacks(training) <= 0:
+    if need.verdict(placement).fits:
         return None
     return need.refusal(placement) or "the trainer does not fit"
 
@@ -198,7 +197,7 @@ def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves(tmp_pat
     site = plan(*on_host, "--host-memory", "150").site
     need = train.need_of(ask_for(*on_host, "--host-memory", "150"), site)
     assert need is not None
-    _, room = need.training(site.placement)
+    room = need.verdict(site.placement).room
     assert room.host == 150 * GB // 8  # nothing is staged where the trainer is
 
 
@@ -207,7 +206,7 @@ def test_what_a_trainer_keeps_of_what_it_sent_is_in_the_plan() -> None:
     asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--bridge.delta")
     need = train.need_of(ask_for(*asked), plan(*asked, "--host-memory", "64").site)
     assert need is not None
-    training, _ = need.training(plan(*asked, "--host-memory", "64").site.placement)
+    training = need.verdict(plan(*asked, "--host-memory", "64").site.placement).training
     (sent,) = training.host_items
     assert sent.nbytes == 2 * training.size.count
     with pytest.raises(ConfigError, match="host memory"):

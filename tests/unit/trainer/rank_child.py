@@ -41,7 +41,7 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
 from example_trainer.loss.metric import Metrics, values
-from example_trainer.memory.plan import Room
+from example_trainer.memory.fits import Room
 from example_trainer.model import policy
 from example_trainer.model.memory_check import smallest_room
 from example_trainer.model.tensor_parallel import sum_partial_gradients

@@ -117,7 +117,7 @@ def test_a_vocabulary_that_vllm_pads_is_refused(rows: int, refused: bool, tmp_pa
 
 def test_on_a_cpu_the_ranks_have_the_weights_once_together() -> None:
     need, made = need_of(*ON_CPU, "--tp-size", "2")
-    training, _ = need.training(made.site.placement)
+    training = need.verdict(made.site.placement).training
     assert (training.ranks, training.split) == (2, 2)
     gradients = next(item.nbytes for item in training.states["device"] if item.what == "gradients")
     assert 2 * gradients == 4 * need.size.count

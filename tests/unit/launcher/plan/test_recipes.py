@@ -141,6 +141,6 @@ def test_lora_on_24_gb_fits_by_arithmetic() -> None:
     train.expect_fit(made, asked)
     need = train.need_of(asked, made.site)
     assert need is not None
-    training, room = need.training(made.site.placement)
-    assert training.offload == "none"
-    assert room.device < 15 * 10**9 < training.need + 10 * 10**9
+    verdict = need.verdict(made.site.placement)
+    assert verdict.training.offload == "none"
+    assert verdict.room.device < 15 * 10**9 < verdict.training.need + 10 * 10**9

@@ -10,8 +10,9 @@ from atroposlib.wire.bridge import Manifest, WireTensor
 from example_trainer import grpo
 from example_trainer.bridges import Prepared, single_copy
 from example_trainer.errors import TrainerError
+from example_trainer.memory.fits import Room
 from example_trainer.memory.model_size import model_size
-from example_trainer.memory.plan import Room, Training, total
+from example_trainer.memory.plan import Training, total
 from example_trainer.memory.plan import single_copy as of_single_copy
 from example_trainer.model import memory_check
 from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config

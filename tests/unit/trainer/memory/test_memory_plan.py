@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from example_trainer.data.packing import MicroBatch
+from example_trainer.memory import plan as plan_module
+from example_trainer.memory.fits import Room, Verdict, fits
 from example_trainer.memory.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
-from example_trainer.memory.plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
+from example_trainer.memory.plan import GB, Kind, MemoryItem, Training, total
 from example_trainer.model.loading import prepare_for_training, rebuild_buffers
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, accumulate_gradients
@@ -111,8 +114,8 @@ def test_14_billion_on_four_gpus_of_80_gb() -> None:
     assert states(plan) == pytest.approx(59.1, abs=0.05)
     assert room().lacks(plan) <= 0
     plain = training("Qwen2.5-14B", 4, offload="none")
-    assert remedies(plain, room())[0] == "--gradient-checkpointing"  # 2048 tokens of activations are 22 GB
-    assert settled(training("Qwen2.5-14B", 4), room(host=32)).offload == "moments"
+    assert fits(plain, room()).remedies[0] == "--gradient-checkpointing"  # 2048 tokens of activations are 22 GB
+    assert fits(training("Qwen2.5-14B", 4), room(host=32)).training.offload == "moments"
 
 
 @pytest.mark.parametrize(
@@ -129,26 +132,27 @@ def test_14_billion_on_four_gpus_of_80_gb() -> None:
 def test_a_gpu_takes_the_largest_passes_that_fit(
     given: dict[str, int], device: float, tokens: int | None, logits: int | None
 ) -> None:
-    plan = settled(training("Qwen2.5-0.5B", 1, **given), room(device))
+    verdict = fits(training("Qwen2.5-0.5B", 1, **given), room(device))
+    plan = verdict.training
     assert (plan.config.micro_batch_tokens, plan.config.logits_chunk_mb) == (tokens, logits)
-    assert room(device).lacks(plan) <= 0
+    assert verdict.fits
     assert plan.offload == "none"
     on_cpu = replace(training("Qwen2.5-0.5B", 1, **given), on_gpu=False)
-    assert settled(on_cpu, room(device)).config.pass_tokens == given.get("micro_batch_tokens", 2048)
+    assert fits(on_cpu, room(device)).training.config.pass_tokens == given.get("micro_batch_tokens", 2048)
 
 
 def test_14_billion_on_one_gpu_of_80_gb() -> None:
     plan = training("Qwen2.5-14B", 1, offload="none")
-    why = refusal(plan, room(), "cuda:0")
+    why = fits(plan, room()).refusal("cuda:0")
     assert "weights, gradients and moments in all are 236.3 GB" in why
     assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in why
     assert "--offload" not in why  # with 64 GB of host memory
-    assert "--offload all" in refusal(plan, room(host=240), "cuda:0")
-    found = settled(training("Qwen2.5-14B", 1), room(host=240))
-    assert found.offload == "all"
-    assert room(host=240).lacks(found) <= 0
-    assert states(found, "host") == pytest.approx(236.3, abs=0.05)
-    assert room(host=230).lacks(settled(training("Qwen2.5-14B", 1), room(host=230))) > 0
+    assert "--offload all" in fits(plan, room(host=240)).refusal("cuda:0")
+    found = fits(training("Qwen2.5-14B", 1), room(host=240))
+    assert found.training.offload == "all"
+    assert found.fits
+    assert states(found.training, "host") == pytest.approx(236.3, abs=0.05)
+    assert not fits(training("Qwen2.5-14B", 1), room(host=230)).fits
 
 
 def test_72_billion_parameters() -> None:
@@ -156,7 +160,7 @@ def test_72_billion_parameters() -> None:
     assert states(on_eight) == pytest.approx(145.4, abs=0.05)
     assert room().lacks(on_eight) > 0
     host = room(host=1164 / 8)  # of each rank
-    found = settled(training("Qwen2.5-72B", 8, gradient_checkpointing=True), host)
+    found = fits(training("Qwen2.5-72B", 8, gradient_checkpointing=True), host).training
     assert found.offload == "all"
     assert 8 * states(found, "host") == pytest.approx(1163.3, abs=0.5)
     on_sixteen = training("Qwen2.5-72B", 16, offload="moments", gradient_checkpointing=True)
@@ -166,10 +170,10 @@ def test_72_billion_parameters() -> None:
 
 def test_the_guides_trainer_of_72_billion_on_two_gpus_needs_all_of_it_in_host_memory() -> None:
     plan = training("Qwen2.5-72B", 2)
-    why = refusal(settled(plan, room(host=600)), room(host=600), "GPU 4, 5")
+    why = fits(plan, room(host=600)).refusal("GPU 4, 5")
     assert "weights, gradients and moments in all are 1163.3 GB" in why
     assert "--offload all --gradient-checkpointing" in why
-    assert "--offload all" not in refusal(settled(plan, room(host=500)), room(host=500), "GPU 4, 5")
+    assert "--offload all" not in fits(plan, room(host=500)).refusal("GPU 4, 5")
 
 
 @pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "Qwen2.5-0.5B"])
@@ -178,7 +182,7 @@ def test_every_remedy_fits_and_no_smaller_size_would(model: str, ranks: int) -> 
     plan, free = training(model, ranks, kl_coef=0.1, offload="none"), room(host=200)
     if free.lacks(plan) <= 0:
         return
-    found = remedies(plan, free)
+    found = fits(plan, free).remedies
     assert found
     for words in found:
         changed = plan
@@ -202,7 +206,37 @@ def test_an_adapter_costs_its_own_gradients_alone() -> None:
     plan = training("Qwen2.5-7B", 1, weight_bridge_mode="lora_only", lora_r=16)
     assert plan.adapter == 40_370_176
     assert states(plan) == pytest.approx((2 * 7.6156 + 16 * 0.04037), rel=1e-3)
-    assert "embedding and head, gathered" in "\n".join(trainer_table(plan))
+    assert "embedding and head, gathered" in "\n".join(Verdict(plan, room()).table)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"offload": "none"},
+        {"offload": "none", "sync_gradients": "last"},
+        {"offload": "moments"},
+        {"weight_bridge_mode": "shared_vllm", "single_copy": True},
+    ],
+)
+def test_what_is_written_on_a_line_changes_no_sum(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked for is looked for by its kind."""
+
+    def unlabelled(kind: Kind, what: str, nbytes: int, shared: bool = False) -> MemoryItem:
+        return MemoryItem(kind, "", nbytes, shared)
+
+    def sums() -> tuple[dict[str, int], int, str]:
+        plan = training("Qwen2.5-14B", 4, **flags)
+        return {name: total(items) for name, items in plan.phases.items()}, plan.host, fits(plan, room()).advice
+
+    labelled = sums()
+    monkeypatch.setattr(plan_module, "MemoryItem", unlabelled)
+    assert sums() == labelled
+
+
+def test_of_sizes_that_fit_only_the_smallest_is_named() -> None:
+    found = fits(training("Qwen2.5-14B", 1, offload="none"), room(host=240)).remedies
+    assert len([words for words in found if "--fsdp-size" in words]) == 1
+    assert len([words for words in found if "--offload" in words]) == 1  # `moments` is not enough
 
 
 def test_gradients_that_are_summed_at_the_end_are_whole() -> None:
@@ -308,9 +342,9 @@ def mesh(flags: dict[str, Any]) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def sharded(model: PreTrainedModel, mesh: DeviceMesh, plan: Training) -> Policy:
+def sharded(model: PreTrainedModel, mesh: DeviceMesh, plan: Training, kind: type[Policy] = Policy) -> Policy:
     prepare_for_training(model, gradient_checkpointing=plan.config.gradient_checkpointing)
-    policy = Policy(model)
+    policy = kind(model)
     dtype = torch.bfloat16 if plan.width == 2 else torch.float32
     shard(policy, mesh, dtype=dtype, reshard_after_forward=plan.config.reshard_after_forward)
     policy.to_empty(device="cpu")
@@ -318,6 +352,67 @@ def sharded(model: PreTrainedModel, mesh: DeviceMesh, plan: Training) -> Policy:
     for parameter in policy.parameters():
         local(parameter.detach()).fill_(0.01)
     return policy
+
+
+class OneGraph(Policy):
+    """Body and head in one pass: the tracker of PyTorch knows no backward pass within a forward pass."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits: torch.Tensor = self.model(input_ids=ids, packed_lengths=(ids.shape[1],), use_cache=False).logits
+        return logits
+
+
+# by kind, what FSDPMemTracker counts of it, and how much of the plan that may be: weights of ranks are exact, a moment
+# has a count of steps (4 bytes of each tensor), and activations agree with autograd within 5 %
+ORACLE: dict[Kind, tuple[tuple[str, ...], float]] = {
+    "weights": (("SHARDED_PARAM",), 1e-9),
+    "gradients": (("SHARDED_GRAD",), 1e-9),
+    "moments": (("OPT",), 1e-4),
+    "activations": (("ACT",), 0.05),
+    "gathered": (("UNSHARDED_PARAM",), 1e-9),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"compute_dtype": "float32"},
+        {"compute_dtype": "bfloat16"},
+        {"compute_dtype": "float32", "reshard_after_forward": False},
+    ],
+)
+def test_each_kind_is_what_torchs_tracker_counts(mesh: DeviceMesh, family: str, flags: dict[str, Any]) -> None:
+    """After a forward pass, after its backward pass, and after an update: what is held then, and no more."""
+    tokens, vocabulary, layers = 128, 64, 6
+    sizes = {"num_hidden_layers": layers, "hidden_size": 256, "intermediate_size": 512, "vocab_size": vocabulary}
+    with torch.device("meta"):
+        model = model_of(family, torch.float32, **sizes)
+    plan = planned(model, ranks=4, offload="none", micro_batch_tokens=tokens, share_prefixes=False, **flags)
+    policy = sharded(model, mesh, plan, OneGraph)
+    optimizer = make_optimizer(policy.parameters(), plan.config)
+    tracker, ids = FSDPMemTracker(policy, optimizer), torch.arange(tokens)[None] % vocabulary
+    counted: dict[str, int] = {}
+
+    def look() -> None:
+        for kind, nbytes in tracker.get_tracker_snapshot("current")[torch.device("cpu")].items():
+            counted[getattr(kind, "name", kind)] = max(nbytes, counted.get(getattr(kind, "name", kind), 0))
+
+    tracker.track_inputs((ids,))
+    with tracker:
+        loss = policy(ids).sum()
+        look()
+        loss.backward()
+        del loss
+        look()
+        optimizer.step()
+        look()
+    of_kind = {kind: sum(item.nbytes for item in plan.states["device"] if item.kind == kind) for kind in ORACLE}
+    of_kind["activations"] = plan.activations - plan.largest_gradients - tokens * 256 * 5 * 4 + 4 * tokens * vocabulary
+    kept = 0 if plan.config.reshard_after_forward else plan.width * layers * plan.size.layer
+    of_kind["gathered"] = 4 * plan.size.root + kept
+    for kind, (names, tolerance) in ORACLE.items():
+        assert sum(counted[name] for name in names) == pytest.approx(of_kind[kind], rel=tolerance), kind
 
 
 def row(tokens: int, vocabulary: int) -> MicroBatch:
