@@ -399,7 +399,7 @@ def test_each_kind_is_what_torchs_tracker_counts(mesh: DeviceMesh, family: str, 
         policy(ids).sum().backward()
         optimizer.step()
         tracker.reset_mod_stats()
-        policy(ids).sum().backward()  # beside the gradients of the one before
+        policy(ids).sum().backward()  # beside the first gradients
     looks = [*chain(*chain(*(module.snapshots.values() for module in tracker.memory_tracking.values())))]
     for kind, (names, least, most) in ORACLE.items():
         counted = max(
