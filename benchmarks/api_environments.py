@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import orjson
+import msgspec
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
@@ -80,7 +80,7 @@ class Environments:
 
     async def post(self, path: str, content: object) -> bytes:
         start = time.perf_counter()
-        async with self._session.post(self._url + path, data=orjson.dumps(content)) as reply:
+        async with self._session.post(self._url + path, data=msgspec.json.encode(content)) as reply:
             reply.raise_for_status()
             body = await reply.read()
         self.times.append(time.perf_counter() - start)
@@ -100,7 +100,7 @@ class Environments:
         async def one(number: int) -> object:
             async with gate:
                 own = {"max_token_length": 2048, "desired_name": f"env{number}", "weight": 1.0, "group_size": 8}
-                return orjson.loads(await self.post("/register-env", own))["env_id"]
+                return msgspec.json.decode(await self.post("/register-env", own))["env_id"]
 
         return await asyncio.gather(*(one(number) for number in range(count)))
 

@@ -35,7 +35,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import orjson
 from pydantic import Field
 
 from atroposlib.clients.waiting import waiting
@@ -139,7 +138,7 @@ class Client:
 
     def ask_status(self, env_id: int) -> bytes:
         self._connection.request(
-            "GET", "/status-env", orjson.dumps({"env_id": env_id}), {"Content-Type": "application/json"}
+            "GET", "/status-env", msgspec.json.encode({"env_id": env_id}), {"Content-Type": "application/json"}
         )
         return self._answer("/status-env")
 
@@ -153,7 +152,7 @@ class Client:
 
 def run_once(server: "Server", client: Client, bodies: list[bytes], settings: Settings, packed: bool = False) -> Rates:
     """Post all groups, fetch all batches, then check that each group came back once."""
-    decode = msgspec.msgpack.decode if packed else orjson.loads
+    decode = msgspec.msgpack.decode if packed else msgspec.json.decode
     client.reset()
     client.post("/register", _registration(settings))
     start, used = time.perf_counter(), cpu_seconds(server.process)
@@ -175,10 +174,10 @@ def status_seconds(client: Client, settings: Settings) -> float:
     client.post("/register", _registration(settings))
     client.get("/batch")
     environment = {"max_token_length": 8, "desired_name": "benchmark", "weight": 1.0, "group_size": 1}
-    env_id = orjson.loads(client.post("/register-env", orjson.dumps(environment)))["env_id"]
+    env_id = msgspec.json.decode(client.post("/register-env", msgspec.json.encode(environment)))["env_id"]
     group = {"tokens": [[1, 2]], "masks": [[NOT_TRAINED, 2]], "scores": [1.0], "env_id": env_id}
     for start in range(0, settings.status_groups, 1000):
-        client.post("/scored_data_list", orjson.dumps([group] * min(1000, settings.status_groups - start)))
+        client.post("/scored_data_list", msgspec.json.encode([group] * min(1000, settings.status_groups - start)))
     times = []
     for _ in range(settings.status_asks):
         start_s = time.perf_counter()
@@ -231,7 +230,7 @@ def resident_bytes(process: int) -> int:
 
 
 def _registration(settings: Settings) -> bytes:
-    return orjson.dumps(
+    return msgspec.json.encode(
         {
             "wandb_group": "benchmark",
             "wandb_project": "benchmark",
@@ -369,7 +368,7 @@ def measure(
 ) -> tuple[dict[str, list[Rates]], dict[str, dict[str, str]]]:
     """Rates and other results of each server."""
     rates: dict[str, list[Rates]] = {}
-    packed = [msgspec.msgpack.encode(orjson.loads(body)) for body in bodies]
+    packed = [msgspec.msgpack.encode(msgspec.json.decode(body)) for body in bodies]
     grown = {
         server.name: memory_ratio(Client(server.port, settings.accept_encoding), server.process, bodies, settings)
         for server in servers

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import orjson
 
 from benchmarks import api_throughput
 from example_trainer.memory.model_size import ModelSize, published, size_of, weight_shapes
@@ -99,7 +98,7 @@ def measured_api() -> Api:
     rates = [float(cell.split()[0]) for cell in row[1].split("|")]  # in memory, its MessagePack, journal, its
     settings = api_throughput.Settings(groups=1, sequences=int(load[1]), tokens=int(load[2]))
     (body,) = api_throughput.make_groups(settings)
-    packed = len(msgspec.msgpack.encode(orjson.loads(body)))
+    packed = len(msgspec.msgpack.encode(msgspec.json.decode(body)))
     return Api(rates[2], rates[3], int(load[1]) * int(load[2]), int(load[3]) * 1000, packed, float(memory[1]))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-import orjson
+import msgspec
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from atroposlib.clients.openenv import (
@@ -496,7 +496,7 @@ def read_resets(path: Path) -> list[Arguments]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
-                record = orjson.loads(line)
+                record = msgspec.json.decode(line)
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number} is not an object with the arguments of a reset")
             found.append(record)

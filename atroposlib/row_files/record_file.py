@@ -17,10 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import orjson
-
 from atroposlib.files import NotRegularFile, expect_regular, open_regular
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 from atroposlib.row_files.kept_rows import Parts
 
 log = get_logger(__name__)
@@ -105,8 +104,7 @@ class RecordFile:
 
 def as_lines(*records: Mapping[str, Any]) -> bytes:
     """A line of JSON for each record. Raises TypeError for what is not JSON."""
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    return b"".join(orjson.dumps(record, option=options) for record in records)
+    return b"".join(encode(record) + b"\n" for record in records)
 
 
 def write_lines(file: IO[bytes], lines: bytes) -> None:

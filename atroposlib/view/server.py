@@ -10,12 +10,12 @@ threads; between requests nothing runs, unless a file is still being indexed.
 
 import functools
 import gzip
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,12 +23,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.http_guard import HostGuard, OwnHosts
+from atroposlib.row_files.json_text import encode
 from atroposlib.view import replies
 from atroposlib.view.replies import BadRequest, NotFound
 from atroposlib.view.run_data.runs import Runs
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+LONG_NUMBER = re.compile(rb"[0-9]{19}")  # of more than 64 bits, perhaps
 THREADS = 4  # requests at work at once: each may hold a large row
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -113,15 +115,14 @@ def _file(data: bytes, media_type: str, request: Request) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    try:
-        content = _dumped(value)
-    except TypeError:  # an integer of more than 64 bits, which JSON has and this writer has not
+    content = _dumped(value)
+    if LONG_NUMBER.search(content):
         content = _dumped(_with_short_integers(value))
     return Response(content, status, media_type="application/json")
 
 
 def _dumped(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=str)
+    return encode(value, default=str, any_keys=True)
 
 
 def _with_short_integers(value: Any) -> Any:

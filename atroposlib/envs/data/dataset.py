@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-import orjson
+import msgspec
 from pydantic import Field
 
 from atroposlib.config import Config
@@ -325,14 +325,14 @@ def _jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if line.strip():
             with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
-                value = orjson.loads(line)
+                value = msgspec.json.decode(line)
             yield _row(f"{path}:{number}", value)
 
 
 def _json(path: Path) -> Iterator[Row]:
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     with reading(f"{path} is not JSON", DataError):
-        values = orjson.loads(text)
+        values = msgspec.json.decode(text)
     if not isinstance(values, list):
         raise DataError(f"{path} is not a list of objects; write [{{...}}, {{...}}], or one object per line as .jsonl")
     for number, value in enumerate(values, start=1):

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from atroposlib.envs.failures import Failure
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
+from atroposlib.row_files.json_text import encode
 from atroposlib.wire.batching import CAUSES, Cause
 
 UNSCORED = "unscored"  # the metric that counts held-out questions without a score; with "_CAUSE" after it, by cause
@@ -154,9 +155,7 @@ def held_out_row(index: int, sample: Any) -> dict[str, Any]:
     """A row of held_out.jsonl for a sample that an author passed to `evaluate_log`: with what it names as we do, and
     beside that the sample itself.
     """
-    sample = orjson.loads(
-        orjson.dumps(sample, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    )
+    sample = msgspec.json.decode(encode(sample, default=str, any_keys=True))
     known = sample if isinstance(sample, dict) else {}
     names = ("messages", "reference", "score", "outcome", "finish_reason")
     return {"index": index, **{name: known.get(name) for name in names}, "sample": sample}

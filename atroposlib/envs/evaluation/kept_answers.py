@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.evaluation.evaluation import Answered
@@ -33,6 +33,7 @@ from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 
 log = get_logger(__name__)
 
@@ -62,7 +63,7 @@ class KeptAnswers:
         """Keep an answer: the row that readers see, its text, and what the author keeps of it. Raises RecordError."""
         named = {"question": row["index"], "sample": 0, "rewards": None, "error": None, "text": text}
         content = {**named, **{key: value for key, value in row.items() if key != "index"}, "record": record}
-        append_jsonl(self._path, orjson.loads(orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
+        append_jsonl(self._path, msgspec.json.decode(encode(content, default=str)))
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
+import msgspec
 
 from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 from atroposlib.row_files.kept_rows import Keep, Parts
 from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
 
@@ -165,12 +166,9 @@ def write_eval_results(
         },
         "results": {f"atropos|{task}|0": results, "all": results},
     }
-    write_whole(folder / "metrics.json", orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
+    write_whole(folder / "metrics.json", msgspec.json.format(encode(content), indent=2))
     if samples is not None:
         write_whole(
             folder / "samples.jsonl",
-            b"".join(
-                orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE, default=str)
-                for sample in samples
-            ),
+            b"".join(encode(sample, default=str) + b"\n" for sample in samples),
         )

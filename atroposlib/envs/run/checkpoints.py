@@ -7,10 +7,11 @@ Each is written atomically. A damaged one is skipped in favour of the one before
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 
 KEPT = 16  # newest ones of a name; a trainer keeps 2 of its own by default
 
@@ -22,7 +23,7 @@ def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) 
     folder = _root(checkpoint_dir) / name
     write_whole(
         folder / f"step-{step}.json",
-        orjson.dumps(attributes, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
+        encode(attributes, any_keys=True),
     )
     for _, path in _newest_first(folder)[KEPT:]:
         path.unlink(missing_ok=True)
@@ -39,8 +40,8 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
     folders = dict.fromkeys([root / name, *numbered])
     for path in [path for folder in folders for saved, path in _newest_first(folder) if saved <= step]:
         try:
-            attributes = orjson.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            attributes = msgspec.json.decode(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("Skipping the checkpoint %s, which is damaged (%s)", path, error)
             continue
         if isinstance(attributes, dict):

@@ -131,7 +131,7 @@ class SampleRows:
         row = self._head(sampled.started, sampled.ended, item, sampled.failures, dropped)
         try:
             self._append(row, group, {})
-        except TypeError as error:  # orjson's, for what is not JSON
+        except TypeError as error:  # of what is not JSON
             self._append(row | {"scores": None, "unwritable": str(error)}, {}, {})
 
     def write_lost(self, item: Item, dropped: str) -> None:

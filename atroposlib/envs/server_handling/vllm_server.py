@@ -10,7 +10,6 @@ from itertools import zip_longest
 from typing import Any, ClassVar
 
 import msgspec
-import orjson
 
 from atroposlib.clients.replies import at_most, limit_of_sampling
 from atroposlib.envs.errors import OtherTokenizer
@@ -36,6 +35,7 @@ from atroposlib.envs.server_handling.sequences.sampling import (
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 from atroposlib.utils.tokenizers import PROBES, encode_prompt, load_tokenizer
 from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
 from atroposlib.wire.tool_calls import FoundToolCalls, ParseToolCalls
@@ -204,7 +204,7 @@ class VLLMServer(OpenAIServer):
         return await self._post(self.generate_url, body)
 
     async def _post(self, url: str, body: Arguments) -> bytes:
-        encoded, typed = orjson.dumps(body), {"Content-Type": "application/json"}
+        encoded, typed = encode(body), {"Content-Type": "application/json"}
         with at_most(limit_of_sampling(body, prompt_tokens(body, len(encoded)))):
             async with replied(self.http, "POST", url, data=encoded, headers=typed) as reply:
                 return await reply.read()

@@ -1,0 +1,95 @@
+"""The JSON of what authors hand over: plain values, numpy's, dates, enums and dataclasses. NaN and infinity are null.
+
+msgspec writes the bytes. It would write sets, bytes and durations in forms of its own, so only plain values reach it.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from datetime import date, time
+from enum import Enum
+from types import NoneType
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from msgspec import UNSET
+
+ATOMS = {str, int, float, bool, NoneType}
+
+Default = Callable[[Any], Any] | None
+
+
+def encode(value: Any, *, default: Default = None, any_keys: bool = False) -> bytes:
+    """Return `value` as JSON; `default` gives what stands for a value that is not JSON. `any_keys`: a key may be of
+    any plain type, and is written as a text. Raises TypeError.
+    """
+    try:
+        return msgspec.json.encode(_plain(value, default, any_keys))
+    except UnicodeEncodeError:
+        raise TypeError("str is not valid UTF-8: surrogates not allowed") from None
+    except RecursionError:
+        raise TypeError("Recursion limit reached") from None
+
+
+def _plain(value: Any, default: Default, any_keys: bool) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if isinstance(value, dict):
+        return {_key(key, any_keys): _plain(each, default, any_keys) for key, each in value.items()}
+    if kind is tuple or isinstance(value, list):
+        if set(map(type, value)) <= ATOMS:  # long lists of tokens
+            return value
+        return [_plain(each, default, any_keys) for each in value]
+    found = _simpler(value)
+    if found is UNSET:
+        if default is None:
+            raise TypeError(f"Type is not JSON serializable: {kind.__name__}")
+        found = default(value)
+    return _plain(found, default, any_keys)
+
+
+def _simpler(value: Any) -> Any:
+    """Return what stands for a value that is no plain one, itself to be made plain; UNSET where nothing does."""
+    match value:
+        case Enum():
+            return value.value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case date() | time():
+            return value.isoformat()
+        case UUID():
+            return str(value)
+    if type(value).__module__ == "numpy":
+        return _numbers(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value) if not each.name.startswith("_")}
+    return UNSET
+
+
+def _key(key: Any, any_keys: bool) -> str:
+    if isinstance(key, str):
+        return str.__str__(key)
+    if not any_keys:
+        raise TypeError("Dict key must be str")
+    plain = _plain(key, None, any_keys)
+    if isinstance(plain, (dict, list, tuple)):
+        raise TypeError(f"Dict key must be plain: {type(key).__name__}")
+    return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
+
+
+def _numbers(value: Any) -> Any:
+    """Return the numbers, truth values or dates of numpy's scalar or array; UNSET for one of other values."""
+    import numpy as np  # whoever has such a value has loaded it
+
+    match value.dtype.kind:
+        case "b" | "i" | "u":
+            return value.tolist()
+        case "f":  # 0.1 as a float32 is 0.1, not 0.10000000149011612
+            short = value.dtype.itemsize < 8
+            return (value.astype(np.float32).astype(str).astype(float) if short else value.astype(float)).tolist()
+        case "M":
+            return value.astype("datetime64[us]").tolist()
+    return UNSET
