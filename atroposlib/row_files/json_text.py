@@ -14,7 +14,8 @@ from uuid import UUID
 import msgspec
 from msgspec import UNSET
 
-ATOMS = {str, int, float, bool, NoneType}
+ATOMS = {str, float, bool, NoneType}
+LEAST, MOST = -(2**63), 2**64 - 1  # of an integer that every reader of JSON takes
 
 Default = Callable[[Any], Any] | None
 
@@ -33,20 +34,20 @@ def encode(value: Any, *, default: Default = None, any_keys: bool = False) -> by
 
 def _plain(value: Any, default: Default, any_keys: bool) -> Any:
     kind = type(value)
-    if kind in ATOMS:
+    if kind in ATOMS or (kind is int and LEAST <= value <= MOST):
         return value
     if isinstance(value, dict):
-        return {_key(key, any_keys): _plain(each, default, any_keys) for key, each in value.items()}
+        return {_key(key, default, any_keys): _plain(each, default, any_keys) for key, each in value.items()}
     if kind is tuple or isinstance(value, list):
-        if set(map(type, value)) <= ATOMS:  # long lists of tokens
+        kinds = set(map(type, value))
+        if kinds <= ATOMS or (kinds == {int} and LEAST <= min(value) and max(value) <= MOST):  # of thousands of tokens
             return value
         return [_plain(each, default, any_keys) for each in value]
     found = _simpler(value)
-    if found is UNSET:
-        if default is None:
-            raise TypeError(f"Type is not JSON serializable: {kind.__name__}")
-        found = default(value)
-    return _plain(found, default, any_keys)
+    if found is UNSET and default is None:
+        big = "Integer exceeds 64-bit range"
+        raise TypeError(big if kind is int else f"Type is not JSON serializable: {kind.__name__}")
+    return _plain(default(value) if default and found is UNSET else found, default, any_keys)
 
 
 def _simpler(value: Any) -> Any:
@@ -56,7 +57,7 @@ def _simpler(value: Any) -> Any:
             return value.value
         case str():
             return str.__str__(value)
-        case int():
+        case int() if type(value) is not int:
             return int.__int__(value)
         case date() | time():
             return value.isoformat()
@@ -69,12 +70,12 @@ def _simpler(value: Any) -> Any:
     return UNSET
 
 
-def _key(key: Any, any_keys: bool) -> str:
+def _key(key: Any, default: Default, any_keys: bool) -> str:
     if isinstance(key, str):
         return str.__str__(key)
     if not any_keys:
         raise TypeError("Dict key must be str")
-    plain = _plain(key, None, any_keys)
+    plain = _plain(key, default, any_keys)
     if isinstance(plain, (dict, list, tuple)):
         raise TypeError(f"Dict key must be plain: {type(key).__name__}")
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()

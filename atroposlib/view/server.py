@@ -10,7 +10,6 @@ threads; between requests nothing runs, unless a file is still being indexed.
 
 import functools
 import gzip
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from atroposlib.view.run_data.runs import Runs
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
-LONG_NUMBER = re.compile(rb"[0-9]{19}")  # of more than 64 bits, perhaps
 THREADS = 4  # requests at work at once: each may hold a large row
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -115,23 +113,9 @@ def _file(data: bytes, media_type: str, request: Request) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    content = _dumped(value)
-    if LONG_NUMBER.search(content):
-        content = _dumped(_with_short_integers(value))
-    return Response(content, status, media_type="application/json")
+    return Response(encode(value, default=_text, any_keys=True), status, media_type="application/json")
 
 
-def _dumped(value: Any) -> bytes:
-    return encode(value, default=str, any_keys=True)
-
-
-def _with_short_integers(value: Any) -> Any:
-    """`value` with integers of more than 64 bits as texts, which a page shows in full."""
-    match value:
-        case dict():
-            return {_with_short_integers(key): _with_short_integers(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_with_short_integers(each) for each in value]
-        case int() if not -(2**63) <= value < 2**64:
-            return f"{value:#x}"  # without the limit that decimal digits have
-    return value
+def _text(value: Any) -> str:
+    """Return what a page shows for a value that is not JSON: an integer of more than 64 bits in full."""
+    return f"{value:#x}" if isinstance(value, int) else str(value)  # without the limit that decimal digits have

@@ -44,7 +44,7 @@ LOOP.append(LOOP)
         ([1, -1.5, 1e-7, "é\n\x7f", True, None], '[1,-1.5,1e-7,"é\\n\x7f",true,null]'),
         ([(1, (2,)), {"a": []}], '[[1,[2]],{"a":[]}]'),
         ([float("nan"), -float("inf"), np.float32("nan")], "[null,null,null]"),
-        (2**64, "18446744073709551616"),
+        ([2**64 - 1, -(2**63)], "[18446744073709551615,-9223372036854775808]"),
         ([np.float32(0.1), np.float16(0.1), np.float64(0.1)], "[0.1,0.099975586,0.1]"),
         ([np.int64(3), np.uint8(3), np.bool_(True), np.str_("a")], '[3,3,true,"a"]'),
         ([np.ones((1, 2), np.float32) * np.float32(0.1), np.arange(4)[::2]], "[[[0.1,0.1]],[0,2]]"),
@@ -70,10 +70,12 @@ def test_what_is_written(value: Any, text: str) -> None:
         (Pair(1, 2), "Pair", '"Pair(a=1, b=2)"'),
         (np.array(["a", 1], object), "ndarray", "\"['a' 1]\""),
         (1j, "complex", '"1j"'),
+        (2**64, "Integer exceeds 64-bit range", '"18446744073709551616"'),
+        ([1, 2**64], "Integer exceeds 64-bit range", '[1,"18446744073709551616"]'),
     ],
 )
 def test_what_is_not_json_is_refused_or_stands_as_a_text(value: Any, said: str, instead: str) -> None:
-    with pytest.raises(TypeError, match=f"Type is not JSON serializable: {said}"):
+    with pytest.raises(TypeError, match=f"^(Type is not JSON serializable: )?{said}$"):
         encode([{"a": value}])
     assert encode(value, default=str).decode() == instead
 
