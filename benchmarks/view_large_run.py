@@ -29,8 +29,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
-import requests
 
 from atroposlib.groups import group_id
 
@@ -101,8 +101,11 @@ def served(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
         process.wait()
 
 
+CLIENT = httpx.Client(trust_env=False)
+
+
 def get(url: str, path: str, **query: object) -> Any:
-    reply = requests.get(f"{url}api/runs{path}", params={key: str(value) for key, value in query.items()}, timeout=60)
+    reply = CLIENT.get(f"{url}api/runs{path}", params={key: str(value) for key, value in query.items()}, timeout=60)
     reply.raise_for_status()
     return reply.json()
 

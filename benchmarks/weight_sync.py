@@ -35,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
@@ -360,8 +360,8 @@ class _Load:
         body = {"prompt": {"prompt_token_ids": list(range(5, 25))}, "max_tokens": 24, "ignore_eos": True}
         while not self._stop.is_set():
             try:
-                served = requests.post(self._url, json=body, timeout=120).status_code == 200
-            except requests.RequestException:
+                served = request("POST", self._url, connect_s=5, read_s=120, body=body).status == 200
+            except NoReply:
                 served = False
             with self._lock:
                 self.served += served
@@ -593,9 +593,9 @@ def _start_server(model: str, port: int, flags: list[str], folder: str) -> subpr
         deadline = time.monotonic() + START_DEADLINE_S
         while server.poll() is None and time.monotonic() < deadline:
             try:
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
+                if request("GET", f"http://127.0.0.1:{port}/health", connect_s=5, read_s=5).status == 200:
                     return server
-            except requests.ConnectionError:
+            except NoReply:
                 time.sleep(0.5)
         os.killpg(server.pid, signal.SIGKILL)
         raise RuntimeError(f"vLLM did not come up within {START_DEADLINE_S} s: {Path(output.name).read_text()[-2000:]}")

@@ -19,9 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import requests
+import msgspec
 
 from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus
+from atroposlib.clients.one_request import NoReply, request
 from benchmarks.gpu.random_model import ROOT, ensure_random_model
 from example_trainer.settings.gpus import visible_gpus
 
@@ -269,8 +270,8 @@ class Generation:
     def _await(self, process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
         """Until the server answers."""
         while process.poll() is None and time.monotonic() < deadline:
-            with suppress(requests.RequestException):  # it does not listen yet
-                if requests.get(f"http://127.0.0.1:{PORT}/health", timeout=5).ok:
+            with suppress(NoReply):  # it does not listen yet
+                if request("GET", f"http://127.0.0.1:{PORT}/health", connect_s=5, read_s=5).status == 200:
                     return
             time.sleep(0.5)
         raise Failed(f"no server: {log.read_text(errors='replace').strip()[-500:]}", {})
@@ -279,9 +280,11 @@ class Generation:
         def ask(index: int) -> int:
             body = {"prompt": {"prompt_token_ids": list(range(5 + index, 133 + index))}, "max_tokens": tokens}
             body |= {"ignore_eos": True, "temperature": 1.0}
-            reply = requests.post(f"http://127.0.0.1:{PORT}/generate", json=body, timeout=timeout_s)
-            reply.raise_for_status()
-            return sum(map(len, reply.json()["token_ids"]))
+            url = f"http://127.0.0.1:{PORT}/generate"
+            reply = request("POST", url, connect_s=5, read_s=timeout_s, body=body)
+            if reply.status != 200:
+                raise Failed(f"{url} answered {reply.status}: {reply.content[:300].decode(errors='replace')}", {})
+            return sum(map(len, msgspec.json.decode(reply.content)["token_ids"]))
 
         found: Found = {"clients": clients}
         with ThreadPoolExecutor(clients) as pool:

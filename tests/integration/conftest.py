@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from tests.client import http
 from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,10 +40,10 @@ class Server:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def request(self, method: str, path: str, timeout_s: float = 60, **arguments: Any) -> requests.Response:
+    def request(self, method: str, path: str, timeout_s: float = 60, **arguments: Any) -> httpx.Response:
         return inside(
             self.namespace,
-            lambda: requests.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments),
+            lambda: http.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments),
         )
 
     def status(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def await_server(server: Server, deadline_s: float = START_DEADLINE_S) -> None:
         try:
             if server.request("GET", "/health", 5).status_code == 200:
                 return
-        except requests.ConnectionError:
+        except httpx.TransportError:
             time.sleep(0.5)
     stop_server(server)
     raise AssertionError(f"vLLM did not start within {deadline_s} s:\n{server.log.read_text()[-3000:]}")

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-import requests
 
 from atroposlib.wire.bridge import Manifest
+from tests.client import http
 from tests.forked import Forked
 from tests.integration.bridge_child import held_by
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members, workers_of
@@ -85,7 +86,7 @@ def test_guide_lines_and_complete_mapping_are_in_the_log(server: Server) -> None
     assert f"Uvicorn running on http://127.0.0.1:{server.port}" in log
     config = server.log.with_name("vllm_bridge_config.json")
     mapped = json.loads(config.read_text())["param_mappings"]
-    manifest = requests.get(f"{server.url}/v1/bridge/manifest", headers=AUTHORIZED, timeout=30).json()
+    manifest = http.get(f"{server.url}/v1/bridge/manifest", headers=AUTHORIZED, timeout=30).json()
     assert set(mapped) == {tensor["name"] for tensor in manifest["tensors"]}
     assert len(mapped) > 20
 
@@ -271,7 +272,7 @@ class Load:
             try:
                 reply = self._server.request("POST", "/generate", timeout_s=120, json=body)
                 reply.raise_for_status()
-            except requests.RequestException as error:
+            except httpx.HTTPError as error:
                 self.failures.append(str(error))
             else:
                 found = reply.json()
@@ -345,14 +346,14 @@ def test_strangers_are_kept_out(server: Server) -> None:
         ("POST", "/generate"),
         ("POST", "/v1/generate"),
     ]:
-        reply = requests.request(
+        reply = http.request(
             method, server.url + path, json={"prompt": "x", "session": "s", "policy_version": 1}, timeout=30
         )
         assert reply.status_code == 401, (method, path)
 
 
 def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
-    reply = requests.post(
+    reply = http.post(
         f"{server.url}/v1/bridge/commit",
         json={"session": "nobody", "policy_version": 9},
         headers=AUTHORIZED,
@@ -375,7 +376,7 @@ def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
 def test_bad_generate_requests_are_4xx_with_the_value(
     vllm_server: Server, body: dict[str, Any], status: int, fragment: str
 ) -> None:
-    reply = requests.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
+    reply = http.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
     assert reply.status_code == status, reply.text
     assert fragment in reply.text, reply.text
 
@@ -390,31 +391,31 @@ def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_se
 
 def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Server) -> None:
     """vLLM's own routes too, and before its CORS middleware, which allows every origin."""
-    paths = requests.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
+    paths = http.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
     assert {"/health", "/v1/models", "/tokenize", "/generate", "/v1/bridge/status"} <= set(paths)
     preflight = {"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
     for headers in ({"Host": "evil.test"}, {"Sec-Fetch-Site": "cross-site"}, preflight, preflight | AUTHORIZED):
         for path, methods in [*paths.items(), ("/metrics", ["get"]), ("/docs", ["get"]), ("/nowhere", ["post"])]:
             for method in {*methods, "options"}:
-                reply = requests.request(method, vllm_server.url + path, headers=headers, timeout=30)
+                reply = http.request(method, vllm_server.url + path, headers=headers, timeout=30)
                 assert reply.status_code == 403, (headers, method, path, reply.text)
                 assert "access-control-allow-origin" not in reply.headers
     named = {"Host": "vllm.cluster.local:80"}
-    assert requests.get(f"{vllm_server.url}/health", headers=named | AUTHORIZED, timeout=30).status_code == 200
+    assert http.get(f"{vllm_server.url}/health", headers=named | AUTHORIZED, timeout=30).status_code == 200
 
 
 def test_no_route_of_the_server_but_health_answers_without_the_key(vllm_server: Server) -> None:
     """The running engine too: /invocations samples, and vLLM itself does not guard it."""
-    paths = requests.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
+    paths = http.get(f"{vllm_server.url}/openapi.json", headers=AUTHORIZED, timeout=30).json()["paths"]
     assert {"/invocations", "/tokenize", "/scale_elastic_ep"} <= set(paths)
     chat = {"model": vllm_server.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     for given in ({}, {"Authorization": "Bearer wrong"}):
         for path, methods in [*paths.items(), ("/metrics", ["get"]), ("/docs", ["get"]), ("/nowhere", ["post"])]:
             for method in {*methods, "options", "head"} if path != "/health" else ():
-                reply = requests.request(method, vllm_server.url + path, json=chat, headers=given, timeout=30)
+                reply = http.request(method, vllm_server.url + path, json=chat, headers=given, timeout=30)
                 assert reply.status_code == 401, (given, method, path, reply.text)
-    assert requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
-    reply = requests.post(f"{vllm_server.url}/invocations", json=chat, headers=AUTHORIZED, timeout=30)
+    assert http.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
+    reply = http.post(f"{vllm_server.url}/invocations", json=chat, headers=AUTHORIZED, timeout=30)
     assert reply.status_code == 200, reply.text
 
 
@@ -425,6 +426,6 @@ def test_what_a_request_brings_is_escaped_in_the_log(vllm_server: Server) -> Non
     while r"1.2.3.4\x9b31m" not in (text := vllm_server.log.read_text()):
         assert time.monotonic() < deadline, text[-2000:]
         # again, as of many refused requests only one per 10 s is logged
-        requests.post(f"{vllm_server.url}/v1/bridge/session/none/heartbeat", headers=headers, timeout=30)
+        http.post(f"{vllm_server.url}/v1/bridge/session/none/heartbeat", headers=headers, timeout=30)
         time.sleep(0.5)
     assert "\x9b" not in text

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-import requests
 
+from tests.client import http
 from tests.integration.conftest import AUTHORIZED, Server
 
 DEEP = "[" * 900 + "]" * 900
@@ -105,7 +105,7 @@ BRIDGE: list[Any] = [
 def post(server: Server, path: str, body: Any) -> tuple[int, str]:
     text = body if isinstance(body, str) else json.dumps(body)
     headers = {**AUTHORIZED, "Content-Type": "application/json"}
-    reply = requests.post(server.url + path, data=text.encode(), headers=headers, timeout=30)
+    reply = http.post(server.url + path, content=text.encode(), headers=headers, timeout=30)
     return reply.status_code, reply.text
 
 

@@ -15,11 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-import requests
 
 from atroposlib.logs import RUN
 from atroposlib.processes.shared_memory import mapped_shared_memory
+from tests.client import http
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -102,8 +103,8 @@ class Drill:
         assert not (self.folder / "pids").exists()
         assert left_in_shared_memory(self.mapped) == []
         for port in self.ports:
-            with pytest.raises(requests.ConnectionError):
-                requests.get(f"http://127.0.0.1:{port}/health", timeout=5)
+            with pytest.raises(httpx.TransportError):
+                http.get(f"http://127.0.0.1:{port}/health", timeout=5)
 
     def end(self) -> None:
         """Whatever became of the test."""

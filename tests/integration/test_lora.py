@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -28,6 +28,7 @@ from example_trainer.loop.opening import connected
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.lora import adapter_tensors
+from tests.client import http
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
 from tests.integration.namespaces import tied
 
@@ -82,14 +83,14 @@ def complete(server: Server, model: str | None, **sampling: Any) -> dict[str, An
         | ({"model": model} if model else {})
         | sampling
     )
-    reply = requests.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+    reply = http.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
     return {"status": reply.status_code, **reply.json()}
 
 
 def served_names(server: Server) -> list[str]:
     return [
         card["id"]
-        for card in requests.get(f"{server.url}/v1/models", headers=AUTHORIZED, timeout=DEADLINE_S).json()["data"]
+        for card in http.get(f"{server.url}/v1/models", headers=AUTHORIZED, timeout=DEADLINE_S).json()["data"]
     ]
 
 
@@ -118,7 +119,7 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
                 assert reply["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(sampled, abs=1e-5)
             chat = {"model": "default", "messages": [{"role": "user", "content": "2 + 2 ="}], "max_tokens": 2}
             assert (
-                requests.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()[
+                http.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()[
                     "model"
                 ]
                 == name
@@ -214,9 +215,9 @@ def save_foreign_adapter(folder: Path, model_folder: str, rank: int = 8, base: s
     return folder
 
 
-def post_adapter(server: Server, path: Path, name: str = "policy-v9-bad") -> requests.Response:
+def post_adapter(server: Server, path: Path, name: str = "policy-v9-bad") -> httpx.Response:
     body = {"name": name, "path": str(path), "policy_version": 9}
-    return requests.post(f"{server.url}/v1/bridge/adapter", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+    return http.post(f"{server.url}/v1/bridge/adapter", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
 
 
 @pytest.mark.rotating
@@ -288,10 +289,10 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
         with pytest.raises(BridgeError, match=message):
             make_bridge(lora_config(server.model, server.port, tmp_path, **changes))(server.model, CPU)
     whole = {"session": "s", "policy_version": 1}
-    reply = requests.post(f"{server.url}/v1/bridge/commit", json=whole, headers=AUTHORIZED, timeout=DEADLINE_S)
+    reply = http.post(f"{server.url}/v1/bridge/commit", json=whole, headers=AUTHORIZED, timeout=DEADLINE_S)
     assert reply.status_code == 409
     assert "restart it without --enable-lora" in reply.text
-    assert requests.post(f"{server.url}/v1/bridge/adapter", json={}, timeout=DEADLINE_S).status_code == 401
+    assert http.post(f"{server.url}/v1/bridge/adapter", json={}, timeout=DEADLINE_S).status_code == 401
 
 
 @pytest.mark.rotating

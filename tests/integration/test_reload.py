@@ -6,11 +6,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import httpx
 import pytest
-import requests
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.client import http
 from tests.integration.conftest import Server, kill_server, start_server, stop_server
 from tests.integration.test_bridge import (
     PARITY,
@@ -36,7 +37,7 @@ def parity_of(child: subprocess.Popen[str]) -> float:
     return float(out.split("PARITY ")[1])
 
 
-def by_hand(server: Server, path: Path, **body: int) -> requests.Response:
+def by_hand(server: Server, path: Path, **body: int) -> httpx.Response:
     return server.request("POST", "/reload_weights", timeout_s=120, json={"path": str(path), **body})
 
 
@@ -132,7 +133,7 @@ def test_a_directory_is_served_by_hand(vllm_server: Server, llama_folder: Path, 
         refused = by_hand(vllm_server, wrong)
         assert refused.status_code == 422
         assert why in refused.text
-    assert requests.post(f"{vllm_server.url}/reload_weights", json={"path": str(changed)}).status_code == 401
+    assert http.post(f"{vllm_server.url}/reload_weights", json={"path": str(changed)}).status_code == 401
     assert by_hand(vllm_server, llama_folder, policy_version=7).status_code == 200
     assert same(logprobs(vllm_server), from_disk)
 

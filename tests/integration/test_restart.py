@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
-import requests
 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from tests.client import http
 from tests.integration.conftest import API_KEY, Server, free_port, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT
@@ -101,7 +101,7 @@ def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a
         assert next_line(child, tmp_path).startswith("SYNCED 1 serves 0 stall 0.00")
         (first,) = started_servers(tmp_path)
         mapped = shared_memory(first)
-        assert requests.get(f"http://127.0.0.1:{port}/v1/bridge/status", timeout=30).json()["tp_size"] == 2
+        assert http.get(f"http://127.0.0.1:{port}/v1/bridge/status", timeout=30).json()["tp_size"] == 2
         sampler = Sampler(port, str(qwen_folder))
         while not sampler.versions:
             time.sleep(0.1)
@@ -154,7 +154,7 @@ def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_
             assert next_line(child, tmp_path).startswith(f"SYNCED {version} serves {version}")
             assert float(next_line(child, tmp_path).split()[1]) <= PARITY
             body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 2}
-            reply = requests.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
+            reply = http.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
             assert reply["policy_versions"] == [[version, version]]
             if version == 0:
                 go_on(child)
@@ -184,4 +184,4 @@ def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Serv
     )
     assert "after 5 s: it serves" in log
     assert session_members(pid) == members
-    assert requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
+    assert http.get(f"{vllm_server.url}/health", timeout=30).status_code == 200

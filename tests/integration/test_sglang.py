@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -25,6 +24,7 @@ from example_trainer.bridges.sglang import SglangBridge, SglangClient
 from example_trainer.bridges.vllm_client import Refused
 from example_trainer.model.loading import load_model
 from example_trainer.weights.written import TrainedModel
+from tests.client import http
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.unit.trainer.bridges.fake_sglang_server import ADMIN, OPEN
 from tests.unit.trainer.bridges.test_sglang_bridge import change, config_to
@@ -57,7 +57,7 @@ class Server:
 
     def ask(self, path: str) -> Any:
         headers = {"Authorization": f"Bearer {OPEN}"}
-        return requests.get(f"http://127.0.0.1:{self.port}{path}", headers=headers, timeout=10).json()
+        return http.get(f"http://127.0.0.1:{self.port}{path}", headers=headers, timeout=10).json()
 
     def bridge(self, **settings: Any) -> SglangBridge:
         """With a deadline that a busy machine keeps."""

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 
+from tests.client import http
 from tests.integration.conftest import AUTHORIZED, Server, start_server, stop_server, workers_of
 from tests.integration.test_bridge import (
     PARITY,
@@ -42,9 +43,9 @@ def train_and_probe(server: Server) -> str:
     return out
 
 
-def generate(server: Server, max_tokens: int = 4) -> requests.Response:
+def generate(server: Server, max_tokens: int = 4) -> httpx.Response:
     body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": max_tokens, "ignore_eos": True}
-    return requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+    return http.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
 
 
 def wait_until_refused(server: Server) -> dict[str, Any]:
@@ -59,11 +60,11 @@ def check_refusal(server: Server, fragment: str) -> None:
     """Generation is refused with the reason; everything else answers."""
     assert fragment in wait_until_refused(server)["poisoned"]
     for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-        reply = requests.post(server.url + path, json={"prompt": "x", "max_tokens": 1}, headers=AUTHORIZED, timeout=30)
+        reply = http.post(server.url + path, json={"prompt": "x", "max_tokens": 1}, headers=AUTHORIZED, timeout=30)
         assert reply.status_code == 503, reply.text
         assert fragment in reply.text, reply.text
         assert reply.headers["retry-after"], reply.text
-    assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
+    assert http.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
 @pytest.fixture(params=["vllm_server", "vllm_server_tp2"])
@@ -142,7 +143,7 @@ def running_requests(server: Server) -> float:
 @pytest.mark.rotating
 def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server: Server) -> None:
     child = start_child(vllm_server, "freeze-when-told-mid-update")
-    replies: list[requests.Response] = []
+    replies: list[httpx.Response] = []
     read_until(child, "SYNCED 0")
     waiting = threading.Thread(target=lambda: replies.append(generate(vllm_server, 500)))
     waiting.start()

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 
 from atroposlib.envs.base import APIServerConfig
 from environments.tool_template_server import ProductEnv
+from tests.client import http
 from tests.integration.conftest import API_KEY, Server, start_server, stop_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -28,7 +29,7 @@ def server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     stop_server(started)
 
 
-def parsed(server: Server, **fields: Any) -> requests.Response:
+def parsed(server: Server, **fields: Any) -> httpx.Response:
     return server.request("POST", "/v1/tool_calls/parse", json={"text": HERMES, "tools": TOOLS} | fields)
 
 
@@ -44,7 +45,7 @@ def test_what_cannot_be_parsed_and_who_has_no_key_are_refused(server: Server) ->
     refused = parsed(server, parser="mistral")  # the model has no such token
     assert (refused.status_code, "tool parser mistral" in refused.text) == (400, True)
     assert parsed(server, parser="hermess").status_code == 400
-    assert requests.post(f"{server.url}/v1/tool_calls/parse", json={"text": HERMES, "tools": TOOLS}).status_code == 401
+    assert http.post(f"{server.url}/v1/tool_calls/parse", json={"text": HERMES, "tools": TOOLS}).status_code == 401
 
 
 async def test_a_conversation_is_sampled_and_parsed_by_vllm(server: Server, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-import requests
 
 from tests.integration.conftest import Server, await_server, start_server, stop_server, workers_of
 from tests.integration.namespaces import Host
@@ -132,7 +132,7 @@ def test_a_server_that_died_is_left_out_and_let_in_again_once_restarted(
     assert time.monotonic() - start < DEADLINE_S
     assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
     far.process.wait(60)
-    with pytest.raises(requests.ConnectionError):
+    with pytest.raises(httpx.TransportError):
         far.status()
     servers[1] = start_on(hosts[1], llama_folder, tmp_path)
     await_server(servers[1])

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-import requests
 
 from atropos_launcher.services.records import Records
+from tests.client import http
 from tests.integration.conftest import free_port
 from tests.integration.test_launcher_drills import COMMAND, SHORT_STEPS, VARIABLES, processes_of
 
@@ -106,8 +107,8 @@ def test_a_killed_server_comes_back_with_the_current_policy_and_the_run_ends_wel
 
     def serves_current() -> bool:
         try:
-            status = requests.get(f"http://127.0.0.1:{run.port}/v1/bridge/status", timeout=5).json()
-        except requests.RequestException:
+            status = http.get(f"http://127.0.0.1:{run.port}/v1/bridge/status", timeout=5).json()
+        except httpx.HTTPError:
             return False
         return bool(status["session"]) and status["policy_version"] >= at
 
@@ -126,8 +127,8 @@ def test_a_server_that_is_always_killed_ends_the_run_with_its_name(start: Callab
         for pid in set(pids) - killed:
             time.sleep(1)
             try:
-                healthy = requests.get(f"http://127.0.0.1:{run.port}/health", timeout=5).ok
-            except requests.RequestException:
+                healthy = http.get(f"http://127.0.0.1:{run.port}/health", timeout=5).is_success
+            except httpx.HTTPError:
                 continue
             if healthy:
                 os.kill(pid, signal.SIGKILL)

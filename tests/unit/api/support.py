@@ -5,12 +5,13 @@ import sys
 import time
 from typing import Any
 
-import requests
+import httpx
 from fastapi.testclient import TestClient
 
 from atroposlib.api.groups.posted_groups import read_groups
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.wire.batching import PostedData
+from tests.client import http
 
 DEADLINE_S = 30.0
 ITEM_KEYS = [
@@ -99,8 +100,8 @@ def wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
     while time.monotonic() < end:
         assert process.poll() is None, process.communicate()
         try:
-            requests.get(f"{url}/health", timeout=1)
+            http.get(f"{url}/health", timeout=1)
             return
-        except requests.ConnectionError:
+        except httpx.TransportError:
             time.sleep(0.05)
     raise TimeoutError(url)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
+from tests.client import http
 from tests.unit.api.support import DEADLINE_S, wait_until_healthy
 
 pytestmark = pytest.mark.services
@@ -69,7 +69,7 @@ def test_the_commands_of_the_security_page_let_in_who_has_the_token(tmp_path: Pa
         assert shell.returncode == 0
         assert shell.stdout is not None
         assert json.loads(os.read(shell.stdout.fileno(), 4096)) == {"current_step": 0, "queue_size": 0}
-        assert requests.get(f"http://127.0.0.1:{port}/status", timeout=5).status_code == 401
+        assert http.get(f"http://127.0.0.1:{port}/status", timeout=5).status_code == 401
     assert stat.S_IMODE((tmp_path / "api.token").stat().st_mode) == 0o600
 
 
@@ -84,7 +84,7 @@ def test_the_operators_commands_start_an_api_with_two_tokens(tmp_path: Path, por
             token = (tmp_path / f"{name}.token").read_text().strip()
             for route in ("status", "activity"):
                 headers = {"Authorization": f"Bearer {token}"}
-                reply = requests.get(f"http://127.0.0.1:{port}/{route}", headers=headers, timeout=5)
+                reply = http.get(f"http://127.0.0.1:{port}/{route}", headers=headers, timeout=5)
                 statuses[name, route] = reply.status_code
     assert statuses == {
         ("api", "status"): 200,

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-import requests
 
 from atroposlib.cli.run_api import AddressError, listen
+from tests.client import http
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 pytestmark = pytest.mark.services
@@ -25,7 +26,7 @@ def test_it_serves_on_the_port_that_its_log_names_and_ends_cleanly_on_a_signal(
 ) -> None:
     served, url = process
     assert url.startswith("http://127.0.0.1:")
-    with requests.Session() as session:  # an idle connection does not delay the end
+    with httpx.Client(trust_env=False) as session:  # an idle connection does not delay the end
         session.post(f"{url}/register", json=registration(4), timeout=5)
         session.post(f"{url}/scored_data", json=group(4), timeout=5)
         assert len(session.get(f"{url}/batch", timeout=5).json()["batch"]) == 1
@@ -91,13 +92,13 @@ def served(folder: Path, port: int, *more: str) -> Iterator[tuple[subprocess.Pop
 def test_a_killed_api_goes_on_where_it_was_from_the_journal_in_its_folder(tmp_path: Path) -> None:
     port = free_port()
     with served(tmp_path, port) as (process, url):
-        requests.post(f"{url}/register", json=registration(4), timeout=5)
-        requests.post(f"{url}/scored_data", json=group(4, 7), timeout=5)
+        http.post(f"{url}/register", json=registration(4), timeout=5)
+        http.post(f"{url}/scored_data", json=group(4, 7), timeout=5)
         process.kill()
         process.wait()
     assert (tmp_path / f"atropos-api-{port}.db").exists()
     with served(tmp_path, port) as (_, url):
-        assert requests.get(f"{url}/batch", timeout=5).json()["batch"][0]["tokens"][0][0] == 7
+        assert http.get(f"{url}/batch", timeout=5).json()["batch"][0]["tokens"][0][0] == 7
 
 
 def test_in_memory_and_a_random_port_leave_no_file(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_request_that_never_completes_does_not_delay_the_end(process: tuple[su
     served_process, url = process
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
         half.sendall(b"POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
-        assert requests.get(f"{url}/health", timeout=10).ok  # sent later, so the half request is being read
+        assert http.get(f"{url}/health", timeout=10).is_success  # sent later, so the half request is being read
         served_process.send_signal(signal.SIGTERM)
         served_process.communicate(timeout=15)
     assert served_process.returncode == 0
@@ -128,12 +129,12 @@ def test_a_request_that_never_completes_does_not_delay_the_end(process: tuple[su
 
 def test_a_request_that_waits_for_a_batch_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
     served_process, url = process
-    trainer = requests.post(f"{url}/register", json=registration(4), timeout=10).json()["uuid"]
+    trainer = http.post(f"{url}/register", json=registration(4), timeout=10).json()["uuid"]
     body = json.dumps({"trainer": trainer, "wait_s": 30}).encode()
     head = f"POST /batch/lease HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as waiting:
         waiting.sendall(head + body)
-        assert requests.get(f"{url}/health", timeout=10).ok  # sent later, so the request waits
+        assert http.get(f"{url}/health", timeout=10).is_success  # sent later, so the request waits
         start = time.monotonic()
         served_process.send_signal(signal.SIGTERM)
         _, log = served_process.communicate(timeout=15)

@@ -5,13 +5,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import requests
 
 from atroposlib.cli import dpo, sft  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.commands import generation
 from atroposlib.compat.commands.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.wire.batching import ScoredData
+from tests.client import http
 from tests.unit.envs.fakes import Api, Trainer, running_api
 from tests.waiting import until
 
@@ -77,14 +77,12 @@ async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) 
         )
 
         async def registered() -> bool:
-            size: int = (await asyncio.to_thread(requests.get, f"{api.url}/info")).json()["batch_size"]
+            size: int = (await asyncio.to_thread(http.get, f"{api.url}/info")).json()["batch_size"]
             return size >= 0
 
         for _ in range(2):
             await until(registered)
-            await asyncio.to_thread(
-                requests.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)]
-            )
+            await asyncio.to_thread(http.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)])
         assert await asyncio.wait_for(written, 60) == 7
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert len(lines) == 7
@@ -102,7 +100,7 @@ async def test_a_collector_follows_one_that_has_finished_and_refuses_a_trainer(
             path = tmp_path / f"{name}.jsonl"
             written = asyncio.create_task(asyncio.to_thread(generate, config_for(api, tmp_path), path, sft.records))
             while not written.done():
-                reply = await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+                reply = await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
                 assert reply.status_code == 200
                 await asyncio.sleep(0.05)
             assert await written == 7
@@ -120,14 +118,14 @@ async def test_a_collector_at_work_is_not_displaced(tmp_path: Path, monkeypatch:
         )
 
         async def asked() -> bool:
-            reply = await asyncio.to_thread(requests.get, f"{api.url}/activity")
+            reply = await asyncio.to_thread(http.get, f"{api.url}/activity")
             return reply.json().get("asked_s") is not None
 
         await until(asked)
         with pytest.raises(GenerationError, match="a collector has asked for a batch lately"):
             await asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "second.jsonl", sft.records)
         while not first.done():
-            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+            await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
             await asyncio.sleep(0.05)
 
 

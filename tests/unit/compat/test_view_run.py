@@ -4,13 +4,13 @@ from typing import Any
 
 import httpx
 import pytest
-import requests
 from fastapi.testclient import TestClient
 
 from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.commands import view_run as view_run_module
 from atroposlib.compat.commands.view_run import ViewConfig, Watcher
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from tests.client import http
 from tests.unit.compat.test_generation import group
 from tests.unit.envs.fakes import Trainer, running_api
 
@@ -23,7 +23,7 @@ async def test_live_run_is_shown_and_keeps_everything(tmp_path: Path) -> None:
         trainer = Trainer(api.url, batch_size=4)
         await trainer.register()
         for scores in ((0.0, 1.0), (1.0, 0.5)):
-            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(*scores))
+            await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(*scores))
             await watcher.look(client)
             await watcher.look(client)
         page = watcher.page()
@@ -47,7 +47,7 @@ async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetch
         trainer = Trainer(api.url, batch_size=4)
         await trainer.register()
         body = group(0.0, 1.0) | {"messages": said, "images": [pixel, "no image"]}
-        await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=body)
+        await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=body)
         await watcher.look(client)
     page = watcher.page()
     assert page.count(f"<img src='data:image/png;base64,{pixel}'>") == 3 == page.count("<img ")
@@ -62,7 +62,7 @@ async def test_what_is_open_stays_open_because_only_new_groups_are_added() -> No
         await Trainer(api.url, batch_size=4).register()
         page = TestClient(view_run.create_app(watcher), base_url="http://127.0.0.1")
         for number in (1, 2):
-            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, float(number)))
+            await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.0, float(number)))
             await watcher.look(client)
             found = page.get("/new", params={"after": number - 1}).json()
             assert found["last"] == number

@@ -18,7 +18,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import requests
 
 from atropos_launcher.commands import new_environment
 from atroposlib.config import resolve_config
@@ -35,6 +34,7 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from environments.tool_template_server import ProductEnv
 from example_trainer.settings.config import TrainerConfig
+from tests.client import http
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts
 from tests.unit.envs.fakes import renumbered_tokenizer, running_api
@@ -328,7 +328,7 @@ async def test_generator_of_the_page_keeps_records(tmp_path: Path, command: str)
 
             await until(registered)
         for _ in range(8):
-            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+            await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
         await keeping
     assert json.loads((tmp_path / "FILE").read_text().splitlines()[0])
 

@@ -12,14 +12,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-import requests
 from fastapi.testclient import TestClient
 
 from atroposlib.api.groups import posted_groups
 from atroposlib.api.groups.decoding import MAX_GZIP_MEMBERS, RefusedBody, gunzip
 from atroposlib.api.groups.posted_groups import as_json, read_groups, with_weight
+from tests.client import http
 from tests.unit.api.support import DEADLINE_S, group, read_group, register
 
 MSGPACK = {"Content-Type": "application/msgpack"}
@@ -182,8 +183,8 @@ def test_a_body_that_would_build_too_many_objects_is_refused_before_it_does(
 @pytest.mark.services
 def test_20_megabytes_of_empty_maps_are_refused_with_little_memory(process: tuple[subprocess.Popen[str], str]) -> None:
     served, url = process
-    reply = requests.post(
-        f"{url}/scored_data", data=packed_array("images", b"\x80", 20_000_000), headers=MSGPACK, timeout=DEADLINE_S
+    reply = http.post(
+        f"{url}/scored_data", content=packed_array("images", b"\x80", 20_000_000), headers=MSGPACK, timeout=DEADLINE_S
     )
     peak_kb = int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{served.pid}/status").read_text())[0])
     assert reply.status_code == 413, (reply.text, peak_kb)
@@ -306,7 +307,7 @@ def worst_health(url: str, post: Callable[[], None]) -> float:
     times = [0.0]
 
     def ask() -> None:
-        with requests.Session() as session:
+        with httpx.Client(trust_env=False) as session:
             while not ended.is_set():
                 start = time.monotonic()
                 session.get(f"{url}/health", timeout=DEADLINE_S)
@@ -347,10 +348,10 @@ def test_health_is_answered_while_large_posts_are_accepted_and_refused(
 
     def post() -> None:
         for path, body, headers, status in posts:
-            reply = requests.post(f"{url}/{path}", data=body, headers=headers, timeout=DEADLINE_S)
+            reply = http.post(f"{url}/{path}", content=body, headers=headers, timeout=DEADLINE_S)
             assert reply.status_code == status, reply.text
 
     # tens of milliseconds on a free machine; it was 1 s for each MB refused, each time
     late = list(takewhile(lambda worst_s: worst_s >= 1.0, (worst_health(url, post) for _ in range(3))))
     assert len(late) < 3, f"/health took {late} s"
-    assert requests.get(f"{url}/status", timeout=DEADLINE_S).json()["queue_size"] == 10_001 * (len(late) + 1)
+    assert http.get(f"{url}/status", timeout=DEADLINE_S).json()["queue_size"] == 10_001 * (len(late) + 1)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import uvicorn
 from fastapi import FastAPI
 
+from tests.client import http
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -141,10 +141,10 @@ def batching_api(port: int, *flags: str) -> Iterator[None]:
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_healthy(url, process)
-        requests.post(f"{url}/register", json=registration(4), timeout=DEADLINE_S)
-        requests.post(f"{url}/scored_data", json=group(4), timeout=DEADLINE_S)
+        http.post(f"{url}/register", json=registration(4), timeout=DEADLINE_S)
+        http.post(f"{url}/scored_data", json=group(4), timeout=DEADLINE_S)
         yield
-        status, info = (requests.get(f"{url}/{path}", timeout=DEADLINE_S).json() for path in ("status", "info"))
+        status, info = (http.get(f"{url}/{path}", timeout=DEADLINE_S).json() for path in ("status", "info"))
         assert status["queue_size"] == 1
         assert info["batch_size"] == 4
     finally:
@@ -203,7 +203,7 @@ def test_the_same_page_under_an_own_name_would_have_been_answered(tmp_path: Path
 
 
 def refusals(url: str) -> int:
-    lines = requests.get(f"{url}/metrics", timeout=DEADLINE_S).text.splitlines()
+    lines = http.get(f"{url}/metrics", timeout=DEADLINE_S).text.splitlines()
     return sum(int(float(line.split()[1])) for line in lines if line.startswith('atropos_refused_total{status="403"}'))
 
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-import requests
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -25,6 +25,7 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
+from tests.client import http
 from tests.unit.api.support import DEADLINE_S, api_settings, command, group, wait_until_healthy
 
 QUICK = Limits(head_s=0.3, body_s=1.0, stall_s=0.5, most=30)
@@ -156,7 +157,7 @@ def test_bodies_that_are_half_sent_do_not_add_up() -> None:
         statuses = [reply.split()[1] for reply in replies if reply]
         assert statuses.count(b"503") >= 5, statuses
         assert b"retry-after" in b"".join(replies), statuses
-        assert requests.post(f"http://127.0.0.1:{port}/scored_data", json=group(1), timeout=DEADLINE_S).ok
+        assert http.post(f"http://127.0.0.1:{port}/scored_data", json=group(1), timeout=DEADLINE_S).is_success
 
 
 def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
@@ -185,18 +186,18 @@ def test_a_head_without_end_is_refused_before_it_fills_memory(begun: bytes, more
             while sent < 50_000_000:
                 sent += endless.send(more)
         assert sent < 20_000_000  # what the kernel holds included
-        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S).ok
+        assert http.get(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S).is_success
 
 
 def test_a_large_body_in_small_chunks_is_no_long_head() -> None:
     with serving(Limits()) as port:
         body = msgspec.json.encode(group(1, messages=[[{"role": "user", "content": "x" * 200_000}]]))
         pieces = (body[start : start + 100] for start in range(0, len(body), 100))
-        assert requests.post(f"http://127.0.0.1:{port}/scored_data", data=pieces, timeout=DEADLINE_S).status_code == 200
+        assert http.post(f"http://127.0.0.1:{port}/scored_data", content=pieces, timeout=DEADLINE_S).status_code == 200
 
 
 def test_requests_on_one_connection_are_answered_beyond_the_deadlines() -> None:
-    with serving(QUICK) as port, requests.Session() as session:
+    with serving(QUICK) as port, httpx.Client(trust_env=False) as session:
         for _ in range(8):
             reply = session.post(f"http://127.0.0.1:{port}/scored_data", json=group(1), timeout=DEADLINE_S)
             assert reply.status_code == 200
@@ -222,10 +223,10 @@ def test_connections_that_wait_make_way_and_those_that_are_answered_stay(caplog:
 
     with serving(patient, app) as port, contextlib.ExitStack() as stack:
         url = f"http://127.0.0.1:{port}"
-        lines = stack.enter_context(requests.get(f"{url}/ticks", stream=True, timeout=DEADLINE_S)).iter_lines()
+        lines = stack.enter_context(http.stream("GET", f"{url}/ticks", timeout=DEADLINE_S)).iter_lines()
         idle = [stack.enter_context(connect(port)) for _ in range(100)]
-        assert requests.get(f"{url}/health", timeout=DEADLINE_S).ok
-        assert [next(lines) for _ in range(3)] == [b"tick"] * 3
+        assert http.get(f"{url}/health", timeout=DEADLINE_S).is_success
+        assert [next(lines) for _ in range(3)] == ["tick"] * 3
         idle[0].settimeout(DEADLINE_S)
         assert read_all(idle[0]) == b""
     said = [record.getMessage() for record in caplog.records if "more than 20 were open" in record.getMessage()]
@@ -245,7 +246,7 @@ def test_an_api_with_few_files_answers_health_beside_more_idle_connections() -> 
             for _ in range(200):
                 stack.enter_context(connect(port))
             for _ in range(3):
-                assert requests.get(f"{url}/health", timeout=DEADLINE_S).ok
+                assert http.get(f"{url}/health", timeout=DEADLINE_S).is_success
     finally:
         served.kill()
         served.communicate()

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import requests
 
 from atropos_launcher.commands import view
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.view.flags import PORT
 from atroposlib.view.serve import CannotServe, address, listen, page_of
+from tests.client import http
 from tests.unit.launcher.plans import plan
 
 IDLE_S = 1.0
@@ -46,9 +46,9 @@ def test_it_serves_a_run_at_the_address_that_it_prints_and_idles(tmp_path: Path)
     with served("mine", "--runs", str(tmp_path), "--port", "0") as (process, url):
         assert url.endswith("/#/run/mine")
         base = url.partition("#")[0]
-        found = requests.get(f"{base}api/runs", timeout=20).json()["runs"]
+        found = http.get(f"{base}api/runs", timeout=20).json()["runs"]
         assert [run["path"] for run in found] == [str(tmp_path / "mine")]
-        assert "<!doctype html>" in requests.get(base, timeout=20).text.lower()
+        assert "<!doctype html>" in http.get(base, timeout=20).text.lower()
         before = psutil.Process(process.pid).cpu_times()
         time.sleep(IDLE_S)
         after = psutil.Process(process.pid).cpu_times()

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 
 from atropos_launcher.console import idle_reason
 from atropos_launcher.console.idle_reason import Diagnosis, Silence, asking
@@ -24,6 +23,7 @@ from atroposlib.clients.batching_api import ApiUnreachable
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import Activity
+from tests.client import http
 from tests.unit.api.support import registration
 from tests.unit.trainer.loop.test_trainer_with_api import real_api
 from tests.waiting import until
@@ -182,8 +182,8 @@ async def test_the_console_names_an_environment_that_is_stopped(
             )
             try:
                 ask = asking(url, None)
-                requests.post(f"{url}/register", json=registration(8), timeout=10).raise_for_status()  # noqa: ASYNC210
-                requests.get(f"{url}/batch", timeout=10).raise_for_status()  # noqa: ASYNC210  # environments may join
+                http.post(f"{url}/register", json=registration(8), timeout=10).raise_for_status()
+                http.get(f"{url}/batch", timeout=10).raise_for_status()  # environments may join
                 await until(lambda: bool(ask().environments), 60)
                 os.killpg(environment.pid, signal.SIGSTOP)
                 await until(lambda: (ask().environments[0].heard_s or 0.0) > 3.0, 30)

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-import requests
 from msgspec import to_builtins
 from msgspec.structs import replace
 
@@ -16,6 +15,7 @@ from atroposlib.wire.batching import Registration, ScoredData
 from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
+from tests.client import http
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
 from tests.unit.trainer.loop.test_trainer_with_api import real_api
@@ -158,7 +158,7 @@ def trainer_of(
 def post_groups(url: str, count: int) -> None:
     for number in range(count):
         group = {key: value for key, value in item([float(number), -1.0]).items() if value is not None}
-        requests.post(f"{url}/scored_data", json=group, timeout=10).raise_for_status()
+        http.post(f"{url}/scored_data", json=group, timeout=10).raise_for_status()
 
 
 def test_what_was_not_acknowledged_goes_to_the_trainer_that_goes_on() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 import uvicorn
 from safetensors.torch import load_file
@@ -27,6 +26,7 @@ from example_trainer.data.batching import make_batch
 from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import Rejection, RejectionBudget
 from example_trainer.settings.config import TrainerConfig
+from tests.client import http
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, model_folder, serve
 
 Group = dict[str, Any]
@@ -198,7 +198,7 @@ def real_api(journal: Path | None = None) -> Iterator[str]:
 def post(url: str, *groups: Group) -> list[int]:
     """The HTTP status of each post, of the fields that are set."""
     bodies = [{key: value for key, value in group.items() if value is not None} for group in groups]
-    return [requests.post(url + "/scored_data", json=body, timeout=10).status_code for body in bodies]
+    return [http.post(url + "/scored_data", json=body, timeout=10).status_code for body in bodies]
 
 
 @pytest.mark.parametrize("name", [*HOPELESS, *HARMLESS])
@@ -211,7 +211,7 @@ def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: 
             grpo.run(config(model, tmp_path, url), RecordingBridge(fail_at=2))
         assert post(url, shaped(name)) == [422 if name in HOPELESS else 200]
         grpo.run(config(model, tmp_path, url, resume="auto"), RecordingBridge())
-        letters = requests.get(url + "/dead-letters", timeout=10).json()
+        letters = http.get(url + "/dead-letters", timeout=10).json()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
     assert all(math.isfinite(row["loss"]) and row["groups"] == 2 for row in rows(tmp_path))
     assert len(letters) == (name in HOPELESS)
@@ -258,7 +258,7 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
         joined: dict[str, Any] = {}
         while joined.get("status") != "success":
             announced = dict(desired_name="dice", weight=1.0, max_token_length=64, group_size=2)
-            joined = requests.post(url + "/register-env", json=announced, timeout=10).json()
+            joined = http.post(url + "/register-env", json=announced, timeout=10).json()
         mine = [group | {"env_id": joined["env_id"]} for group in (good(1), bad, bad)]
         post(url, *mine, shaped("negative id"), *map(good, range(2, 8)))
 
@@ -268,13 +268,13 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
             threading.Thread(target=environment, daemon=True).start()
             with pytest.raises(KeyboardInterrupt):
                 grpo.run(config(model, tmp_path, url), RecordingBridge(fail_at=2))
-            assert requests.get(url + "/status", timeout=10).json()["rejected_groups"] == 3
-            metrics = requests.get(url + "/metrics", timeout=10).text
+            assert http.get(url + "/status", timeout=10).json()["rejected_groups"] == 3
+            metrics = http.get(url + "/metrics", timeout=10).text
     assert 'atropos_groups_rejected_total{found_by="trainer"} 3.0' in metrics
     assert "environment dice_0: inference_logprobs[1]" in caplog.text
     with real_api(journal) as url:
         grpo.run(config(model, tmp_path, url, resume="auto"), RecordingBridge())
-        letters = requests.get(url + "/dead-letters?groups=true", timeout=10).json()
+        letters = http.get(url + "/dead-letters?groups=true", timeout=10).json()
     assert sorted(letter["environment"] for letter in letters) == ["dice_0", "dice_0", "unknown"]
     assert letters[-1]["group"]["tokens"] == bad["tokens"]
     assert letters[-1]["reason"].startswith("inference_logprobs[1]")
@@ -301,7 +301,7 @@ def test_groups_that_the_api_set_aside_count_too(model: str, tmp_path: Path) -> 
             match=r"5 of the last 5 groups cannot be trained on \(limit 4, .*tokens\[0\]\[0\]: -1 is not an id",
         ):
             grpo.run(config(model, tmp_path, url, max_rejected_groups=4), RecordingBridge())
-        assert len(requests.get(url + "/dead-letters", timeout=10).json()) == 5  # they do not come again
+        assert len(http.get(url + "/dead-letters", timeout=10).json()) == 5  # they do not come again
 
 
 def test_the_budget_is_of_the_last_hundred_groups() -> None:

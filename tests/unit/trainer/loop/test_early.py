@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 from example_trainer import grpo
@@ -21,6 +20,7 @@ from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
+from tests.client import http
 from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
 from tests.unit.trainer.loop.test_trainer_run import weights
 from tests.unit.trainer.loop.test_trainer_with_api import real_api
@@ -47,7 +47,7 @@ class Groups(threading.Thread):
         self.url, self.between = url, between
 
     def get(self, path: str) -> dict[str, Any]:
-        reply: dict[str, Any] = requests.get(self.url + path, timeout=10).json()
+        reply: dict[str, Any] = http.get(self.url + path, timeout=10).json()
         return reply
 
     def run(self) -> None:
@@ -55,7 +55,7 @@ class Groups(threading.Thread):
             while self.get("/status").get("trained_steps") != step:
                 time.sleep(0.01)
             for place in range(GROUPS):
-                requests.post(f"{self.url}/scored_data", json=group(step, place), timeout=10).raise_for_status()
+                http.post(f"{self.url}/scored_data", json=group(step, place), timeout=10).raise_for_status()
                 self.between(self.url, place)
 
 
@@ -220,7 +220,7 @@ def test_several_updates_wait_for_the_whole_batch(model: str, tmp_path: Path, se
 
 def arrivals(url: str, trainer: int, known: Sequence[int] = ()) -> dict[str, Any]:
     body = {"trainer": trainer, "known": list(known)}
-    reply: dict[str, Any] = requests.post(f"{url}/batch/arrivals", json=body, timeout=10).json()
+    reply: dict[str, Any] = http.post(f"{url}/batch/arrivals", json=body, timeout=10).json()
     return reply
 
 
@@ -238,7 +238,7 @@ def test_arrivals_are_told_and_not_delivered() -> None:
     with real_api() as url:
 
         def post(path: str, **body: Any) -> dict[str, Any]:
-            reply: dict[str, Any] = requests.post(url + path, json=body, timeout=10).json()
+            reply: dict[str, Any] = http.post(url + path, json=body, timeout=10).json()
             return reply
 
         assert arrivals(url, 0)["whole"]  # the lease tells that there is no trainer
@@ -250,7 +250,7 @@ def test_arrivals_are_told_and_not_delivered() -> None:
         assert first["batch"][0]["tokens"] == group(0, 1)["tokens"]
         assert arrivals(url, trainer) == first
         assert arrivals(url, trainer, first["ids"])["batch"] == []
-        assert requests.get(f"{url}/status", timeout=10).json()["queue_size"] == 1
+        assert http.get(f"{url}/status", timeout=10).json()["queue_size"] == 1
         post("/scored_data", **group(0, 2))
         assert arrivals(url, trainer, first["ids"]) == {"batch": [], "ids": [], "whole": True}
         leased = post("/batch/lease", trainer=trainer, ids=True)
@@ -263,5 +263,5 @@ def test_arrivals_are_told_and_not_delivered() -> None:
         assert mixed == {"batch": [], "ids": [], "whole": False}  # of two sizes: nothing can be foreseen
         replaced = post("/register", **registration)["uuid"]
         assert replaced != trainer
-        refused = requests.post(f"{url}/batch/arrivals", json={"trainer": trainer}, timeout=10)
+        refused = http.post(f"{url}/batch/arrivals", json={"trainer": trainer}, timeout=10)
         assert refused.status_code == 409

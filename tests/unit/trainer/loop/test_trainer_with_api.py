@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import uvicorn
 
 from atroposlib.api.server import create_app
@@ -18,6 +17,7 @@ from example_trainer import grpo
 from example_trainer.loop.run import Run
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights import shards
+from tests.client import http
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
 
 STEPS = 4
@@ -44,7 +44,7 @@ class Environment(threading.Thread):
         self.policies: list[int] = []
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        reply = requests.post(self.url + path, json=body, timeout=10)
+        reply = http.post(self.url + path, json=body, timeout=10)
         reply.raise_for_status()
         content: dict[str, Any] = reply.json()
         return content
@@ -154,7 +154,7 @@ def post_numbered(url: str, count: int) -> None:
     """Groups whose scores sum to their number + 1."""
     for number in range(count):
         group = item([float(number), 1.0, 0.0, 0.0], seed=number)
-        requests.post(
+        http.post(
             url + "/scored_data", json={key: value for key, value in group.items() if value is not None}, timeout=10
         )
 

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from example_trainer.errors import TrainerError
 from example_trainer.output.prometheus import PrometheusSink
+from tests.client import http
 
 PAGE = Path(__file__).parents[4] / "docs/metrics.md"
 ROW: dict[str, Any] = {
@@ -42,7 +43,7 @@ ROW: dict[str, Any] = {
 
 def samples(url: str) -> dict[str, float]:
     """By name and labels."""
-    reply = requests.get(url, timeout=5)
+    reply = http.get(url, timeout=5)
     assert reply.status_code == 200
     return {
         " ".join([sample.name, *sample.labels.values()]).removeprefix("atropos_trainer_"): sample.value
@@ -60,8 +61,8 @@ def test_the_last_step_and_sums_are_served_to_this_machine_s_own_names_alone() -
         sink.write(ROW)
         sink.write(ROW | {"step": 8, "loss": None, "kl": None, "accuracy": None})
         found = samples(sink.url)
-        assert requests.get(sink.url, headers={"Host": "evil.example"}, timeout=5).status_code == 403
-        assert requests.get(sink.url, headers={"Origin": "http://evil.example"}, timeout=5).status_code == 403
+        assert http.get(sink.url, headers={"Host": "evil.example"}, timeout=5).status_code == 403
+        assert http.get(sink.url, headers={"Origin": "http://evil.example"}, timeout=5).status_code == 403
         documented = {
             name.removeprefix("atropos_trainer_") for name in re.findall(r"`(atropos_trainer_\w+)`", PAGE.read_text())
         }
@@ -73,8 +74,8 @@ def test_the_last_step_and_sums_are_served_to_this_machine_s_own_names_alone() -
     phases = {name: found[f"seconds_total {name}"] for name in ("waiting", "training", "syncing", "evaluating")}
     assert phases == {"waiting": 12, "training": 6, "syncing": 2, "evaluating": 4}
     assert (found["sync_seconds_total stall"], found["rejected_groups_total"]) == (0.5, 2)
-    with pytest.raises(requests.ConnectionError):
-        requests.get(sink.url, timeout=5)
+    with pytest.raises(httpx.TransportError):
+        http.get(sink.url, timeout=5)
 
 
 def test_a_taken_port_is_one_line_that_names_the_flag() -> None:
