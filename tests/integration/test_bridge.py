@@ -421,7 +421,7 @@ def test_no_route_of_the_server_but_health_answers_without_the_key(vllm_server: 
 
 def test_what_a_request_brings_is_escaped_in_the_log(vllm_server: Server) -> None:
     """uvicorn takes the client's address from a header, and for a terminal the byte 0x9b starts a command."""
-    headers = AUTHORIZED | {"X-Forwarded-For": b"1.2.3.4\x9b31m"}
+    headers = httpx.Headers(AUTHORIZED | {"X-Forwarded-For": "1.2.3.4\x9b31m"}, encoding="latin-1")
     deadline = time.monotonic() + 30
     while r"1.2.3.4\x9b31m" not in (text := vllm_server.log.read_text()):
         assert time.monotonic() < deadline, text[-2000:]

@@ -5,7 +5,6 @@ that port of 127.0.0.1, and for the browser the page is of the same origin.
 """
 
 import contextlib
-import http.server
 import json
 import os
 import queue
@@ -17,6 +16,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ setTimeout(() => document.getElementById('link').click(), 1000);
 </script>"""
 
 
-class Author(http.server.ThreadingHTTPServer):
+class Author(ThreadingHTTPServer):
     """The server of the page's author on a port of its own; `heard` are the bodies that the page posts to it."""
 
     def __init__(self, page: str = "") -> None:
@@ -76,7 +76,7 @@ class Author(http.server.ThreadingHTTPServer):
         self.page, self.asked = page, threading.Event()
         self.heard: queue.Queue[str] = queue.Queue()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.path != "/":
                     return  # no reply: the page asks until the name means another server
