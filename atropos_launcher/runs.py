@@ -6,7 +6,7 @@ from typing import Any
 
 from atropos_launcher.services.records import FOLDER
 from atropos_launcher.services.run_log import why_it_ended
-from atroposlib.errors import AtroposError
+from atroposlib.errors import WRONG_USE, AtroposError
 from atroposlib.files import is_open
 from atroposlib.processes.log_files import last_lines, printable
 
@@ -16,7 +16,7 @@ RUNS = Path("runs")
 class NoSuchRun(AtroposError):
     """A name that is neither a run's nor a directory's, or none where there are several."""
 
-    exit_status = 2
+    exit_status = WRONG_USE
 
 
 def find_run(runs: Path, name: str) -> Path:

@@ -20,6 +20,8 @@ from typing import ClassVar
 from atroposlib.logs import print_error, put
 from atroposlib.stderr_lines import plain_stderr
 
+# The exit status of a command that must be asked for otherwise; a launcher does not start such a service again.
+WRONG_USE = 2
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
 

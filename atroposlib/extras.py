@@ -10,9 +10,9 @@ A command calls `need` before it imports what the extra brings. It looks for the
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import WRONG_USE, AtroposError
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ Extra = Literal["trainer", "gpu", "environments", "mcp", "wandb", "tensorboard"]
 class MissingExtra(AtroposError):
     """Is raised when what the command needs is not installed; as a wrong flag does, this ends it with exit status 2."""
 
-    exit_status: ClassVar[int] = 2
+    exit_status = WRONG_USE
 
 
 def need(extra: Extra, who: str, *modules: str) -> None:

@@ -22,7 +22,7 @@ from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from atroposlib.errors import AtroposError, reading
+from atroposlib.errors import WRONG_USE, AtroposError, reading
 
 COLLECTIONS = (list, tuple, set, frozenset, Sequence)
 USAGE = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
@@ -34,7 +34,7 @@ PLACEHOLDERS = {int: "N", float: "X"}
 class ConfigError(AtroposError):
     """A configuration that cannot be used; the message is one line for the person who typed it."""
 
-    exit_status = 2
+    exit_status = WRONG_USE
 
 
 class Repeated:

@@ -30,7 +30,7 @@ from atroposlib.addresses import without_loopback_proxies
 from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
-from atroposlib.envs.errors import DataError, EnvError, PeerError
+from atroposlib.envs.errors import DataError, EnvError, PeerError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.verifiers_episodes import Episode, Opened, Seat, check_sampling, decoded_episode, seats
 from atroposlib.envs.limits.time_limit import paused
@@ -301,7 +301,7 @@ def root_url(server: Any) -> str:
     from atroposlib.envs.server_handling.vllm_server import VLLMServer  # `--help` does not need its HTTP client
 
     if not isinstance(server, VLLMServer) or server.config.server_type != "vllm":
-        raise EnvError(f"{server.name}: verifiers samples from vLLM alone (--openai.server_type vllm)")
+        raise WrongSetting(f"{server.name}: verifiers samples from vLLM alone (--openai.server_type vllm)")
     return server.root_url
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 import psutil
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import WRONG_USE, AtroposError
 from atroposlib.logs import escape
 
 LAST_PORT = 65535
@@ -23,7 +23,7 @@ CLAIM = re.compile(r"@atropos-(launcher|vllm-.*):(\d+)")  # vLLM's is made in ex
 class PortTaken(AtroposError):
     """A port that was asked for, or every port, is in use."""
 
-    exit_status = 2
+    exit_status = WRONG_USE
 
 
 class Ports:

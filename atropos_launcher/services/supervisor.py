@@ -50,7 +50,7 @@ from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.shared_memory import SharedMemory
 from atropos_launcher.services.stop_services import end
-from atroposlib.errors import AtroposError, reading
+from atroposlib.errors import WRONG_USE, AtroposError, reading
 from atroposlib.processes.log_files import last_lines
 
 POLL_S = 0.2
@@ -273,7 +273,8 @@ class Supervisor:
         if now - child.started > self._limits.steady_s:
             child.deaths = 0
         child.deaths += 1
-        again = child.has_served and child.deaths <= service.restarts  # what never started would not the next time
+        # what never started, or wants another setting, would not start the next time
+        again = child.has_served and child.deaths <= service.restarts and status != WRONG_USE
         pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if again else None
         shown = last_lines(child.log, LINES_SHOWN)
         how = self._how(status) if not service.host else describe(status)

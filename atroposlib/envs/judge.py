@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from atroposlib.config import Config
-from atroposlib.envs.errors import EnvError, PeerError
+from atroposlib.envs.errors import EnvError, PeerError, WrongSetting
 from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
@@ -71,7 +71,9 @@ class JudgeConfig(Config):
             return ""
         if key := os.environ.get(self.api_key_variable):
             return key
-        raise EnvError(f"{self.api_key_variable} (--env.judge.api_key_variable) is not set: export the judge's API key")
+        raise WrongSetting(
+            f"{self.api_key_variable} (--env.judge.api_key_variable) is not set: export the judge's API key"
+        )
 
 
 def tagged(tag: str = "score") -> Read:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import WrongSetting
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import reading
@@ -142,7 +142,7 @@ class TeacherDistillationEnv(BaseEnv):
         if top_k < 0 or overrides.get("skip_teacher_top_k"):
             return group
         if self._trains_here:
-            raise EnvError(f"--env.teacher_enabled: {NOT_TRAINED_ON['distill_logprobs']}")
+            raise WrongSetting(f"--env.teacher_enabled: {NOT_TRAINED_ON['distill_logprobs']}")
         answers = await asyncio.gather(
             *(self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]), return_exceptions=True
         )

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.mcp_tools import McpServer
 from atroposlib.envs.metrics import Metrics
@@ -76,7 +76,7 @@ class ToolEnv(QuestionEnv):
         try:
             self.server.tool_parser = check_tool_parser(config.tool_parser)
         except ValueError as error:
-            raise EnvError(f"--env.{error}") from None
+            raise WrongSetting(f"--env.{error}") from None
         self._own_tools = [Tool.of(function) for function in self.tools]
         self._mcp = McpServer.of(config.mcp_command, config.mcp_url, config.tool_timeout)
         self._counts: Counter[str] = Counter()  # of training rollouts since the last log

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias, cast
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.flags import nearest
@@ -41,7 +41,7 @@ NAMED_ERRORS = 3  # wrong arguments that one message names
 SHOWN_CHARS = 200
 
 
-class BadTool(EnvError):
+class BadTool(WrongSetting):
     """A function cannot be a tool; the message names it and says why."""
 
 

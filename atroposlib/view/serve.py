@@ -13,7 +13,7 @@ from urllib.parse import quote
 import uvicorn
 
 from atroposlib.addresses import netloc
-from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.errors import WRONG_USE, AtroposError, one_line_errors
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.view.flags import PORT, add_flags
 from atroposlib.view.run_data.runs import Runs
@@ -27,7 +27,7 @@ ANYWHERE = ("0.0.0.0", "::", "")
 class CannotServe(AtroposError):
     """No socket can listen there."""
 
-    exit_status = 2
+    exit_status = WRONG_USE
 
 
 def run(options: argparse.Namespace, runs: Runs, page: str = "") -> None:

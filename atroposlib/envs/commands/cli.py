@@ -33,7 +33,7 @@ from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_errors import needed
 from atroposlib.envs.commands import compat_mode
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.files.records import alone_in
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -167,7 +167,7 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
                 await run_evaluate(await built(StartUp(name)), tree)
     except (EnvError, ServerError) as error:
         log.error("%s", error)
-        return 1
+        return error.exit_status if isinstance(error, EnvError) else 1
     return 0
 
 
@@ -178,7 +178,7 @@ def _need_no_tokens(tree: EnvTree) -> None:
         if not isinstance(server, APIServerConfig) or server.server_type != "openai":
             return
         if server.model_name == "default":
-            raise EnvError(f"name the model of {server.base_url or 'the server'}: --openai.model_name")
+            raise WrongSetting(f"name the model of {server.base_url or 'the server'}: --openai.model_name")
     if tree.env.tokenizer_name == "default":
         tree.env.tokenizer_name = NO_TOKENIZER
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.tools import Tool, ToolError, WrongArguments
 from atroposlib.extras import MissingExtra, install, need
@@ -62,7 +62,7 @@ class McpServer:
             try:
                 program, *arguments = shlex.split(command)
             except ValueError:
-                raise EnvError(f"--env.mcp_command {command!r}: expected a program and its arguments") from None
+                raise WrongSetting(f"--env.mcp_command {command!r}: expected a program and its arguments") from None
             mcp = _package()
             target = mcp.StdioServerParameters(command=program, args=arguments)
             servers.append(cls(f"'{command}'", partial(mcp.Client, target), call_limit_s))

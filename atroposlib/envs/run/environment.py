@@ -33,7 +33,15 @@ from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.authors.former_attributes import FormerAttributes
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
-from atroposlib.envs.errors import EnvError, GroupTooLargeError, NotReplayed, PeerError, RecordError, Unscored
+from atroposlib.envs.errors import (
+    EnvError,
+    GroupTooLargeError,
+    NotReplayed,
+    PeerError,
+    RecordError,
+    Unscored,
+    WrongSetting,
+)
 from atroposlib.envs.evaluation.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.files.records import JsonlWriter, markdown_table, write_eval_results
@@ -205,7 +213,7 @@ class Environment(FormerAttributes, ABC):
 
     async def _evaluate_samples(self, asked: SamplingFields) -> None:
         """`evaluate --samples`, which a `QuestionEnv` can do. Raises EnvError."""
-        raise EnvError(f"--samples is for a QuestionEnv, and {type(self).__name__} has an evaluation of its own")
+        raise WrongSetting(f"--samples is for a QuestionEnv, and {type(self).__name__} has an evaluation of its own")
 
     @contextmanager
     def _keep_answers(self, output: Path | None) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.errors import EnvError, NoChatTemplate
+from atroposlib.envs.errors import EnvError, NoChatTemplate, WrongSetting
 from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import NoTokenizer
 
@@ -19,7 +19,9 @@ def with_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]
     if isinstance(tokenizer, NoTokenizer):
         if file is None and not arguments:
             return tokenizer
-        raise EnvError("chat_template and chat_template_kwargs need a tokenizer: name one with --env.tokenizer_name")
+        raise WrongSetting(
+            "chat_template and chat_template_kwargs need a tokenizer: name one with --env.tokenizer_name"
+        )
     copied = copy.copy(tokenizer)
     if file is not None:
         copied.chat_template = _template(Path(file))

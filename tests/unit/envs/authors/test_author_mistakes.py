@@ -407,7 +407,7 @@ def test_a_wrong_address_of_a_server_that_answers_is_not_waited_for(
 
 def test_a_server_without_token_ids_is_one_line_that_names_the_flag(desk: Desk) -> None:
     ended = desk.run(GROUPS, *PROCESS, "--openai.server_type", "openai")
-    assert ended.code == 1
+    assert ended.code == 2
     assert f"{desk.url} returns no token ids" in ended.last_line
     assert "--openai.server_type vllm" in ended.last_line
     assert "Traceback" not in ended.text

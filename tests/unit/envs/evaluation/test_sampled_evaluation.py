@@ -280,7 +280,7 @@ async def test_an_openenv_environment_is_evaluated_by_a_server_of_text(tmp_path:
 async def test_a_model_must_be_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with FakeInferenceServer(alternating()) as server:
         given = ["--openai.base_url", server.base_url, "--openai.server_type", "openai"]
-        assert await run(LargerNumberEnv, "evaluate", load_tree(LargerNumberEnv, "evaluate", given, "env.py")) == 1
+        assert await run(LargerNumberEnv, "evaluate", load_tree(LargerNumberEnv, "evaluate", given, "env.py")) == 2
     assert "--openai.model_name" in caplog.text
 
 

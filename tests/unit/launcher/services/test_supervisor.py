@@ -234,6 +234,16 @@ def test_a_service_with_restarts_is_started_again_after_a_pause_that_grows(tmp_p
     assert not (tmp_path / "pids").exists()
 
 
+def test_a_service_that_wants_another_setting_is_not_started_again(tmp_path: Path) -> None:
+    env = bash("env", f"echo start >>{tmp_path}/starts; exit 2", may_end=True, restarts=3)
+    status, output = launched(tmp_path, env, sleeper("api"), pause_s=0.1)
+    assert status == 1
+    assert (tmp_path / "starts").read_text().count("start") == 1
+    assert "env (pid " in output
+    assert "died: exit status 2" in output
+    assert "Restarted" not in output
+
+
 def test_a_run_goes_on_with_a_restarted_service_and_a_fresh_process_has_its_record(tmp_path: Path) -> None:
     # the first start leaves a child behind, which is ended too; the second one ends well
     script = f"if [ -e {tmp_path}/again ]; then sleep 1; exit 0; fi; touch {tmp_path}/again; sleep 60 & exit 7"
