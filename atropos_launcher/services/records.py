@@ -14,7 +14,6 @@ import errno
 import fcntl
 import os
 import re
-import signal
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -73,17 +72,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def group(self) -> Group:
         return Group(self.pid, self.start, self.boot)
 
-    def members(self) -> list[int]:
-        return self.group.members()
-
-    def signal(self, number: signal.Signals) -> bool:
-        """Send it to the whole group. Returns whether there was one."""
-        return self.group.signal(number)
-
     @property
     def is_stopped(self) -> bool:
         """Return whether a process of the service's group is stopped (SIGSTOP)."""
-        return self.is_alive and any(map(is_stopped, self.members()))
+        return self.is_alive and any(map(is_stopped, self.group.members()))
 
 
 class Records:

@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atropos_launcher.services.records import ForeignRecord, Record, Records
+from atropos_launcher.services.records import ForeignRecord, Records
+from atroposlib.processes.groups import Group
 from atroposlib.processes.identity import boot_id
 from atroposlib.processes.shared_memory import mapped_files, remove_unused
 
@@ -42,7 +43,7 @@ class SharedMemory:
         if notes.boot == boot_id():
             self._files |= notes.files
 
-    def note(self, services: Iterable[Record]) -> None:
+    def note(self, services: Iterable[Group]) -> None:
         """Add what the services have mapped now."""
         found = mapped_files(pid for service in services for pid in service.members())
         if not found.items() <= self._files.items():

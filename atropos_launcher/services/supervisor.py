@@ -227,7 +227,7 @@ class Supervisor:
         if now - self._noted > NOTE_EVERY_S:
             self._noted = now
             with suppress(OSError):  # a full disk: they stay in memory
-                self._memory.note([child.record for child in self._children if child.record])
+                self._memory.note([child.record.group for child in self._children if child.record])
 
     def _look_at(self, child: Child) -> None:
         if child.has_ended:
@@ -280,7 +280,7 @@ class Supervisor:
         how = self._how(status) if not service.host else describe(status)
         if service.optional and not again:
             child.has_ended = True
-            child.record.signal(signal.SIGTERM)  # what it has left
+            child.record.group.signal(signal.SIGTERM)  # what it has left
             self._tell(Lost(service.name, how, child.log))
             return
         died = Died(service.name, child.record.pid, how, child.log, shown, pause_s, service.host)
@@ -288,7 +288,7 @@ class Supervisor:
             self._end(died)
         else:
             child.restart_at = now + pause_s
-            child.record.signal(signal.SIGTERM)  # what it has left
+            child.record.group.signal(signal.SIGTERM)  # what it has left
             self._tell(died)
 
     def _how(self, status: int) -> str:
@@ -302,7 +302,7 @@ class Supervisor:
 
     def _restart(self, child: Child) -> None:
         assert child.record is not None
-        if child.record.signal(signal.SIGKILL):
+        if child.record.group.signal(signal.SIGKILL):
             return  # its number stays its group's until the next look
         child.reap()
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.logs import get_logger
 from atroposlib.processes.async_child import start_group
-from atroposlib.processes.groups import Group, Marked, Members, kill
+from atroposlib.processes.groups import Group, Marked, left_after
 
 log = get_logger(__name__)
 
@@ -194,8 +194,8 @@ class LineChild:
     async def _end(self, failure: str) -> None:
         if self._process is not None:
             assert self._group is not None
-            all_of_it: list[Members] = [self._group, Marked(MARK, self._mark)]
-            await asyncio.to_thread(kill, all_of_it, REAPED_WITHIN_S)
+            all_of_it: list[Group | Marked] = [self._group, Marked(MARK, self._mark)]
+            await asyncio.to_thread(left_after, all_of_it, REAPED_WITHIN_S, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), REAPED_WITHIN_S)
         for future in self._waiting.values():

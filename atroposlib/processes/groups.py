@@ -6,36 +6,17 @@ Needs nothing but Python, as the remote agent of the launcher does.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
-from atroposlib.processes.identity import all_pids, boot_id, first_ticks, is_alive, is_running
+from atroposlib.processes.identity import all_pids, boot_id, first_ticks, is_alive
 
 POLL_S = 0.05
 FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_S = 2.0  # in which the kernel ends what was killed
-
-
-class Members(Protocol):
-    """Declares what processes that are ended together need."""
-
-    def members(self) -> list[int]: ...
-
-    def signal(self, number: signal.Signals) -> bool: ...
-
-
-class Led(Members, Protocol):
-    """Declares what has a leader, too."""
-
-    @property
-    def pid(self) -> int: ...
-
-
-M = TypeVar("M", bound=Members)
-L = TypeVar("L", bound=Led)
 
 
 @dataclass(frozen=True)
@@ -57,10 +38,10 @@ class Group:
         """
         if self.boot != boot_id() or first_ticks(self.pid) not in (None, self.start):
             return []
-        return [pid for pid in all_pids() if self._has(pid) and is_running(pid)]
+        return [pid for pid in all_pids() if self._has(pid) and is_alive(pid)]
 
-    def signal(self, number: signal.Signals) -> bool:
-        """Send it to the whole group, so that a process that was forked meanwhile is not missed. Returns whether there
+    def signal(self, number: int) -> bool:
+        """Send it to the whole group, so that a process that was forked meanwhile is not missed. Return whether there
         was one.
         """
         if not self.members():
@@ -86,11 +67,10 @@ class Marked:
         self._seen |= {pid: start for pid in all_pids() if self._has(pid) and (start := first_ticks(pid)) is not None}
         return [pid for pid, start in self._seen.items() if is_alive(pid, start)]
 
-    def signal(self, number: signal.Signals) -> bool:
-        """Send it to each. Returns whether there was one."""
-        found = self.members()
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
+    def signal(self, number: int) -> bool:
+        """Send it to each. Return whether there was one."""
+        for pid in (found := self.members()):
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
         return bool(found)
 
@@ -100,14 +80,17 @@ class Marked:
         return False
 
 
+G = TypeVar("G", bound=Group | Marked)
+
+
 def end_groups(
-    groups: Iterable[L],
+    groups: Sequence[Group],
     grace_s: float,
     kill_s: float = KILL_S,
     *,
-    asked: Callable[[list[L]], object] = lambda groups: None,
-    killing: Callable[[list[L]], object] = lambda groups: None,
-) -> list[L]:
+    asked: Callable[[list[Group]], object] = lambda groups: None,
+    killing: Callable[[list[Group]], object] = lambda groups: None,
+) -> list[Group]:
     """End the groups: TERM, and KILL after `grace_s` seconds. Return those that are there `kill_s` seconds later.
 
     Calls `asked` with those that ran, after TERM, and `killing` with those that are about to be killed. Of a group the
@@ -116,33 +99,22 @@ def end_groups(
     running = [group for group in groups if group.signal(signal.SIGTERM)]
     if running:
         asked(running)
-    left = _left_after(running, grace_s)
-    if left:
+    if left := left_after(running, grace_s):
         killing(left)
         for group in left:
             with suppress(ProcessLookupError):
                 os.kill(group.pid, signal.SIGKILL)
-        left = kill(_left_after(left, FOLLOW_S), kill_s - FOLLOW_S)
+        left = left_after(left_after(left, FOLLOW_S), kill_s - FOLLOW_S, signal.SIGKILL)
     return left
 
 
-def kill(groups: Sequence[M], within_s: float) -> list[M]:
-    """Kill them, and what they start meanwhile. Return those that are there `within_s` seconds later: a signal is only
-    delivered when its receiver is scheduled.
+def left_after(groups: Sequence[G], seconds: float, number: int = 0) -> list[G]:
+    """Wait until the groups have no members, at most `seconds`, and send them signal `number` all the while, for what
+    they start meanwhile. Return those that have: a signal is only delivered when its receiver is scheduled.
     """
-    deadline = time.monotonic() + within_s
-    while left := [group for group in groups if group.signal(signal.SIGKILL)]:
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(POLL_S)
-    return []
-
-
-def _left_after(groups: Sequence[L], seconds: float) -> list[L]:
-    """Wait until the groups have no members, at most `seconds`. Return those that have."""
     deadline = time.monotonic() + seconds
-    while left := [group for group in groups if group.members()]:
+    while left := [group for group in groups if group.signal(number)]:
         if time.monotonic() > deadline:
-            return left
+            break
         time.sleep(POLL_S)
-    return []
+    return left

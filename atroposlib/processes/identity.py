@@ -44,16 +44,10 @@ def first_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def is_alive(pid: int, start: int) -> bool:
-    """Return whether the process with this number started then, and runs."""
+def is_alive(pid: int, start: int | None = None) -> bool:
+    """Return whether the process with this number runs, and started then. A zombie does not run."""
     fields = _fields(pid)
-    return bool(fields) and fields[0] not in DEAD and int(fields[19]) == start
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
-    fields = _fields(pid)
-    return bool(fields) and fields[0] not in DEAD
+    return bool(fields) and fields[0] not in DEAD and start in (None, int(fields[19]))
 
 
 def is_stopped(pid: int) -> bool:

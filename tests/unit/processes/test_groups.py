@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.processes import groups
-from atroposlib.processes.groups import Group, Marked, end_groups, kill
+from atroposlib.processes.groups import Group, Marked, end_groups, left_after
 from tests.unit.launcher.processes import wait_until
 
 pytestmark = pytest.mark.services
@@ -84,7 +84,7 @@ def test_those_that_outlive_kill_are_returned(start: Start, monkeypatch: pytest.
     monkeypatch.setattr("os.kill", lambda pid, number: None)
     assert end_groups([group], 0.05, groups.FOLLOW_S + 0.05) == [group]
     monkeypatch.undo()
-    assert kill([group], 10) == []
+    assert left_after([group], 10, signal.SIGKILL) == []
 
 
 @pytest.mark.parametrize("change", [{"start": 7}, {"boot": "another"}])
@@ -108,12 +108,12 @@ def test_what_carries_a_mark_is_killed_whatever_session_it_has_made_and_nothing_
         wait_until((tmp_path / name).exists)
     assert len(found.members()) >= 2
     try:
-        assert kill([found], 10) == []
+        assert left_after([found], 10, signal.SIGKILL) == []
         assert found.members() == []
         assert len(others.members()) >= 1
         assert ours.wait(10) == -signal.SIGKILL
     finally:
-        kill([others], 10)
+        left_after([others], 10, signal.SIGKILL)
         other.wait(10)
 
 

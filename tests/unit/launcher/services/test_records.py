@@ -42,7 +42,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, bystander: subproces
     records.write(record)
     assert records.read() == {"api": record}
     assert record.is_alive
-    assert record.members() == [bystander.pid]
+    assert record.group.members() == [bystander.pid]
 
 
 def test_a_recycled_pid_is_not_hit(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
