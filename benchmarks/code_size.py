@@ -23,6 +23,7 @@ WIDEST = 120
 # In brackets, so that this file is not one of those that it counts.
 MODES = re.compile(r"shared_vll[m]|lora_onl[y]|lora_restar[t]")
 DIES_WITH_PARENT, PROCESS_STATE = re.compile(r"PR_SET_PDEATHSI[G] ="), re.compile(r"/proc/\{?\w+\}?/sta[t]\b")
+GROUP_SIGNAL, NEW_SESSION = re.compile(r"os\.killpg[(]"), re.compile(r"start_new_session=Tru[e]")
 # With these words a docstring begins as a fragment.
 FRAGMENT = re.compile(r"(What|Whether|Of|Those|How|As|Why|Where|Which|Its|Around)\b")
 
@@ -54,6 +55,8 @@ def counts(root: Path) -> Iterator[tuple[str, str]]:
     yield "modules in the largest directory", _largest(product)
     yield "files that have the kernel end a process with its parent", f"{_matching(product, DIES_WITH_PARENT)}"
     yield "files that read the state of a process", f"{_matching(product, PROCESS_STATE)}"
+    yield "files that signal a process group", f"{_matching(product, GROUP_SIGNAL)}"
+    yield "files that start a process in a session of its own", f"{_matching(product, NEW_SESSION)}"
     names = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
     yield "Any", f"{names}, {1000 * names / lines:.1f} per 1,000 lines"
     written = [text for node in nodes if (text := _docstring(node))]
