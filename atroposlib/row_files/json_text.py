@@ -51,7 +51,7 @@ def _plain(value: Any, default: Default, any_keys: bool) -> Any:
 
 
 def _simpler(value: Any) -> Any:
-    """Return what stands for a value that is no plain one, itself to be made plain; UNSET where nothing does."""
+    """Return what JSON has in place of the value, itself to be made plain; UNSET where there is nothing."""
     match value:
         case Enum():
             return value.value
@@ -83,7 +83,7 @@ def _key(key: Any, default: Default, any_keys: bool) -> str:
 
 def _numbers(value: Any) -> Any:
     """Return the numbers, truth values or dates of numpy's scalar or array; UNSET for one of other values."""
-    import numpy as np  # whoever has such a value has loaded it
+    import numpy as np  # a caller with such a value has loaded it
 
     match value.dtype.kind:
         case "b" | "i" | "u":
