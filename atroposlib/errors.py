@@ -6,7 +6,7 @@ raises becomes such a line where the cause is still known, by one of three conte
     with reaching(url, PeerError, remedy="start the API with `run-api`", also=(httpx.HTTPError,), limit_s=30):
         reply = client.get(url, timeout=30)
     with reading(f"cannot read problems from {path}", DataError):
-        problems = orjson.loads(path.read_bytes())
+        problems = msgspec.json.decode(path.read_bytes())
     with loading("wandb", TrainerError, remedy="pip install wandb, or --use-wandb false"):
         import wandb
 
