@@ -8,9 +8,8 @@ loads no torch.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from example_trainer.memory.plan import OFFLOADS, Training, amount, offloads, table, total
+from example_trainer.memory.plan import OFFLOADS, BesideVllm, Training, amount, offloads, table, total
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 
@@ -23,22 +22,6 @@ GAPS = 0.1  # of a GPU, which larger passes leave to the allocator: it had 1.06 
 Way = tuple[str, Training]  # a change, as flags, and what is trained then
 
 
-class Demand(Protocol):
-    """Declares what is compared with what is free."""
-
-    @property
-    def need(self) -> int:
-        """Bytes of the device."""
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Return whether these are two memories."""
-
-
 @dataclass(frozen=True)
 class Room:
     """Holds what is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
@@ -46,11 +29,11 @@ class Room:
     device: int
     host: int
 
-    def lacks(self, demand: Demand) -> int:
+    def lacks(self, training: Training | BesideVllm) -> int:
         """Bytes too little of the one or the other; not above 0 where it fits. Without a GPU both are one memory."""
-        if not demand.on_gpu:
-            return demand.need + demand.host - self.device
-        return max(demand.need - self.device, demand.host - self.host)
+        if not training.on_gpu:
+            return training.need + training.host - self.device
+        return max(training.need - self.device, training.host - self.host)
 
 
 @dataclass(frozen=True)
