@@ -233,7 +233,8 @@ class Run:
         )
         if self.config.bridge.owns_vllm:
             self.timeline.look()
-        sync = self.bridge.sync(self.progress.policy_version, self.timeline.phase("optimizer")(updates.make))
+        make = self.timeline.phase("optimizer")(updates.make)  # where the bridge lets the weights change
+        sync = self.bridge.sync(self.progress.policy_version, make)
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
         if sync.policy_version == self.progress.policy_version and not self.proven:
             self.check_served()
