@@ -119,22 +119,27 @@ def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
     server.stop(grace_s=30)
 
 
-def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_parent_takes_its_child_along_by_the_signal_that_it_chose(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    handled = "import signal; signal.signal(15, lambda *_: exit(print('told', flush=True))); print('UP', flush=True)"
+    script = f"{handled}; {SLEEP}"
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from atroposlib.processes.child_group import ChildGroup\n"
-        f"server = ChildGroup([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
-        "print(server.pid, flush=True); time.sleep(600)"
+        f"child = ChildGroup([sys.executable, '-c', {script!r}], Path(sys.argv[1]), os.environ, die_with={int(number)})\n"
+        "print(child.pid, flush=True); time.sleep(600)"
     )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "server.log")], stdout=subprocess.PIPE, text=True
-    )
-    assert trainer.stdout is not None
-    server = int(trainer.stdout.readline())
-    wait_for(lambda: Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")[2:3] == [SLEEP.encode()], "the server")
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait(DEADLINE_S)
-    wait_for(lambda: session_members(server) == [], "the server's end")
+    log = tmp_path / "child.log"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(log)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_for(lambda: "UP" in log.read_text(), "the child")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(DEADLINE_S)
+    wait_for(lambda: session_members(child) == [], "the child's end")
+    assert ("told" in log.read_text()) == (number == signal.SIGTERM)
 
 
 @pytest.mark.parametrize("shared_with_a_stranger", [False, True])

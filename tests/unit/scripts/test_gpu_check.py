@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from atropos_launcher.checks.gpu_rows import Check
+from atropos_launcher.commands import gpu_check as command
 from tests.unit.launcher.commands.test_doctor import write_model
 
 pytestmark = pytest.mark.services
@@ -53,6 +56,20 @@ def test_a_failing_check_is_in_the_table_the_status_and_the_record(tmp_path: Pat
     assert "| doctor | FAILED, status 1 |" in (folder / "table.md").read_text()
     assert "GPU memory" in (folder / "doctor.log").read_text()
     assert not (tmp_path / "atropos").exists()  # a part of the checks proves nothing of the rest
+
+
+def test_a_check_that_takes_too_long_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LIMIT_S", 2)
+    endless = Check(0, "endless", ("--bind", "127.0.0.1", "0"), module="http.server")
+    log, before = tmp_path / "endless.log", psutil.Process().children(recursive=True)
+    log.write_text("of an earlier call")
+    status, nbytes = command.run(endless, command.Place((), tmp_path, tmp_path), log)
+    assert status == 124
+    assert nbytes > 1_000_000
+    assert "earlier" not in log.read_text()
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_every_check_is_listed_with_its_gpus_and_command() -> None:
