@@ -128,7 +128,7 @@ def test_a_killed_parent_takes_its_child_along_by_the_signal_that_it_chose(
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from atroposlib.processes.child_group import ChildGroup\n"
-        f"child = ChildGroup([sys.executable, '-c', {script!r}], Path(sys.argv[1]), os.environ, die_with={int(number)})\n"
+        f"child = ChildGroup([sys.executable, '-c', {script!r}], Path(sys.argv[1]), {{}}, die_with={int(number)})\n"
         "print(child.pid, flush=True); time.sleep(600)"
     )
     log = tmp_path / "child.log"
