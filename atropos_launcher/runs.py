@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from atropos_launcher.services.records import FOLDER
 from atropos_launcher.services.run_log import why_it_ended
@@ -97,7 +96,7 @@ def _last_value(rows: Path, key: str) -> float | None:
     """The last number of this name in a file of JSON lines."""
     for line in reversed(last_lines(rows, 100)):
         try:
-            row: Any = json.loads(line)
+            row: object = json.loads(line)
         except ValueError:  # half a line, or not ours
             continue
         if isinstance(row, dict) and isinstance(row.get(key), int | float):

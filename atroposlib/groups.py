@@ -78,7 +78,7 @@ class Untrainable(ValueError):
         self.where: Location = where
 
 
-def check(group: ScoredData | Mapping[str, Any], needs: GroupRequirements) -> None:
+def check(group: ScoredData | Mapping[str, object], needs: GroupRequirements) -> None:
     """Raise Untrainable if the trainer cannot use this group."""
     if isinstance(group, ScoredData):
         group = {name: None if (value := getattr(group, name)) is UNSET else value for name in CHECKED_FIELDS}
@@ -102,14 +102,14 @@ def rollouts_of(group: ScoredData | Mapping[str, Any]) -> Sequence[int]:
     return range(len(tokens)) if rollouts is None or rollouts is UNSET else rollouts
 
 
-def size_of(group: ScoredData | Mapping[str, Any]) -> int:
+def size_of(group: ScoredData | Mapping[str, object]) -> int:
     """Count the rollouts that a group was sampled with, those that failed too: what `group_size` and `batch_size`
     count. The group has passed the check.
     """
     return max(rollouts_of(group), default=-1) + 1 + failed_rollouts(group)
 
 
-def failed_rollouts(group: ScoredData | Mapping[str, Any]) -> int:
+def failed_rollouts(group: ScoredData | Mapping[str, object]) -> int:
     """Count a group's failed rollouts."""
     failed = group.failed if isinstance(group, ScoredData) else group.get("failed")
     return sum(failed.values()) if isinstance(failed, Mapping) else 0
@@ -135,7 +135,7 @@ def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
 
 
-def _check_trainable(group: Mapping[str, Any], needs: GroupRequirements) -> None:
+def _check_trainable(group: Mapping[str, object], needs: GroupRequirements) -> None:
     tokens = _rows("tokens", _required(group, "tokens"), "q")
     if not len(tokens.lengths):
         raise Untrainable("a group needs at least one sequence", "tokens")
@@ -188,7 +188,7 @@ class _Rows(NamedTuple):
             raise Untrainable(f"{self.values[at]} {rule}", self.name, *where)
 
 
-def _rows(name: str, lists: list[Any], kind: Literal["q", "d"]) -> _Rows:
+def _rows(name: str, lists: Sequence[object], kind: Literal["q", "d"]) -> _Rows:
     """Typed by the way into an array: "q" takes integers of 64 bits alone, "d" real numbers."""
     column = array(kind)
     lengths = []
@@ -206,7 +206,7 @@ def _rows(name: str, lists: list[Any], kind: Literal["q", "d"]) -> _Rows:
     return _Rows(name, np.asarray(column), np.asarray(lengths, dtype=np.int64))
 
 
-def _list(value: Any, *where: str | int) -> list[Any]:
+def _list(value: object, *where: str | int) -> list[Any]:
     if isinstance(value, list):
         return value
     if isinstance(value, tuple):
@@ -216,13 +216,13 @@ def _list(value: Any, *where: str | int) -> list[Any]:
     raise Untrainable(f"{shown(value)} is not a list", *where)
 
 
-def _required(group: Mapping[str, Any], name: str) -> list[Any]:
+def _required(group: Mapping[str, object], name: str) -> list[object]:
     if group.get(name) is None:
         raise Untrainable("missing", name)
     return _list(group[name], name)
 
 
-def _given(group: Mapping[str, Any], name: str) -> list[Any] | None:
+def _given(group: Mapping[str, object], name: str) -> list[Any] | None:
     """An optional list; None where it is absent, null or empty: environments send [] for "none"."""
     return None if group.get(name) is None else _list(group[name], name) or None
 
@@ -267,7 +267,7 @@ def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
         )
 
 
-def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:
+def _check_advantages(group: Mapping[str, object], tokens: _Rows) -> None:
     if (given := _given(group, "advantages")) is None:
         return
     rows = _rows("advantages", given, "d")
@@ -314,7 +314,7 @@ NOT_REPLAYED = (
 )
 
 
-def not_replayed(settings: Mapping[str, Any]) -> list[str]:
+def not_replayed(settings: Mapping[str, object]) -> list[str]:
     """Names of sampling parameters in `settings` that the trainer does not replay, unless they change nothing."""
     return [
         name
@@ -323,11 +323,11 @@ def not_replayed(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     return value is False or (isinstance(value, (str, list, tuple, Mapping)) and not value)
 
 
-def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
+def _check_settings(group: Mapping[str, object], tokens: _Rows) -> None:
     for name in ("generation_params", "group_overrides"):
         _check_object(group.get(name), name)
     overrides = _given(group, "overrides")
@@ -337,7 +337,7 @@ def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
             _check_object(override, "overrides", index)
 
 
-def _refuse_what_is_not_trained_on(group: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_trained_on(group: Mapping[str, object]) -> None:
     for name, what in NOT_TRAINED_ON.items():
         value = group.get(name)
         entries = value if isinstance(value, (list, tuple)) else [value]  # environments send [] for "none"
@@ -345,7 +345,7 @@ def _refuse_what_is_not_trained_on(group: Mapping[str, Any]) -> None:
             raise Untrainable(what, name)
 
 
-def _check_object(settings: Any, *where: str | int) -> None:
+def _check_object(settings: object, *where: str | int) -> None:
     if settings is None:
         return
     if not isinstance(settings, Mapping):
@@ -360,7 +360,7 @@ def _check_object(settings: Any, *where: str | int) -> None:
             raise Untrainable(f"{shown(value)} is not {rule}", *where, name)
 
 
-def _check_rollouts(group: Mapping[str, Any]) -> None:
+def _check_rollouts(group: Mapping[str, object]) -> None:
     rollouts, scores = _list(group["rollouts"], "rollouts"), _required(group, "scores")
     sequences = len(_required(group, "tokens"))
     for name, values in (("rollouts", rollouts), ("scores", scores)):
@@ -385,7 +385,7 @@ def _check_rollouts(group: Mapping[str, Any]) -> None:
         before = int(rollout)
 
 
-def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
+def _check_versions(group: Mapping[str, object], tokens: _Rows) -> None:
     if (given := _given(group, "policy_versions")) is None:
         return
     rows = _rows("policy_versions", given, "q")
@@ -399,7 +399,7 @@ def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
         )
 
 
-def _check_spans(group: Mapping[str, Any], tokens: _Rows) -> None:
+def _check_spans(group: Mapping[str, object], tokens: _Rows) -> None:
     if (given := _given(group, "version_spans")) is None:
         return
     expect_count("version_spans", len(given), len(tokens.lengths))
@@ -419,7 +419,7 @@ def _check_spans(group: Mapping[str, Any], tokens: _Rows) -> None:
             before = pair[0]
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**53
 
 
@@ -437,7 +437,7 @@ def staleness_weight(staleness: NDArray[np.int64] | int, limit: int) -> NDArray[
     return np.asarray(np.minimum(1.0, (limit + 1) / (staleness + 1)))
 
 
-def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:
+def _check_finish_reasons(group: Mapping[str, object], tokens: _Rows) -> None:
     if (given := _given(group, "finish_reasons")) is None:
         return
     expect_count("finish_reasons", len(given), len(tokens.lengths))
@@ -465,7 +465,7 @@ def _check_routing(group: Mapping[str, Any], tokens: _Rows, needs: GroupRequirem
             raise Untrainable(str(error), "routed_experts", index) from None
 
 
-def _check_failed(group: Mapping[str, Any]) -> None:
+def _check_failed(group: Mapping[str, object]) -> None:
     if (failed := group.get("failed")) is None:
         return
     if not isinstance(failed, Mapping):
@@ -477,7 +477,7 @@ def _check_failed(group: Mapping[str, Any]) -> None:
             raise Untrainable(f"{shown(count)} is not a number of samples", "failed", cause)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (list, tuple, dict, np.ndarray)):
         return f"{type(value).__name__} of {np.size(value) if isinstance(value, np.ndarray) else len(value)} entries"

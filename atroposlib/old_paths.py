@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import Any
 
 # A package stands for the modules in it too.
 MOVED = {
@@ -83,7 +82,7 @@ def new_name(name: str) -> str | None:
     return next((new + name.removeprefix(old) for old, new in MOVED.items() if f"{name}.".startswith(f"{old}.")), None)
 
 
-def moved_attribute(module: str, name: str) -> Any:
+def moved_attribute(module: str, name: str) -> object:
     """Return what `module` formerly defined as `name`, for its `__getattr__`. Raises AttributeError."""
     found = None if name.startswith("_") else getattr(importlib.import_module(MOVED_NAMES[module]), name, None)
     if found is None:

@@ -143,7 +143,7 @@ class GSM8kEnv(QuestionEnv):
         outcome = await self.grader.grade(extract_boxed(answer) if self.boxed else last_number(answer), item.result)
         return Scored(None if outcome is Outcome.GRADER_FAILED else float(outcome is Outcome.RIGHT), str(outcome))
 
-    def sample_record(self, item: Problem, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+    def sample_record(self, item: Problem, rollout: Rollout, scored: Scored) -> dict[str, object]:
         """The question with its known result and the answer."""
         return {
             "question": item.question,

@@ -227,7 +227,7 @@ class OpenEnv(QuestionEnv):
         except NotOpenEnv as error:
             raise PeerError(str(error)) from None
 
-    async def _tried(self, item: Arguments) -> tuple[Reply, list[Mapping[str, Any]]]:
+    async def _tried(self, item: Arguments) -> tuple[Reply, list[Mapping[str, object]]]:
         """The first observation, and the tools if the environment has any. Raises PeerError where no episode can
         begin.
         """
@@ -247,9 +247,9 @@ class OpenEnv(QuestionEnv):
             raise PeerError(f"{self.config.url} lists no tools; choose --env.action_format json or text")
         return first, tools
 
-    def _defused(self, described: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _defused(self, described: Mapping[str, Any]) -> Mapping[str, object]:
         """The server's description of actions, without special tokens."""
-        found: Mapping[str, Any] = json.loads(self.observations.defuse(json.dumps(described, ensure_ascii=False)))
+        found: Mapping[str, object] = json.loads(self.observations.defuse(json.dumps(described, ensure_ascii=False)))
         return found
 
     def _hold_out(self) -> None:
@@ -285,7 +285,7 @@ class OpenEnv(QuestionEnv):
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.config.task}]
 
-    def _identity(self, item: Arguments) -> Any:
+    def _identity(self, item: Arguments) -> object:
         return [self.config.url, item, self.prompt(item)]
 
     async def score(self, item: Arguments, answer: str, state: Mapping[str, Any]) -> Scored:
@@ -387,7 +387,7 @@ class OpenEnv(QuestionEnv):
         url = self.config.url
         return text.replace(f" at {url}", "").replace(url, "the server").replace(urlsplit(url).netloc, "the server")
 
-    async def _stepped(self, session: Session, action: Mapping[str, Any]) -> Reply:
+    async def _stepped(self, session: Session, action: Mapping[str, object]) -> Reply:
         try:
             return await session.step(action)
         except StepFailed as error:
@@ -438,8 +438,8 @@ class OpenEnv(QuestionEnv):
             raise RolloutFailed("the rewards of the episode add up to no finite number", "environment")
         return total
 
-    def _state_score(self, state: Mapping[str, Any], path: str) -> float:
-        found: Any = state
+    def _state_score(self, state: Mapping[str, object], path: str) -> float:
+        found: object = state
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         number = as_number(found)

@@ -171,7 +171,7 @@ class ReasoningGymEnv(QuestionEnv):
             log.info("Rejected %r for entry %d of '%s': %s", given[:200], item.index, item.name, reply["rejected"])
         return score
 
-    def _entry(self, name: str, index: int) -> dict[str, Any]:
+    def _entry(self, name: str, index: int) -> dict[str, object]:
         return {
             "task": name,
             "options": self.config.task_options.get(name, {}),

@@ -223,7 +223,7 @@ class VerifiersEnv(QuestionEnv):
         """verifiers asks."""
         raise NotImplementedError("verifiers makes the prompt")
 
-    def _identity(self, item: Item) -> Any:
+    def _identity(self, item: Item) -> object:
         config: VerifiersConfig = self.config
         return [config.taskset, config.taskset_arguments, config.harness, config.settings, item]
 
@@ -283,7 +283,7 @@ class VerifiersEnv(QuestionEnv):
         means = {f"train/verifiers_{name}": sum(values) / len(values) for name, values in named.items()}
         await super().wandb_log({**(wandb_metrics or {}), **means})
 
-    async def _longest(self, server: Any) -> int:
+    async def _longest(self, server: object) -> int:
         """Tokens that a conversation may have at this server. Raises PeerError for a server without our routes."""
         url = f"{root_url(server)}{PREFIX}{MODELS_ROUTE}"
         try:
@@ -305,7 +305,7 @@ def root_url(server: Any) -> str:
     return server.root_url
 
 
-async def versions(server: Any, trace: str) -> SessionCalls:
+async def versions(server: object, trace: str) -> SessionCalls:
     """Ask which policy versions sampled a trace."""
     return msgspec.json.decode(
         await _get(server, f"{root_url(server)}{PREFIX}{SESSION_ROUTE}/{trace}"), type=SessionCalls
@@ -320,7 +320,7 @@ async def _get(server: Any, url: str) -> bytes:
         return await reply.read()
 
 
-def order(config: VerifiersConfig, longest: int) -> dict[str, Any]:
+def order(config: VerifiersConfig, longest: int) -> dict[str, object]:
     """Build what the child is to open. An agent ends while there is room for one more answer in the model's context."""
     limits: dict[str, int] = {"max_total_tokens": max(1, longest - config.max_new_tokens)}
     if config.max_turns is not None:

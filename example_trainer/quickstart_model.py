@@ -184,7 +184,7 @@ def build_tokenizer(field: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

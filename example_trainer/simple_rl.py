@@ -74,7 +74,7 @@ class Rollout:
     advantage: float
 
 
-def start_vllm(model: str, config: SimpleConfig) -> Any:
+def start_vllm(model: str, config: SimpleConfig) -> object:
     """vLLM with batch-invariant kernels, in this process. The environment must be set before vLLM is imported, hence
     the late import.
     """

@@ -108,7 +108,7 @@ def end_engine_with_its_threads() -> None:
             return
 
         def watched(
-            self: vllm_types.EngineProcess, *arguments: Any, run: Callable[..., None] = stock, **named: Any
+            self: vllm_types.EngineProcess, *arguments: object, run: Callable[..., None] = stock, **named: object
         ) -> None:
             try:
                 run(self, *arguments, **named)
@@ -270,7 +270,7 @@ def watch_processing(watch: Callable[[torch.nn.Module], AbstractContextManager[N
     if stock.__module__ == __name__:
         return
 
-    def watched(model: torch.nn.Module, *arguments: Any) -> None:
+    def watched(model: torch.nn.Module, *arguments: object) -> None:
         with watch(model):
             stock(model, *arguments)
 
@@ -300,7 +300,7 @@ def keep_plain_experts() -> None:
         pack(kernel, copies)
 
         def product(
-            x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, shares: Any, chosen: Any, **how: Any
+            x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, shares: object, chosen: object, **how: object
         ) -> torch.Tensor:
             found = torch.empty_like(x)
             multiply(
@@ -317,7 +317,7 @@ def keep_plain_experts() -> None:
 
         return product
 
-    def keep(self: Any, layer: Any) -> None:
+    def keep(self: Any, layer: torch.nn.Module) -> None:
         self.experts = packed.PackedExperts(packed.plain_experts, partial(packed_product, self))
 
     def apply(
@@ -328,7 +328,7 @@ def keep_plain_experts() -> None:
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        **how: Any,
+        **how: object,
     ) -> None:
         output.copy_(self.experts(hidden_states, w1, w2, topk_weights, topk_ids, **how))
 
@@ -388,7 +388,7 @@ def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
 
     build = CPUAttentionMetadataBuilder.build
 
-    def changed(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def changed(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> object:
         return build(self, common_prefix_len, change(common_attn_metadata), fast_build)
 
     cast(Any, CPUAttentionMetadataBuilder).build = changed
@@ -400,7 +400,7 @@ def tell_longest_query(longest: Callable[[int, int], int]) -> None:
 
     build = FlashAttentionMetadataBuilder.build
 
-    def told(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def told(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> object:
         metadata = copy.copy(common_attn_metadata)
         metadata.max_query_len = longest(metadata.max_query_len, self.headdim)
         return build(self, common_prefix_len, metadata, fast_build)
@@ -421,14 +421,14 @@ def attend_without_amx() -> None:
     cast(Any, cpu_attn)._get_attn_isa = without_amx
 
 
-def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]) -> None:
+def replace_rotary(table: Callable[[object, int], object], rotate: Callable[..., None]) -> None:
     """Rotate by `rotate(x, cos, sin)`, in place, with cos | sin from `table(Hugging Face config, positions)`
     [positions, rotary dim].
     """
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import base, linear_scaling_rope, yarn_scaling_rope
 
-    def cos_sin(self: vllm_types.RotaryEmbedding) -> Any:
+    def cos_sin(self: vllm_types.RotaryEmbedding) -> object:
         model = get_current_vllm_config().model_config
         return table(model.hf_config, max(self.max_position_embeddings, model.max_model_len))
 
@@ -512,7 +512,7 @@ def add_before_norm() -> None:
 
     norm = RMSNorm.forward_cuda
 
-    def separate(self: vllm_types.RMSNorm, x: Any, residual: Any = None) -> Any:
+    def separate(self: vllm_types.RMSNorm, x: Any, residual: object = None) -> object:
         if residual is None:
             return norm(self, x)
         total = x + residual
@@ -563,7 +563,7 @@ def refuse_undecodable_requests(engine: vllm_types.EngineClient) -> None:
     vocabulary = vocabulary_size(engine)
     hand_over = engine.output_processor.add_request
 
-    def checked(request: vllm_types.EngineRequest, *arguments: Any, **named: Any) -> None:
+    def checked(request: vllm_types.EngineRequest, *arguments: object, **named: object) -> None:
         try:
             # without tensors that vLLM made, which may not travel as MessagePack
             decoder.decode(encoder.encode(msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)))
@@ -593,7 +593,7 @@ def check_structured_outputs(check: Callable[[Mapping[str, Any]], str | None]) -
     stock = SamplingParams._validate_structured_outputs
     validate: Any = getattr(stock, "__wrapped__", stock)
 
-    def expect(asked: Any) -> None:
+    def expect(asked: object) -> None:
         if (why := check({name: getattr(asked, name, None) for name in names})) is not None:
             raise ClientError(why)
 
@@ -616,12 +616,12 @@ def check_structured_outputs(check: Callable[[Mapping[str, Any]], str | None]) -
 
 
 def _checked_reader(
-    reader: Callable[..., Any], kind: str, check: Callable[[Mapping[str, Any]], str | None]
-) -> Callable[..., Any]:
-    read: Callable[..., Any] = getattr(reader, "__wrapped__", reader)
+    reader: Callable[..., object], kind: str, check: Callable[[Mapping[str, object]], str | None]
+) -> Callable[..., object]:
+    read: Callable[..., object] = getattr(reader, "__wrapped__", reader)
 
     @functools.wraps(read)
-    def checked(given: Any, *arguments: Any, **named: Any) -> Any:
+    def checked(given: object, *arguments: object, **named: object) -> Any:
         if isinstance(given, str | dict) and (why := check({kind: given})) is not None:
             raise ClientError(why)
         return read(given, *arguments, **named)
@@ -629,13 +629,15 @@ def _checked_reader(
     return checked
 
 
-def check_requests(engine: vllm_types.EngineClient, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+def check_requests(engine: vllm_types.EngineClient, check: Callable[[Mapping[str, object]], Awaitable[None]]) -> None:
     """Await `check`, of the fields of a request's structured outputs, before `engine` validates and takes it. Every
     route that generates calls `engine.generate`.
     """
     stock = engine.generate
 
-    async def generate(prompt: Any, sampling_params: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+    async def generate(
+        prompt: object, sampling_params: object, *arguments: object, **named: object
+    ) -> AsyncIterator[object]:
         asked = getattr(sampling_params, "structured_outputs", None)
         if asked is not None:
             await check({name: value for name, value in vars(asked).items() if not name.startswith("_")})
@@ -659,7 +661,7 @@ def use_xgrammar_alone(args: vllm_types.Arguments) -> None:
     config.backend = "xgrammar"
 
 
-def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str, Any]) -> vllm_types.Grammar:
+def compile_structured_output(tokenizer: object, vocabulary: int, fields: dict[str, Any]) -> vllm_types.Grammar:
     """Compile what vLLM's engine compiles for `fields` of structured outputs. Raises what vLLM and xgrammar raise."""
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
@@ -672,7 +674,9 @@ def compile_structured_output(tokenizer: Any, vocabulary: int, fields: dict[str,
         model_config=None,
         speculative_config=None,
     )
-    make: Callable[..., Any] = partial(XgrammarBackend, vocab_size=vocabulary)  # a field of its base, in the contract
+    make: Callable[..., object] = partial(
+        XgrammarBackend, vocab_size=vocabulary
+    )  # a field of its base, in the contract
     backend: Any = make(config, tokenizer=tokenizer)
     asked = params.structured_outputs
     assert asked is not None
@@ -712,7 +716,7 @@ async def label_weights(engine: vllm_types.EngineClient, policy_version: int) ->
         await engine.update_weight_version(str(policy_version))
 
 
-def adapted_layer(model: Any, tensor: str) -> str:
+def adapted_layer(model: torch.nn.Module, tensor: str) -> str:
     """The name in vLLM's `model` of the layer to which an adapter's tensor belongs."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -766,7 +770,7 @@ def api_keys(args: vllm_types.Arguments) -> list[str]:
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
-def tokenizer_of(model: vllm_types.ModelConfig) -> dict[str, Any]:
+def tokenizer_of(model: vllm_types.ModelConfig) -> dict[str, object]:
     """Return what `load_tokenizer` needs to load the served model's tokenizer in another process."""
     return {
         "tokenizer_name": model.tokenizer,

@@ -83,7 +83,7 @@ class BridgeEndpoints:
         self._app.middleware_stack = HostGuard(keyed, hosts, bears_token=lambda scope: bears_key(scope, keys))
 
 
-def _child_order(engine: vllm_types.EngineClient, args: vllm_types.Arguments) -> dict[str, Any]:
+def _child_order(engine: vllm_types.EngineClient, args: vllm_types.Arguments) -> dict[str, object]:
     model = engine.model_config
     return {
         "tokenizer": compat.tokenizer_of(model),

@@ -1,13 +1,11 @@
 """Logging in vLLM's processes: the format of the other processes, also for uvicorn's lines."""
 
-from typing import Any
-
 LOG_CONFIG = "atropos-logging.json"  # the file that VLLM_LOGGING_CONFIG_PATH names
 # Health checks, the bridge's heartbeats and samplers call these several times per second: no access lines.
 QUIET_PATHS = ("/health", "/metrics", "/v1/bridge", "/generate")
 
 
-def logging_config(level: str) -> dict[str, Any]:
+def logging_config(level: str) -> dict[str, object]:
     """For `logging.config.dictConfig`, in each process of vLLM."""
     ours = {"handlers": ["lines"], "propagate": False}
     return {

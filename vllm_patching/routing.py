@@ -24,12 +24,12 @@ class RoutingRecorder:
         self._connector = connector
         self._step: Any = None
 
-    def begin(self, step: vllm_types.SchedulerOutput, hashes: Any) -> None:
+    def begin(self, step: vllm_types.SchedulerOutput, hashes: object) -> None:
         """Before the forward pass that the scheduler asks for; `hashes` names the blocks of its requests."""
         self._connector.begin_step(hashes)
         self._step = step
 
-    def rows_of(self, runner: vllm_types.ModelRunner, output: vllm_types.ModelRunnerOutput) -> dict[str, Any] | None:
+    def rows_of(self, runner: vllm_types.ModelRunner, output: vllm_types.ModelRunnerOutput) -> dict[str, object] | None:
         """The experts of the step's tokens, by request, where a token was sampled; None on a rank that does not answer,
         or where nothing ran.
         """
@@ -48,5 +48,5 @@ class RoutingRecorder:
             return None
         sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
         pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
-        rows: dict[str, Any] = pending.process_output()
+        rows: dict[str, object] = pending.process_output()
         return rows

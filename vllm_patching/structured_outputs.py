@@ -39,7 +39,7 @@ RULE = re.compile(r"(?:^|(?<=[\s)\]*+?|;]))[?!]?([A-Za-z_][\w.-]*)\s*(?:\([^()]*
 WORD = re.compile(r"[A-Za-z_][\w-]*")
 
 
-def off(asked: Mapping[str, Any]) -> str:
+def off(asked: Mapping[str, object]) -> str:
     """The refusal of a server without the flag, for whatever is asked."""
     return (
         f"structured outputs are off: this request constrains sampling by a grammar ({_shown(asked)}). Fields that do"
@@ -48,7 +48,7 @@ def off(asked: Mapping[str, Any]) -> str:
     )
 
 
-def refusal(asked: Mapping[str, Any]) -> str | None:
+def refusal(asked: Mapping[str, object]) -> str | None:
     """Explain why a server with the flag refuses what is asked, by the fields of vLLM's StructuredOutputsParams;
     None if it does not. Takes time and memory in proportion to the bounds, whatever is asked.
     """
@@ -74,7 +74,7 @@ def refusal(asked: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _shown(asked: Mapping[str, Any]) -> str:
+def _shown(asked: Mapping[str, object]) -> str:
     return ", ".join(kind for kind in KINDS if asked.get(kind) is not None) or "an empty constraint"
 
 
@@ -92,7 +92,7 @@ def _depth_refused(text: str) -> str | None:
     return _over("its JSON", f"{deepest} brackets inside each other", str(limit)) if deepest > limit else None
 
 
-def _value_refused(value: Any, is_grammar: bool = False) -> str | None:
+def _value_refused(value: object, is_grammar: bool = False) -> str | None:
     """Explain why a decoded value is refused, with all that is inside it."""
     characters = values = 0
     waiting: list[_Part] = [_Part("grammar" if is_grammar else "", value, 1, 1)]
@@ -153,14 +153,14 @@ class _Part(NamedTuple):
         return _over("it", f"repetitions inside each other that make {repeated}", f"{MOST_REPETITION}")
 
 
-def _counts(value: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
+def _counts(value: Mapping[object, object]) -> Iterator[tuple[str, int]]:
     """The numbers of an object that count something, such as minItems; one that is none counts as the largest."""
     for key, number in value.items():
         if COUNTED.fullmatch(str(key)) and isinstance(number, int | float) and not isinstance(number, bool):
             yield str(key), int(min(abs(number), LARGEST_NUMBER)) if number == number else LARGEST_NUMBER
 
 
-def _object_refused(value: Mapping[Any, Any]) -> str | None:
+def _object_refused(value: Mapping[object, object]) -> str | None:
     for key, number in _counts(value):
         most = MOST_CHOSEN_PROPERTIES if key.lower().endswith("properties") else MOST_REPETITION
         if number > most:

@@ -47,11 +47,11 @@ def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
     return lambda weight: compat.plain_linear
 
 
-def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
+def _answered(method: Callable[..., object]) -> Callable[..., object]:
     """`method` with its reply in plain types, as vLLM transports them, or {"failed": why} if it raises."""
 
     @functools.wraps(method)
-    def answer(self: Any, *args: Any) -> Any:
+    def answer(self: object, *args: object) -> Any:
         try:
             return msgspec.to_builtins(method(self, *args))
         except Exception as error:
@@ -66,7 +66,7 @@ class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
 
     _recorder: RoutingRecorder | None = None
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
+    def initialize_from_config(self, kv_cache_config: object) -> None:
         super().initialize_from_config(kv_cache_config)
         connector = None
         if compat.on_cpu():
@@ -75,12 +75,12 @@ class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
             self._recorder = RoutingRecorder(connector)
             log.info("[vLLM Patch] ✓ Routed experts of each token are recorded")
 
-    def execute_model(self, scheduler_output: vllm_types.SchedulerOutput) -> Any:
+    def execute_model(self, scheduler_output: vllm_types.SchedulerOutput) -> object:
         if VERSION >= Version("0.32") and self._recorder is not None:
             self._recorder.begin(scheduler_output, scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: object) -> object:
         output: vllm_types.ModelRunnerOutput = super().sample_tokens(grammar_output)
         if VERSION >= Version("0.32") and self._recorder is not None:
             output.aux_output_connector_output = self._recorder.rows_of(self.model_runner, output)
@@ -90,7 +90,7 @@ class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
 class BridgeWorker(RoutingWorker):
     """Loads the model with plain weights, exports its mapping, and starts `WeightUpdater_TP{rank}`."""
 
-    def load_model(self, **kwargs: Any) -> None:
+    def load_model(self, **kwargs: object) -> None:
         if compat.on_cpu():
             compat.keep_plain_linears(linear_for(self.model_config.enforce_eager))
             compat.keep_plain_experts()
@@ -154,7 +154,7 @@ class BridgeWorker(RoutingWorker):
     @property
     def _settings(self) -> dict[str, Any]:
         """Return what the launcher decided: `config_path` and `staging`: device | host | none."""
-        settings: dict[str, Any] = self.vllm_config.additional_config["atropos_bridge"]
+        settings: dict[str, object] = self.vllm_config.additional_config["atropos_bridge"]
         return settings
 
     @_answered
@@ -170,7 +170,7 @@ class BridgeWorker(RoutingWorker):
         return self._updater.now()
 
     @_answered
-    def bridge_open(self, offer: Any) -> WorkerStatus:
+    def bridge_open(self, offer: object) -> WorkerStatus:
         """Let the receiver of the offer's kind join the session, in the background."""
         typed: Offer = msgspec.convert(offer, AnyOffer)
         self._updater.open(RECEIVERS[type(typed)](typed, self._tp_rank))
@@ -178,7 +178,7 @@ class BridgeWorker(RoutingWorker):
         return self._updater.now()
 
     @_answered
-    def bridge_request(self, session: str, version: int, request: Any) -> None:
+    def bridge_request(self, session: str, version: int, request: object) -> None:
         """Let the session's receiver stage what the server was asked for, in the background."""
         self._updater.request(session, version, request)
 
@@ -293,7 +293,7 @@ class BridgeWorker(RoutingWorker):
 class AdapterWorker(RoutingWorker):
     """Loads adapters beside the one that is served."""
 
-    def load_model(self, **kwargs: Any) -> None:
+    def load_model(self, **kwargs: object) -> None:
         if compat.on_cpu():
             if self.model_config.is_moe:
                 raise RuntimeError(

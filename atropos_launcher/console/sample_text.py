@@ -1,9 +1,8 @@
 """What the model answers, in a few lines: a row of samples.jsonl -> text. Environments write a row for each group."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from atroposlib.processes.log_files import printable
 
@@ -22,7 +21,7 @@ def latest_sample(run_dir: Path) -> list[str]:
     return next(filter(None, found), [])
 
 
-def last_rows(path: Path) -> Iterator[dict[str, Any]]:
+def last_rows(path: Path) -> Iterator[dict[str, object]]:
     """The last complete rows of a file of JSON lines, newest first; as many as a short look at its end gives."""
     size, length = path.stat().st_size, FIRST_READ_BYTES
     with path.open("rb") as file:
@@ -43,7 +42,7 @@ def last_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def sample_lines(row: dict[str, Any]) -> list[str]:
+def sample_lines(row: Mapping[str, object]) -> list[str]:
     """The group's first answer with its reward, and the question before it. Nothing in them is obeyed by a terminal."""
     answers, scores = row.get("messages"), row.get("scores")
     if not (isinstance(answers, list) and isinstance(scores, list) and answers and len(scores) == len(answers)):

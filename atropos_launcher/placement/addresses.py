@@ -117,7 +117,7 @@ def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None, index: int 
     return {key: value for key, value in flags.items() if not (mode.owns_vllm and key in ("model", "host", "port"))}
 
 
-def argv(flags: Mapping[str, Any]) -> tuple[str, ...]:
+def argv(flags: Mapping[str, object]) -> tuple[str, ...]:
     """`{"max_model_len": 256, "enforce_eager": True}` as `--max-model-len 256 --enforce-eager`."""
     words: list[str] = []
     for key, value in flags.items():

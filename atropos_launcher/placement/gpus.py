@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
-from typing import Any
 
 from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
@@ -473,9 +472,9 @@ def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
 
 
-def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, Any]:
+def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, object]:
     """The flags of a vLLM server that follow from the devices, below those of the run."""
-    flags: dict[str, Any] = {"dtype": served_dtype(run, placement.on_gpus, placement.by_ranks)}
+    flags: dict[str, object] = {"dtype": served_dtype(run, placement.on_gpus, placement.by_ranks)}
     if placement.by_ranks > 1:
         flags["tensor_parallel_size"] = placement.by_ranks
     if not placement.on_gpus:
@@ -498,7 +497,7 @@ def device_variables(placement: Placement, environ: Mapping[str, str]) -> dict[s
     return {} if placement.on_gpus else {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}  # GiB
 
 
-def device_bridge(run: RunFile, placement: Placement) -> dict[str, Any]:
+def device_bridge(run: RunFile, placement: Placement) -> dict[str, object]:
     """Settings of the bridge that follow from the devices."""
     shares = placement.is_shared and not MODES[run.kind].same_devices
     return {"backend": "gloo"} if shares and run.kind == "broadcast" else {}  # NCCL refuses two ranks on one GPU

@@ -540,7 +540,7 @@ class RolloutService:
     ) -> asyncio.Future[Any]:
         """Journal and apply a change; returns what `apply` returns. Raises JournalError or one of REFUSALS."""
         loop = asyncio.get_running_loop()
-        applied: asyncio.Future[Any] = loop.create_future()
+        applied: asyncio.Future[object] = loop.create_future()
         self._number += 1
         number = self._number
         self._unwritten_groups += len(bodies)
@@ -559,7 +559,7 @@ class RolloutService:
         number: int,
         change: Change,
         bodies: Sequence[Body],
-        applied: asyncio.Future[Any],
+        applied: asyncio.Future[object],
         error: JournalError | None,
     ) -> None:
         """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
@@ -585,7 +585,7 @@ class RolloutService:
         if self.journal is not None and self._since_snapshot > max(COMPACT_FROM, 4 * len(self._bodies)):
             self._compact(self.journal)
 
-    def _apply(self, change: Change, bodies: Sequence[Body]) -> Any:
+    def _apply(self, change: Change, bodies: Sequence[Body]) -> object:
         self._keep(bodies)
         try:
             return self.state.apply(change)

@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
-from typing import Any
 
 NUMBERS = frozenset({"Integer", "Float", "Rational"})  # what sympy makes of 5, 0.5 and 0.[3]
 TRIGONOMETRIC = {
@@ -99,7 +98,7 @@ class Guard:
 
         unguarded = sympy_parser.eval_expr
 
-        def eval_expr(code: str, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
+        def eval_expr(code: str, local_dict: Mapping[str, object], global_dict: Mapping[str, object]) -> object:
             if self._names is None:
                 return unguarded(code, local_dict, global_dict)
             compiled = self._compiled(code, self._names | local_dict.keys(), strings=False)
@@ -110,7 +109,7 @@ class Guard:
         for name in modules:
             vars(sys.modules[name])["eval"] = self._literal
 
-    def _literal(self, text: str) -> Any:
+    def _literal(self, text: str) -> object:
         """The value of `text`, made of values and operators. Names have no value, not even the scorer's own."""
         return eval(self._compiled(text, frozenset(), strings=True), {"__builtins__": {}})
 

@@ -14,7 +14,7 @@ import os
 import resource
 import selectors
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,14 +124,14 @@ def _limit(limit_s: float, memory_bytes: int, parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _answered(request: Request, answer: Answer) -> dict[str, Any]:
+def _answered(request: Request, answer: Answer) -> dict[str, object]:
     try:
         return {"reply": answer(request)}
     except Exception as error:  # a library's, of which each raises its own
         return {"error": {"message": f"{type(error).__name__}: {error}"[:2000], "is_wrong": True}}
 
 
-def _send(end: int, content: dict[str, Any]) -> None:
+def _send(end: int, content: Mapping[str, object]) -> None:
     left = memoryview(json.dumps(content).encode() + b"\n")
     while left:
         left = left[os.write(end, left) :]

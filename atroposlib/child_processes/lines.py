@@ -59,7 +59,7 @@ class LineChild:
         self._silence_limit_s = silence_limit_s
         self._said = said
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[object]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._group: Group | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -94,7 +94,7 @@ class LineChild:
         work = (self._read_replies(), self._read_errors(), self._watch(), self._await_end(self._process))
         self._tasks = [asyncio.create_task(each) for each in work]
 
-    async def ask(self, do: str, limit_s: float | None = None, **content: Any) -> Any:
+    async def ask(self, do: str, limit_s: float | None = None, **content: object) -> Any:
         """The child's reply. A caller that is cancelled, or waits longer than `limit_s`, has the work ended. Raises
         ChildFailed, ChildRefused and TimeoutError.
         """
@@ -122,7 +122,7 @@ class LineChild:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _send(self, request: Mapping[str, Any]) -> None:
+    async def _send(self, request: Mapping[str, object]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:

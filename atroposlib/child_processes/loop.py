@@ -13,10 +13,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 
-def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def answer_requests(answer: Callable[[dict[str, object]], dict[str, object]]) -> None:
     """Serve stdin to stdout, which is kept clean: whatever a library prints goes to stderr. `answer` must not raise."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     logging.disable(logging.WARNING)

@@ -8,6 +8,7 @@ calls equal, since it takes differences below 1e-15 for nothing.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.child_processes.loop import answer_requests
@@ -65,7 +66,7 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
     return {"verdict": "right" if all(_is_consistent(each.lhs, each.rhs, verify) for each in equations) else "wrong"}
 
 
-def solutions(statement: Any, text: str, other: Any) -> Any:
+def solutions(statement: Any, text: str, other: Any) -> object:
     """The set that `statement` describes, where it is compared with another way to write one; else itself.
 
     x < 3 is (-oo, 3), and "x = -1 or x = 5" and "x_1 = -1, x_2 = 5" are {-1, 5}.
@@ -87,7 +88,7 @@ def solutions(statement: Any, text: str, other: Any) -> Any:
     return _joined([found for _, found in ranges], text)
 
 
-def _member_of(statement: Any) -> Any:
+def _member_of(statement: Any) -> object:
     """The set in "x in [2, 5]" and "x = 1, 2", which math-verify reads as equations; else `statement` itself."""
     from sympy import Eq, Symbol
 
@@ -95,7 +96,7 @@ def _member_of(statement: Any) -> Any:
     return statement.rhs if named else statement
 
 
-def numbers_agree(first: Any, second: Any) -> bool:
+def numbers_agree(first: object, second: object) -> bool:
     """Return whether each number of one statement is near one of the other.
 
     Near is relative to its size: 1/20! is not 1/21!.
@@ -108,7 +109,7 @@ def numbers_agree(first: Any, second: Any) -> bool:
     )
 
 
-def _numbers(statement: Any) -> list[Any] | None:
+def _numbers(statement: object) -> list[object] | None:
     """The values that `statement` consists of; None where it has variables or percent signs."""
     from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, Symbol, Tuple, UnevaluatedExpr
 
@@ -144,7 +145,7 @@ def _near(first: Any, second: Any) -> bool:
     return bool(apart <= EXACT_APART * larger)
 
 
-def _range(statement: Any) -> tuple[str, Any] | None:
+def _range(statement: Any) -> tuple[str, object] | None:
     """The variable and the real numbers that an inequality of one variable leaves it, such as 2 <= x < 5."""
     from sympy import And, Intersection, Interval, Ne, Symbol, oo
     from sympy.core.relational import Relational
@@ -172,7 +173,7 @@ def _range(statement: Any) -> tuple[str, Any] | None:
     return (name, sides[statement.rel_op]) if statement.rel_op in sides else None
 
 
-def _joined(ranges: list[Any], text: str) -> Any:
+def _joined(ranges: Sequence[object], text: str) -> object:
     """Unite what "or" joins, and intersect what "and" joins; behind a comma, take the one that leaves something."""
     from sympy import EmptySet, Intersection, Union
 
@@ -182,13 +183,13 @@ def _joined(ranges: list[Any], text: str) -> Any:
     return Union(*ranges) if both == EmptySet and not INTERSECTION.search(text) else both
 
 
-def _is_set(statement: Any) -> bool:
+def _is_set(statement: object) -> bool:
     from sympy import Set
 
     return isinstance(statement, Set)
 
 
-def _has_type(statement: Any, kind: Any) -> bool:
+def _has_type(statement: object, kind: object) -> bool:
     from sympy import Basic
 
     return isinstance(statement, Basic) and statement.has(kind)
@@ -201,7 +202,7 @@ def _offers_choice(text: str) -> bool:
     return len(names) > len(set(names)) or CHOICE.search(text) is not None or len(numbered) > 1
 
 
-def _equations(statements: list[Any]) -> list[Any]:
+def _equations(statements: Sequence[object]) -> list[Any]:
     from sympy import Basic, Eq
 
     return [each for statement in statements if isinstance(statement, Basic) for each in statement.find(Eq)]

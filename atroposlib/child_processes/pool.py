@@ -83,7 +83,7 @@ class ChildPool:
         assert self._report is not None
         return self._report
 
-    async def ask(self, request: Mapping[str, Any]) -> Reply:
+    async def ask(self, request: Mapping[str, object]) -> Reply:
         """The reply of the next free child. Raises ChildFailed."""
         async with self._next_child() as child:
             return await child.ask(request)
@@ -131,7 +131,7 @@ class _Child:
         init=False,
     )
 
-    async def ask(self, content: Mapping[str, Any]) -> Reply:
+    async def ask(self, content: Mapping[str, object]) -> Reply:
         request = {"id": secrets.token_hex(8), "time_limit_s": self.time_limit_s, **content}
         process = await self.started()
         # the child's own alarm comes first, then its warden's
@@ -199,7 +199,7 @@ class _Child:
         return f"; its last words: {lines[-1][-LAST_WORDS_CHARS:]!a}" if lines else ""
 
 
-async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> Reply:
+async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, object]) -> Reply:
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
     await process.stdin.drain()

@@ -23,7 +23,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from atroposlib.child_processes.warden import Bounds
 
@@ -89,7 +88,7 @@ class Sandbox:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return {**inherited, **own, **one_thread, "PYTHONPATH": os.pathsep.join(paths)}
 
-    def orders(self) -> dict[str, Any]:
+    def orders(self) -> dict[str, object]:
         """Return what `confined.py` is to do to itself."""
         places = {"readable": self._readable, "folder": str(self.folder), "outside": str(self._outside)}
         return {**places, "limits": LIMITS, "bounds": asdict(self._bounds), "seccomp": seccomp_filter().hex()}

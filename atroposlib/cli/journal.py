@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -174,5 +174,5 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
                 )
 
 
-def _content(body: Body) -> Any:
+def _content(body: Body) -> object:
     return msgspec.msgpack.decode(body.data) if body.packed else msgspec.Raw(msgspec.json.format(body.data, indent=-1))

@@ -107,7 +107,9 @@ class _Client(Generic[H]):
             self._headers["Authorization"] = f"Bearer {token}"
         self._reads_msgpack = False  # set from the reply to an environment that registers
 
-    def _request(self, route: Route[Any], body: Any, query: Mapping[str, int] | None, key: str | None) -> httpx.Request:
+    def _request(
+        self, route: Route[Any], body: object, query: Mapping[str, int] | None, key: str | None
+    ) -> httpx.Request:
         if any(character.isspace() for character in self.url):  # httpx would ask for a host of that name
             raise httpx.InvalidURL("it has a space")
         content, headers = _encoded(body, self._reads_msgpack and route in (SCORED_DATA, SCORED_DATA_LIST))
@@ -167,7 +169,7 @@ class BatchingApi(_Client[httpx.Client]):
         # a proxy of the surroundings does not reach loopback, so its environment variables are left aside
         super().__init__(httpx.Client(trust_env=False), url, token, flags)
 
-    def call(self, route: Route[R], body: Any = None, *, query: Mapping[str, int] | None = None) -> R:
+    def call(self, route: Route[R], body: object = None, *, query: Mapping[str, int] | None = None) -> R:
         """The reply of `route`. Raises ApiUnreachable, UnexpectedReply or ApiRefused."""
         with self._reaching(route):
             reply = self._http.send(self._request(route, body, query, None))
@@ -185,7 +187,7 @@ class AsyncBatchingApi(_Client[httpx.AsyncClient]):
         super().__init__(httpx.AsyncClient(trust_env=False), url, token, flags)
 
     async def call(
-        self, route: Route[R], body: Any = None, *, query: Mapping[str, int] | None = None, key: str | None = None
+        self, route: Route[R], body: object = None, *, query: Mapping[str, int] | None = None, key: str | None = None
     ) -> R:
         """The reply of `route`. Raises ApiUnreachable, UnexpectedReply or ApiRefused."""
         with self._reaching(route):
@@ -198,7 +200,7 @@ class AsyncBatchingApi(_Client[httpx.AsyncClient]):
         await self._http.aclose()
 
 
-def _encoded(body: Any, packed: bool) -> tuple[bytes | None, dict[str, str]]:
+def _encoded(body: object, packed: bool) -> tuple[bytes | None, dict[str, str]]:
     if body is None:
         return None, {}
     if packed:
@@ -211,7 +213,7 @@ def _encoded(body: Any, packed: bool) -> tuple[bytes | None, dict[str, str]]:
     return content, headers
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """An array as lists, a NumPy number as Python's."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()

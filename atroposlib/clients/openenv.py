@@ -102,7 +102,7 @@ class Limits:
 class Reply:
     """Holds what the environment shows after a reset or a step. `reward` is None where it gave none."""
 
-    observation: Mapping[str, Any]
+    observation: Mapping[str, object]
     reward: float | None
     done: bool
 
@@ -115,7 +115,7 @@ class OpenEnvClient:
         self.limits = limits
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http: aiohttp.ClientSession | None = None
-        self.observation_schema: Mapping[str, Any] = {}
+        self.observation_schema: Mapping[str, object] = {}
         self._places = Places(limits.sessions)
         self._last_begun = -math.inf
         self._told = -math.inf
@@ -140,7 +140,7 @@ class OpenEnvClient:
             page = {}
         return str(page.get("name") or self.url), str(page.get("description") or "")
 
-    async def begin(self, arguments: Mapping[str, Any]) -> tuple["Session", Reply]:
+    async def begin(self, arguments: Mapping[str, object]) -> tuple["Session", Reply]:
         """A session and its first observation. Raises SessionLost when no session became free in time, for this caller
         or another, and StepFailed when the environment's reset raised.
         """
@@ -218,7 +218,7 @@ class OpenEnvClient:
             raise NoSession(str(error) or f"no connection within {self.limits.reply_s:g} s") from None
         return Session(socket, self.url, self.limits.reply_s)
 
-    async def _page(self, name: str) -> Mapping[str, Any]:
+    async def _page(self, name: str) -> Mapping[str, object]:
         url = f"{self.url}/{name}"
         try:
             async with asyncio.timeout(HTTP_LIMIT_S), self._client().get(url, headers=self._headers) as reply:
@@ -263,7 +263,7 @@ class Session:
         self._is_lost = False
         self._reader = asyncio.create_task(self._read())
 
-    async def reset(self, arguments: Mapping[str, Any]) -> Reply:
+    async def reset(self, arguments: Mapping[str, object]) -> Reply:
         """Begin an episode. Raises NoSession where the server refuses the session, or breaks it off before it answers;
         SessionLost, StepFailed.
         """
@@ -272,7 +272,7 @@ class Session:
         except ActionRefused as error:
             raise StepFailed(f"reset: {error}") from None
 
-    async def step(self, action: Mapping[str, Any]) -> Reply:
+    async def step(self, action: Mapping[str, object]) -> Reply:
         """Act. Raises ActionRefused, StepFailed, SessionLost."""
         try:
             return self._observed(await self._ask("step", action))
@@ -315,7 +315,7 @@ class Session:
             await self._received.put(SessionLost(f"the session of {self._url} is lost: {why}"))
             return
 
-    async def _ask(self, kind: str, data: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    async def _ask(self, kind: str, data: Mapping[str, object] | None) -> Mapping[str, object]:
         """The data of the reply. Raises what the server reports."""
         request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
@@ -339,7 +339,7 @@ class Session:
             raise self._error(answer)
         return answer
 
-    def _error(self, data: Mapping[str, Any]) -> OpenEnvError:
+    def _error(self, data: Mapping[str, object]) -> OpenEnvError:
         code, message = data.get("code"), shown(data.get("message"))
         if code == "CAPACITY_REACHED":
             limit, self._is_lost = data.get("max_sessions"), True
@@ -353,7 +353,7 @@ class Session:
             return ActionRefused("the environment does not accept this value", is_over=True)
         return SessionLost(f"{self._url} ended the session: {shown(code)}: {message}")
 
-    def _observed(self, data: Mapping[str, Any]) -> Reply:
+    def _observed(self, data: Mapping[str, object]) -> Reply:
         observation, reward = data.get("observation"), data.get("reward")
         if not isinstance(observation, dict):
             raise self._lost(f"an answer has no observation: {shown(data)}")
@@ -440,7 +440,7 @@ def shown(value: object) -> str:
     ]
 
 
-def _object(text: str | bytes) -> dict[str, Any] | None:
+def _object(text: str | bytes) -> dict[str, object] | None:
     """A JSON object; None if it is not one."""
     try:
         value = json.loads(text)

@@ -63,7 +63,7 @@ def limit_of_sampling(body: Mapping[str, Any], prompt_tokens: int = 0) -> int:
     return min(SLACK_BYTES + answers + prompt, MOST_BYTES)
 
 
-def _number(body: Mapping[str, Any], *names: str, default: int) -> int:
+def _number(body: Mapping[str, object], *names: str, default: int) -> int:
     given = (body.get(name) for name in names)
     return max(0, next((int(each) for each in given if isinstance(each, int | float) and each == each), default))
 

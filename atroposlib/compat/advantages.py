@@ -1,13 +1,12 @@
 """Statistics and advantages of rewards, per step of a trajectory, by numpy alone."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 
 def allclose_to_first(
-    values: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False, return_vector: bool = False
+    values: object, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False, return_vector: bool = False
 ) -> bool | np.ndarray:
     """Return whether every entry of a rectangular `values` is close to its first.
 
@@ -19,7 +18,7 @@ def allclose_to_first(
     return each if return_vector else bool(each.all())
 
 
-def compute_stats(data: Sequence[Any]) -> dict[str, float]:
+def compute_stats(data: Sequence[object]) -> dict[str, float]:
     """`mean` and population variance `var` of all numbers in a nested, possibly jagged list. Raises ValueError when
     there is none.
     """
@@ -29,7 +28,7 @@ def compute_stats(data: Sequence[Any]) -> dict[str, float]:
     return {"mean": float(np.mean(numbers)), "var": float(np.var(numbers))}
 
 
-def compute_discounted_returns(rewards: Any, gamma: float) -> np.ndarray:
+def compute_discounted_returns(rewards: object, gamma: float) -> np.ndarray:
     """The return at each step: its reward and `gamma` times the next step's return."""
     returns = np.asarray(rewards, dtype=np.float64).copy()
     for step in range(len(returns) - 2, -1, -1):
@@ -38,7 +37,7 @@ def compute_discounted_returns(rewards: Any, gamma: float) -> np.ndarray:
 
 
 def compute_grpo_process_supervision_advantages(
-    rewards: Sequence[Sequence[Any]], gamma: float | None = None, std_tol: float = 1e-8
+    rewards: Sequence[Sequence[object]], gamma: float | None = None, std_tol: float = 1e-8
 ) -> list[np.ndarray]:
     """The returns (discounted by `gamma`, if given) of rewards normalised over all steps of all trajectories.
 
@@ -58,7 +57,7 @@ def compute_grpo_process_supervision_advantages(
     ]
 
 
-def _numbers(data: Any) -> Iterator[float]:
+def _numbers(data: object) -> Iterator[float]:
     if isinstance(data, (int, float)):
         yield data
     elif isinstance(data, (list, tuple, np.ndarray)):

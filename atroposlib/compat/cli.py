@@ -20,7 +20,7 @@ def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> typ
     return create_model(f"{prefix.capitalize()}{base_model.__name__}", **fields)
 
 
-def adjust_model_defaults(model_class: type[BaseModel], defaults: Mapping[str, Any] | BaseModel) -> type[BaseModel]:
+def adjust_model_defaults(model_class: type[BaseModel], defaults: Mapping[str, object] | BaseModel) -> type[BaseModel]:
     """A subclass of `model_class` with other defaults; what `defaults` has besides the fields is left out."""
     given = defaults.model_dump() if isinstance(defaults, BaseModel) else defaults
     fields: dict[str, Any] = {
@@ -31,9 +31,9 @@ def adjust_model_defaults(model_class: type[BaseModel], defaults: Mapping[str, A
     return create_model(f"{model_class.__name__}WithDefaults", __base__=model_class, **fields)
 
 
-def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
+def merge_dicts(*dicts: Mapping[str, object]) -> dict[str, object]:
     """One dict of several: of a key that occurs twice the later value holds, and two dicts are merged in turn."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for each in dicts:
         for key, value in each.items():
             earlier = merged.get(key)
@@ -42,7 +42,7 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
+def extract_namespace(model: Any, prefix: str) -> dict[str, object]:
     """Return what `model` (a dict, a pydantic model, or anything with `to_dict`) holds under names that begin with
     `prefix`, by the rest of the name. Raises TypeError.
     """
@@ -57,9 +57,9 @@ def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
-def get_double_dash_flags() -> dict[str, Any]:
+def get_double_dash_flags() -> dict[str, object]:
     """The flags of this process by name: `--key value` and `--key=value` as text, `None` as None, `--key` as True."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     words = sys.argv[1:]
     for place, word in enumerate(words):
         key, given, value = word.removeprefix("--").partition("=")
@@ -74,7 +74,7 @@ def get_double_dash_flags() -> dict[str, Any]:
     return found
 
 
-def _field(field: FieldInfo, default: Any, keep_factory: bool = True) -> Any:
+def _field(field: FieldInfo, default: object, keep_factory: bool = True) -> object:
     """A field with the description of `field`, and its factory or `default`."""
     if field.default_factory is not None and keep_factory:
         return Field(default_factory=field.default_factory, description=field.description)

@@ -41,14 +41,14 @@ def pass_at_k(m: int, c: float, k: int) -> float:
 
 
 def evaluate_log(
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, object],
     eval_dir: str | None = None,
     task_name: str | None = None,
     model_name: str | None = None,
     start_time: float | None = None,
     end_time: float | None = None,
-    generation_parameters: Mapping[str, Any] | None = None,
-    samples: Sequence[Any] | None = None,
+    generation_parameters: Mapping[str, object] | None = None,
+    samples: Sequence[object] | None = None,
     verbose: bool = True,
 ) -> None:
     """Write `metrics` and `samples` to `eval_dir`; without one only say so. Times are seconds."""
@@ -83,7 +83,7 @@ class EvalBase(ABC):
     eval_dir: str | None = None
     verbose: bool = False
 
-    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **attributes: Any) -> None:
+    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **attributes: object) -> None:
         self.pass_at_n = pass_at_n
         self.pass_at_n_samples = pass_at_n_samples
         for name, value in attributes.items():

@@ -13,7 +13,7 @@ CONTINUATION = {"top_p": 0.3, "extra_body": {"min_p": 0.5, "repetition_penalty":
 
 async def generate_with_diverse_first_tokens(
     self: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     prefill: str = "",
     n: int = 8,
     max_tokens: int = 4096,

@@ -1,7 +1,6 @@
 """Replies of HTTP services as JSON, with a log line for those that are errors."""
 
 import logging
-from typing import Any
 
 import aiohttp
 
@@ -10,7 +9,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 
-async def parse_http_response(resp: aiohttp.ClientResponse, logger: logging.Logger | None = None) -> Any:
+async def parse_http_response(resp: aiohttp.ClientResponse, logger: logging.Logger | None = None) -> object:
     """The JSON of a reply. Raises aiohttp.ClientResponseError for 4xx and 5xx, after logging status and body.
 
     A 2xx reply that is not JSON raises json.JSONDecodeError or aiohttp.ContentTypeError.

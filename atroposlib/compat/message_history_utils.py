@@ -5,6 +5,7 @@ from typing import Any
 
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from atroposlib.utils.tokenizers import Tokenizer
 
 log = get_logger(__name__)
 
@@ -29,7 +30,7 @@ def strip_thinking(response_text: str) -> str:
     return response_text if after is None else before + after
 
 
-def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
+def truncate_thinking(response_text: str, tokenizer: Tokenizer, max_think_tokens: int) -> str:
     """`response_text` with at most the last `max_think_tokens` tokens of its thoughts, from the start of a paragraph
     where one begins.
     """
@@ -49,7 +50,7 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
 
 
 def ensure_trajectory_token_limit(
-    trajectory: Sequence[Mapping[str, Any]], tokenizer: Any, max_trajectory_tokens: int
+    trajectory: Sequence[Mapping[str, object]], tokenizer: Tokenizer, max_trajectory_tokens: int
 ) -> list[Any]:
     """The steps of an episode, each with its alternatives cut to `max_trajectory_tokens`.
 
@@ -61,7 +62,7 @@ def ensure_trajectory_token_limit(
     return [step for step in fitted if step is not None]
 
 
-def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) -> Mapping[str, Any] | None:
+def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) -> Mapping[str, object] | None:
     if max((len(tokens) for tokens in step["tokens"]), default=0) <= limit:
         return step
     messages = [list(alternative) for alternative in step["messages"] or []]

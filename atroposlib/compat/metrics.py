@@ -1,12 +1,11 @@
 """`get_std_min_max_avg`: statistics of a list as metrics."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 
-def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str, Any]) -> dict[str, Any]:
+def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str, object]) -> dict[str, object]:
     """`metrics_dict` itself, with `<name>_mean`, `_std` (of the population), `_max` and `_min` of `data` added.
 
     Without data there is nothing to add.

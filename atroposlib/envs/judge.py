@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -178,7 +178,7 @@ class Judge:
             self._failed, self._told_at = 0, time.monotonic()
 
 
-def filled(template: str, values: dict[str, Any]) -> str:
+def filled(template: str, values: Mapping[str, object]) -> str:
     """`template` with the values in their places. Raises ValueError for one without a place."""
     places = set(PLACE.findall(template))
     if missing := [name for name in values if name not in places]:
@@ -186,7 +186,7 @@ def filled(template: str, values: dict[str, Any]) -> str:
     return PLACE.sub(lambda place: as_text(values[place[1]]) if place[1] in values else place[0], template)
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A value for a prompt: a list of messages is one paragraph each."""
     if isinstance(value, (list, tuple)) and all(isinstance(each, dict) and "role" in each for each in value):
         return "\n\n".join(f"{each['role']}: {each.get('content') or ''}" for each in value)
@@ -202,7 +202,7 @@ def as_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _json_objects(text: str) -> list[dict[str, Any]]:
+def _json_objects(text: str) -> list[dict[str, object]]:
     """The outermost JSON objects in `text`, from the left. Reading stops where it has read many times its length."""
     decoder, found, read = json.JSONDecoder(), [], 0
     window, offset = text, 0  # an error counts the lines before it, so that each would cost as much as all before

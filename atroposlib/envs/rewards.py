@@ -75,7 +75,7 @@ class Method:
 
     async def value(self, env: object, item: Any, answer: str, rollout: Rollout) -> Any:
         """Return the method's value for one answer."""
-        method: Callable[..., Any] = getattr(env, self.name)
+        method: Callable[..., object] = getattr(env, self.name)
         return await settled(method(item, answer, **{name: getattr(rollout, name) for name in self.declared}))
 
 

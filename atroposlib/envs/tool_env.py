@@ -121,7 +121,7 @@ class ToolEnv(QuestionEnv):
             self._counts.update(rollouts=1, calls=state["tool_calls"], errors=state["tool_errors"])
         return Rollout(text, messages, sequences, state=state)
 
-    async def _toolbox(self, item: Item, state: dict[str, Any]) -> Toolbox:
+    async def _toolbox(self, item: Item, state: dict[str, object]) -> Toolbox:
         of_servers = [tool for server in self._mcp for tool in await server.tools()]
         return Toolbox(
             [*self.tools_for(item, state), *of_servers], self.config.tool_timeout, self.config.tool_result_limit
@@ -146,7 +146,7 @@ class ToolEnv(QuestionEnv):
         return bool(box.tools) and any(marker in text.rpartition("</think>")[2] for marker in CALL_MARKERS)
 
     async def _results(
-        self, box: Toolbox, reply: dict[str, Any], calls: list[dict[str, Any]], unread: int, state: dict[str, Any]
+        self, box: Toolbox, reply: dict[str, object], calls: list[dict[str, Any]], unread: int, state: dict[str, Any]
     ) -> Messages:
         """The messages that answer `reply`, in which its `calls` are noted: in order, since tools may have a state.
         Of `unread` calls beside them the model is told.
@@ -177,7 +177,7 @@ class ToolEnv(QuestionEnv):
             for call, text in zip(made, texts, strict=True)
         ]
 
-    def _unread(self, managed: Any, calls: Sequence[dict[str, Any]]) -> int:
+    def _unread(self, managed: object, calls: Sequence[dict[str, Any]]) -> int:
         """Count the calls of one message that cannot be read, beside `calls`, which can; 0 where a proxy keeps the
         text.
         """

@@ -75,11 +75,11 @@ class Tool:
                 raise BadTool(f"tool {name}: a model passes arguments by name, and {parameter} takes none by name")
 
         @functools.wraps(function)
-        def given(**arguments: Any) -> dict[str, Any]:
+        def given(**arguments: object) -> dict[str, Any]:
             return arguments
 
         try:
-            adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, _by_name(given)))
+            adapter: TypeAdapter[object] = TypeAdapter(cast(Any, _by_name(given)))
             schema = adapter.json_schema()
         except (PydanticSchemaGenerationError, PydanticUserError, NameError, TypeError) as error:
             raise BadTool(f"tool {name}: no JSON schema from its type hints: {str(error).splitlines()[0]}") from error
@@ -122,7 +122,7 @@ class Toolbox:
         self._longest_result = longest_result
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[dict[str, object]]:
         """Return the schemas of all tools, for `tools=` of a chat completion."""
         return [tool.schema for tool in self.tools.values()]
 
@@ -190,7 +190,7 @@ def documented(docstring: str) -> tuple[str, dict[str, str]]:
     return " ".join(first.split()), {name: " ".join(words).strip() for name, words in described.items()}
 
 
-def _by_name(given: Callable[..., Any]) -> Callable[..., Any]:
+def _by_name(given: Callable[..., Any]) -> Callable[..., object]:
     """`given` with a signature of keyword-only parameters: a JSON array is then no list of arguments."""
     signature = inspect.signature(given)
     keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
@@ -198,7 +198,7 @@ def _by_name(given: Callable[..., Any]) -> Callable[..., Any]:
     return given
 
 
-def _described(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+def _described(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, object]:
     """`schema` with the docstring's descriptions, where the type hints have none; without pydantic's titles."""
     for name, parameter in schema.get("properties", {}).items():
         parameter.pop("title", None)
@@ -210,7 +210,7 @@ def _described(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str
 async def _run(function: Callable[..., Any], adapter: TypeAdapter[Any], arguments: str) -> Any:
     """The function's result. Raises WrongArguments, and what the function raises."""
     try:
-        found: dict[str, Any] = adapter.validate_json(arguments)
+        found: dict[str, object] = adapter.validate_json(arguments)
     except ValidationError as error:
         raise WrongArguments(_reasons(error.errors(include_url=False))) from None
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -241,7 +241,7 @@ def _reason(error: ErrorDetails) -> str:
 _unfinished: set[threading.Thread] = set()
 
 
-async def in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> object:
     """The result of `call`, in a thread of its own. One that is given up runs on, and does not keep the process alive;
     while 64 do, RolloutFailed is raised. (The threads of asyncio's executor are awaited when the process ends.)
     """

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from atroposlib.files import NotRegularFile, expect_regular, open_regular
 from atroposlib.logs import get_logger
@@ -47,7 +47,7 @@ class RecordFile:
         self._missing = 0
         self._is_waiting = False
 
-    def append(self, *records: Mapping[str, Any], step: int | None = None) -> None:
+    def append(self, *records: Mapping[str, object], step: int | None = None) -> None:
         """A line for each record, all or none: now, or when the disk has room again."""
         lines = as_lines(*records)
         self._held.append(_Held(len(records), lines, step))
@@ -102,7 +102,7 @@ class RecordFile:
         )
 
 
-def as_lines(*records: Mapping[str, Any]) -> bytes:
+def as_lines(*records: Mapping[str, object]) -> bytes:
     """A line of JSON for each record. Raises TypeError for what is not JSON."""
     return b"".join(encode(record) + b"\n" for record in records)
 

@@ -26,7 +26,7 @@ def groups(
     right_answer: str = REFERENCE,
     wrong_answers: Sequence[str] = (NO_ANSWER,),
     count: int = 1,
-    **settings: Any,
+    **settings: object,
 ) -> list[dict[str, Any]]:
     """Return what the `process` command of `env_cls` writes to `directory`: `count` groups with `scores` and
     `messages`.

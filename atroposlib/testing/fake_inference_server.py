@@ -17,7 +17,7 @@ By POST /fake an environment names its tokenizer and, under `process`, the refer
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -242,7 +242,7 @@ class FakeInferenceServer:
             ]
         return web.json_response(reply)
 
-    def _sglang_reply(self, body: dict[str, Any]) -> Any:
+    def _sglang_reply(self, body: dict[str, Any]) -> object:
         """A reply in SGLang's form: an object for each sample, alone for one."""
         sampling = body["sampling_params"] or {}
         ids = body.get("input_ids") or self.tokenizer.encode(body["text"])
@@ -305,7 +305,7 @@ class FakeInferenceServer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _openai_reply(
-        self, kind: str, body: dict[str, Any], prompt_ids: list[int], shown: Callable[[str], dict[str, Any]]
+        self, kind: str, body: dict[str, object], prompt_ids: list[int], shown: Callable[[str], Mapping[str, object]]
     ) -> web.Response:
         """`shown` is how a choice holds its text."""
         samples = self._sample(prompt_ids, body)

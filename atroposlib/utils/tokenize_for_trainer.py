@@ -40,7 +40,7 @@ def tokenize_for_trainer(
         masks[start:end] = tokens[start:end]
     if finish_reason == "length":
         tokens, masks = _without_ending(tokenizer, tokens, masks)
-    result: dict[str, Any] = {"tokens": tokens, "masks": masks}
+    result: dict[str, object] = {"tokens": tokens, "masks": masks}
     return result | {"messages": chat} if include_messages else result
 
 

@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: object, **kwargs: object) -> Any: ...
 
 
 NO_TOKENIZER = "none"
@@ -95,7 +95,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _load(name: str) -> Any:
+def _load(name: str) -> object:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
     tokenizer = _read(_local_folder(name))
@@ -159,7 +159,7 @@ def _read_alike(first: Any, second: Any) -> bool:
     )
 
 
-def encode_within(tokenizer: Any, text: str, before: int | None = None) -> list[int]:
+def encode_within(tokenizer: Tokenizer, text: str, before: int | None = None) -> list[int]:
     """Token ids of `text` inside of a longer text: as they stand behind the special token `before`, or behind any.
 
     A tokenizer of SentencePiece's kind puts a word mark before the first piece of a whole text, and of no other.
@@ -175,7 +175,7 @@ def encode_within(tokenizer: Any, text: str, before: int | None = None) -> list[
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _neutral_token(tokenizer: Any) -> int | None:
+def _neutral_token(tokenizer: Tokenizer) -> int | None:
     """A special token that takes no blanks from the text behind it; None if there is none."""
     known = getattr(tokenizer, "added_tokens_decoder", {})
     return next((token for token, added in known.items() if added.special and not added.rstrip), None)

@@ -31,7 +31,7 @@ def parse_tool_call(
     response: str,
     available_tools: Sequence[Mapping[str, Any]] | None = None,
     preferred_tags: Sequence[str] | None = None,
-) -> tuple[str, dict[str, Any], bool]:
+) -> tuple[str, dict[str, object], bool]:
     """(tool name, arguments, False), or ("-ERROR-", arguments if known, True) when there is no valid call.
 
     `available_tools`, each {"name": ...} or {"function": {"name": ...}}, limits the names that are valid.
@@ -66,9 +66,9 @@ def _json_behind(text: str, opening: str) -> str | None:
     return None
 
 
-def _as_mapping(text: str) -> dict[str, Any] | None:
+def _as_mapping(text: str) -> dict[str, object] | None:
     """The JSON object in `text`, or the Python literal that models write instead."""
-    readers: tuple[Callable[[str], Any], ...] = (json.JSONDecoder(strict=False).decode, ast.literal_eval)
+    readers: tuple[Callable[[str], object], ...] = (json.JSONDecoder(strict=False).decode, ast.literal_eval)
     for read in readers:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = read(text)

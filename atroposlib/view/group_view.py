@@ -173,8 +173,8 @@ def _sequence(
     }
 
 
-def _without_tokens(length: int) -> dict[str, Any]:
-    lists: dict[str, list[Any]] = {
+def _without_tokens(length: int) -> dict[str, object]:
+    lists: dict[str, list[object]] = {
         name: [] for name in ("tokens", "mask", "sampler_logprobs", "trainer_logprobs", "versions")
     }
     return {"length": length, "pieces": None, **lists}
@@ -224,8 +224,14 @@ def _failures(row: Sample) -> list[FailedRollout]:
     return [FailedRollout(cause) for cause, count in row.failed.items() for _ in range(min(count, MAX_FAILED))]
 
 
-def _failed(number: int, failure: FailedRollout) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"score": None, "rewards": "", "advantage": None, "finish_reason": None, "sequences": []}
+def _failed(number: int, failure: FailedRollout) -> dict[str, object]:
+    nothing: dict[str, object] = {
+        "score": None,
+        "rewards": "",
+        "advantage": None,
+        "finish_reason": None,
+        "sequences": [],
+    }
     messages = _conversation(failure.messages)
     return {"rollout": number, "failed": failure.cause, "error": failure.error or None, "messages": messages, **nothing}
 
@@ -239,7 +245,7 @@ def _conversations(row: Sample | HeldOut) -> list[list[dict[str, Any]]]:
     return [found for raw in raws if (found := _conversation(raw))]
 
 
-def _said(row: HeldOut) -> list[dict[str, Any]] | None:
+def _said(row: HeldOut) -> list[dict[str, object]] | None:
     """The conversation, or what an author gave in its place."""
     found = _conversation(row.messages)
     if found or row.sample is None:
@@ -247,7 +253,7 @@ def _said(row: HeldOut) -> list[dict[str, Any]] | None:
     return [{"role": "sample", "content": msgspec.json.format(msgspec.json.encode(row.sample)).decode()}]
 
 
-def _conversation(raw: Raw | None) -> list[dict[str, Any]] | None:
+def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
     """Messages whose `content` is a string, null if there are none. What else a message has stays as it is."""
     value = decoded(raw, Any)
     if isinstance(value, str):
@@ -262,7 +268,7 @@ def _conversation(raw: Raw | None) -> list[dict[str, Any]] | None:
     return found
 
 
-def _text(content: Any) -> str:
+def _text(content: object) -> str:
     """A message's text; of parts in the OpenAI chat format, the texts, and what else there is in brackets."""
     if content is None:
         return ""
@@ -283,7 +289,7 @@ def _part(part: Any) -> str:
     return f"[{_shortened(str(kind or 'part'), MAX_PART)}, {size} bytes]"
 
 
-def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+def _question(messages: Sequence[Mapping[str, object]]) -> str:
     """The last message before the first answer; few-shot examples and instructions come before it."""
     before: list[str] = []
     for message in messages:
@@ -298,11 +304,11 @@ def _shortened(text: str, most: int) -> str:
     return joined if len(joined) <= most else f"{joined[: most - 1]}…"
 
 
-def _word(value: Any) -> str | None:
+def _word(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _reference(value: Any) -> str | None:
+def _reference(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -320,9 +326,9 @@ def _numbers(raw: Raw | None) -> list[float | None]:
     return decoded(raw, list[float | None]) or []
 
 
-def _fit(values: list[Any], size: int, filler: Any) -> list[Any]:
+def _fit(values: list[Any], size: int, filler: object) -> list[Any]:
     return values[:size] + [filler] * (size - len(values))
 
 
-def _at(values: Sequence[Any] | None, place: int) -> Any:
+def _at(values: Sequence[object] | None, place: int) -> Any:
     return values[place] if values is not None and place < len(values) else None

@@ -41,7 +41,7 @@ class BadRequest(Exception):
     """A parameter has an impossible value; the message names it."""
 
 
-def list_runs(runs: Runs, request: Request) -> dict[str, Any]:
+def list_runs(runs: Runs, request: Request) -> dict[str, object]:
     found = []
     for run in runs.all().values():
         summary = run.files.summary()
@@ -51,7 +51,7 @@ def list_runs(runs: Runs, request: Request) -> dict[str, Any]:
     return {"runs": found}
 
 
-def metrics(runs: Runs, request: Request) -> dict[str, Any]:
+def metrics(runs: Runs, request: Request) -> dict[str, object]:
     run = _run(runs, request)
     after = _whole(request, "after") or 0
     table = run.files.metrics(after, request.query_params.get("generation"))
@@ -65,7 +65,7 @@ def metrics(runs: Runs, request: Request) -> dict[str, Any]:
     }
 
 
-def evaluations(runs: Runs, request: Request) -> dict[str, Any]:
+def evaluations(runs: Runs, request: Request) -> dict[str, object]:
     return {"rows": _run(runs, request).files.evaluations()}
 
 
@@ -87,7 +87,7 @@ def settings(runs: Runs, request: Request) -> dict[str, Any]:
     return {"settings": _run(runs, request).files.settings()}
 
 
-def logs(runs: Runs, request: Request) -> dict[str, Any]:
+def logs(runs: Runs, request: Request) -> dict[str, object]:
     run = _run(runs, request)
     services = run.files.log_names()
     service = request.query_params.get("service")
@@ -143,7 +143,7 @@ def group(runs: Runs, request: Request) -> dict[str, Any]:
     return {"n": name, "source": source, **found}
 
 
-ROUTES: dict[str, Callable[[Runs, Request], dict[str, Any]]] = {
+ROUTES: dict[str, Callable[[Runs, Request], dict[str, object]]] = {
     "/api/runs": list_runs,
     "/api/runs/{run}/metrics": metrics,
     "/api/runs/{run}/evaluations": evaluations,
@@ -156,7 +156,7 @@ ROUTES: dict[str, Callable[[Runs, Request], dict[str, Any]]] = {
 }
 
 
-def _entry(run: Run, place: Place, row: Sample | HeldOut | None, done: Trained | None) -> dict[str, Any]:
+def _entry(run: Run, place: Place, row: Sample | HeldOut | None, done: Trained | None) -> dict[str, object]:
     """A row of the list; `row` is None if it cannot be read any more."""
     entry = place.entry
     sampled_at = None if entry["step"] == NONE else int(entry["step"])
@@ -226,7 +226,7 @@ def _trained_row(line: bytes | None) -> Trained | None:
         return None
 
 
-def _letters(run: Run, wanted: Filter, sort: str, offset: int, limit: int) -> dict[str, Any]:
+def _letters(run: Run, wanted: Filter, sort: str, offset: int, limit: int) -> dict[str, object]:
     try:
         total, letters = dead_letters.letters(
             run.files.path, wanted.q, wanted.env, min(offset, 2**31), limit, oldest=sort == "oldest"
@@ -260,7 +260,7 @@ def _letters(run: Run, wanted: Filter, sort: str, offset: int, limit: int) -> di
     return {"total": total, "complete": True, "indexed_frac": 1.0, "rows": rows}
 
 
-def _letter(run: Run, name: str, only: int | None) -> dict[str, Any]:
+def _letter(run: Run, name: str, only: int | None) -> dict[str, object]:
     try:
         letter = dead_letters.letter(run.files.path, int(name)) if _is_offset(name) else None
     except dead_letters.CannotRead as error:

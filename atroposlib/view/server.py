@@ -68,7 +68,7 @@ def create_app(runs: Runs, host: str = "127.0.0.1", allowed_hosts: Sequence[str]
             limiter.append(anyio.CapacityLimiter(THREADS))
         return await anyio.to_thread.run_sync(work, limiter=limiter[0])
 
-    def answering(answer: Answer) -> Callable[[Request], Any]:
+    def answering(answer: Answer) -> Callable[[Request], object]:
         async def endpoint(request: Request) -> Response:
             try:
                 return _json(await in_thread(functools.partial(answer, runs, request)))
@@ -112,10 +112,10 @@ def _file(data: bytes, media_type: str, request: Request) -> Response:
     return Response(data, headers=headers, media_type=media_type)
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def _json(value: object, status: int = 200) -> Response:
     return Response(encode(value, default=_text, any_keys=True), status, media_type="application/json")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return what a page shows for a value that is not JSON: an integer of more than 64 bits in full."""
     return f"{value:#x}" if isinstance(value, int) else str(value)  # without the limit that decimal digits have

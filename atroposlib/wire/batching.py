@@ -473,7 +473,7 @@ class PostedData(ScoredData, omit_defaults=True):
     idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
 
-NO_EXAMPLE: dict[str, list[Any]] = {
+NO_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
         "tokens",

@@ -48,7 +48,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -191,7 +191,7 @@ AnyOffer = BroadcastOffer | SingleCopyOffer | AdapterOffer | ReloadOffer
 OFFERS: dict[str, type[Offer]] = {str(offer.__struct_config__.tag): offer for offer in get_args(AnyOffer)}
 
 
-def parse_offer(body: Any, default: type[Offer]) -> Offer:
+def parse_offer(body: object, default: type[Offer]) -> Offer:
     """`body` as the offer that its `kind` names, or as `default` where it names none. Raises WrongValue, naming the
     field that is missing, unknown, of another type or out of range.
     """

@@ -94,4 +94,4 @@ WANDB_INFO = Route("GET", "/wandb_info", "environment", WandbInfo)
 HEALTH = Route("GET", "/health", "anyone", Outcome)
 READY = Route("GET", "/ready", "anyone", Outcome)
 
-ROUTES: list[Route[Any]] = [value for value in list(globals().values()) if isinstance(value, Route)]
+ROUTES: list[Route[object]] = [value for value in list(globals().values()) if isinstance(value, Route)]

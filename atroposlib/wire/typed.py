@@ -42,7 +42,7 @@ def brief(value: object) -> str:
     return printable(reprlib.repr(value), 80)
 
 
-def typed_body(what: str, body: Any, kind: type[S]) -> S:
+def typed_body(what: str, body: object, kind: type[S]) -> S:
     """`body` as the structure `kind`. Raises WrongValue for a field that is missing, unknown or not as annotated."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     if not isinstance(body, dict):
@@ -60,7 +60,7 @@ def typed_body(what: str, body: Any, kind: type[S]) -> S:
     )
 
 
-def typed_value(name: str, value: Any, expected: Any) -> Any:
+def typed_value(name: str, value: object, expected: object) -> Any:
     """`value` as `expected`, with whole floats taken as integers where those are wanted. Raises WrongValue."""
     if (fault := _fault(value)) is not None:
         raise WrongValue(f"{name}={brief(value)}: {fault}")
@@ -72,14 +72,14 @@ def typed_value(name: str, value: Any, expected: Any) -> Any:
         raise WrongValue(f"{name}={brief(value)}: {printable(str(error), 500)}") from error
 
 
-def _convert(value: Any, expected: Any) -> Any:
+def _convert(value: object, expected: object) -> object:
     try:
         return msgspec.convert(value, expected, str_keys=True)
     except msgspec.ValidationError:
         return msgspec.convert(_with_whole_floats_as_integers(value), expected, str_keys=True)
 
 
-def _with_whole_floats_as_integers(value: Any) -> Any:
+def _with_whole_floats_as_integers(value: object) -> object:
     if isinstance(value, float) and value.is_integer() and int(value) in INT64:
         return int(value)
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def _with_whole_floats_as_integers(value: Any) -> Any:
     return value
 
 
-def _fault(value: Any, depth: int = 0) -> str | None:
+def _fault(value: object, depth: int = 0) -> str | None:
     """Return what in `value` neither MessagePack nor any of our types can hold, whatever its type should be."""
     if depth > MAX_DEPTH:
         return f"expected at most {MAX_DEPTH} levels of nesting"

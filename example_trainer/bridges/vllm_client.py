@@ -3,7 +3,7 @@
 Every call has a deadline.
 """
 
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -195,7 +195,7 @@ def vllm_clients(config: TrainerConfig) -> list[VllmClient]:
 
 def _reason(reply: bytes) -> str:
     try:
-        content: Any = msgspec.json.decode(reply)
+        content: object = msgspec.json.decode(reply)
     except (ValueError, RecursionError):
         return reply.decode(errors="replace")[:300]
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content

@@ -59,7 +59,7 @@ class Routing:
         self._different, self._compared = [], []
         return different, compared
 
-    def _route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    def _route(self, layer: int, forward: Callable[[Tensor], object], hidden: Tensor) -> object:
         if self._given is None:
             return forward(hidden)
         chosen = _Choice(self._given[:, layer].long(), self._replays)
@@ -86,8 +86,12 @@ class _Choice(TorchFunctionMode):
         self.different = self.known = torch.zeros(())
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         found = func(*args, **(kwargs or {}))
         if func not in _TOP_K or found[1].shape != self._given.shape:
             return found

@@ -9,7 +9,7 @@ example_trainer.replay`. Without it the same numbers are metrics, and a batch wi
 wrong.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -269,14 +269,14 @@ def _refuse_truncation(batch: Batch, step: int) -> None:
             )
 
 
-def _tensors(sequence: Sequence) -> dict[str, Any]:
+def _tensors(sequence: Sequence) -> dict[str, object]:
     return {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in asdict(sequence).items()
     }
 
 
-def sequence_from(fields: dict[str, Any]) -> Sequence:
+def sequence_from(fields: Mapping[str, object]) -> Sequence:
     """The inverse of what `keep` stores of a sequence."""
     values: dict[str, Any] = {
         name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()

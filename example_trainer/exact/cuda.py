@@ -24,14 +24,14 @@ from vllm_patching.batch_invariant.switch import NotInvariant
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads the rows of an output head
 
 
-def exchange(model: PreTrainedModel, kernels: Any, dtype: torch.dtype) -> None:
+def exchange(model: PreTrainedModel, kernels: object, dtype: torch.dtype) -> None:
     """Give each module of a covered model its exact forward in `dtype`. Raises NotInvariant for a layer of another
     kind.
     """
     head = model.get_output_embeddings()
     for module in model.modules():
         kind = type(module).__name__
-        forward: Any
+        forward: object
         if kind == "Linear":
             forward = partial(_product, kernels, (module,), multiple=VOCABULARY_MULTIPLE if module is head else 1)
         elif kind == "Embedding":
@@ -106,8 +106,8 @@ def _attention(
     attention_mask: Tensor | None = None,
     packed_lengths: tuple[int, ...] | None = None,  # of one packed row; else each row is one sequence
     packed_parents: tuple[int, ...] | None = None,
-    past_key_values: Any = None,
-    **other: Any,
+    past_key_values: object = None,
+    **other: object,
 ) -> tuple[Tensor, None]:
     if attention_mask is not None or past_key_values is not None:
         raise ValueError(f"exact attention of {type(module).__name__} takes packed sequences, neither masks nor caches")

@@ -71,7 +71,7 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
 
 class _Silu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return kernels.silu(x)
 
@@ -91,7 +91,7 @@ def exact_attention(
     scaling: float | None = None,
     packed_lengths: tuple[int, ...] | None = None,
     packed_parents: tuple[int, ...] | None = None,
-    **other: Any,
+    **other: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch, T, heads, d]: of a packed row (`packed_lengths`), or of sequences of one length."""
     if attention_mask is not None or key.shape[2] != query.shape[2]:
@@ -106,7 +106,7 @@ def exact_attention(
     ), None
 
 
-def _no_mask(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
+def _no_mask(*, attention_mask: Tensor | None = None, **other: object) -> Tensor | None:
     return attention_mask
 
 

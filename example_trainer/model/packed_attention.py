@@ -40,7 +40,7 @@ def packed_sdpa(
     sliding_window: int | None = None,
     packed_lengths: tuple[int, ...] | None = None,
     packed_parents: tuple[int, ...] | None = None,
-    **other: Any,
+    **other: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch, T, heads, d]. Dropout is never applied: it would make the probability ratio noise.
 

@@ -30,7 +30,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
         all_logprobs = logits.log_softmax(-1)
         logprobs = all_logprobs.gather(1, targets[:, None])[:, 0]

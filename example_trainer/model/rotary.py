@@ -37,7 +37,7 @@ def original_length(config: Any) -> int | None:
     return min((int(each[ORIGINAL]) for each in layers if each.get(ORIGINAL)), default=None)
 
 
-def _of_layers(parameters: Any) -> Iterator[Mapping[str, Any]]:
+def _of_layers(parameters: object) -> Iterator[Mapping[str, Any]]:
     """Yield the parameters of the whole model, or of each type of its layers."""
     if not isinstance(parameters, Mapping):
         return

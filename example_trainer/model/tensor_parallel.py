@@ -122,8 +122,8 @@ def _over_heads(ranks: DeviceMesh, kv_heads: int, deadline_s: float) -> DeviceMe
 
 
 def _enter(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: dist.ProcessGroup
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, group: dist.ProcessGroup
+) -> tuple[tuple[object, ...], dict[str, object]]:
     if args:
         return (_Enter.apply(args[0], group), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": _Enter.apply(kwargs["hidden_states"], group)}
@@ -133,12 +133,12 @@ def _leave(module: nn.Module, args: object, output: Tensor, *, group: dist.Proce
     return cast(Tensor, _Leave.apply(output, group))
 
 
-def _split_columns(module: Any, mesh: DeviceMesh) -> None:
+def _split_columns(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     for linear in (module.base_layer, *module.lora_B.values()) if isinstance(module, AdaptedLinear) else (module,):
         _compute_with_part(linear, mesh, 0)
 
 
-def _split_rows(module: Any, mesh: DeviceMesh, name: str) -> None:
+def _split_rows(module: torch.nn.Module, mesh: DeviceMesh, name: str) -> None:
     for linear in (module.base_layer, *module.lora_A.values()) if isinstance(module, AdaptedLinear) else (module,):
         if linear.bias is not None:
             raise ModelError(f"--tp-size cannot split {name}, which adds a bias to a sum over ranks: give --tp-size 1")

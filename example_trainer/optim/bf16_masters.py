@@ -82,7 +82,7 @@ class StochasticAdamW(Optimizer):
                 if parameter.grad is not None:
                     self._step_one(parameter, parameter.grad, group)
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, object]) -> None:
         exact, state = parameter.float(), self.state[parameter]
         if not state:
             state.update(

@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
         if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
             torch.cuda.synchronize()  # the moments are on their way to the host
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, object]) -> None:
         state = self.state[parameter]
         device = local(parameter).device
         if not state:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular
@@ -46,7 +45,7 @@ class StepFile:
         open_regular(path, "ab").close()
         self._file = RecordFile(path, None if keep.is_all else parts)
 
-    def append(self, step: int, *records: Mapping[str, Any]) -> None:
+    def append(self, step: int, *records: Mapping[str, object]) -> None:
         """A line for each record, all or none. While the disk takes no more, they wait in memory (record_file.py)."""
         self._file.append(*records, step=step)
 

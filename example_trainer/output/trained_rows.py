@@ -52,7 +52,7 @@ def _advantage(row: NDArray[np.float32]) -> float | list[float]:
     return float(row[0]) if len(row) == 1 else [float(value) for value in row]
 
 
-def _with_first(mask: Sequence[int], values: NDArray[np.float32] | None) -> Any:
+def _with_first(mask: Sequence[int], values: NDArray[np.float32] | None) -> object:
     """Values of the tokens that the mask marks: a marked first token has none, since nothing predicts it."""
     if values is None:
         return None

@@ -12,7 +12,7 @@ imports neither torch nor vLLM.
 
 import shlex
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -327,7 +327,7 @@ MODES: dict[str, type[Mode]] = {mode.model_fields["kind"].default: mode for mode
 LAUNCHED = {kind: mode for kind, mode in MODES.items() if not mode.external}  # for what starts or examines vLLM
 
 
-def choose(values: Mapping[str, Any]) -> dict[str, Any]:
+def choose(values: Mapping[str, object]) -> dict[str, object]:
     """The `bridge` tree of what was typed: the guide's mode and switches become `kind`, and variables of the
     environment that belong to another mode are left out. Raises ValueError for a flag of another mode.
     """

@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
@@ -247,7 +247,7 @@ class LossSettings(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _algorithm_presets(cls, values: Any) -> Any:
+    def _algorithm_presets(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
         return {**PRESETS.get(str(values.get("algorithm")), {}), **values}
@@ -541,7 +541,7 @@ class TrainerConfig(
 
     @model_validator(mode="before")
     @classmethod
-    def _flags_choose_the_bridge(cls, values: Any) -> Any:
+    def _flags_choose_the_bridge(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
         # the guide's flags for a mode stand at the top; they go down into `bridge`

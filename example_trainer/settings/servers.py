@@ -10,7 +10,7 @@ Called by the trainer's configuration, which turns the ValueErrors raised here i
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 
@@ -100,7 +100,7 @@ class VllmServers(Config):
 
     @field_validator("vllm_ports", mode="before")
     @classmethod
-    def _one_port_or_several(cls, value: Any) -> Any:
+    def _one_port_or_several(cls, value: object) -> object:
         # from Python and YAML also 9001 and "9001,9002"
         return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 

@@ -12,7 +12,6 @@ dtype that it computes in.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
 
 
-def _in_dtype(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def _in_dtype(dtype: torch.dtype, layer: nn.Module, args: object, kwargs: object) -> object:
     """A layer's inputs in the dtype that it computes in. FSDP2 casts them itself, but up to PyTorch 2.11 not where
     gradient checkpointing computes the layer again.
     """

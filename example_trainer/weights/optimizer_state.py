@@ -66,7 +66,7 @@ def from_whole(state: State, optimizer: Optimizer) -> State:
     """Take from whole moments what this rank's optimizer needs."""
     parameters = _parameters(optimizer)
 
-    def own(value: Any, parameter: nn.Parameter) -> Any:
+    def own(value: object, parameter: nn.Parameter) -> object:
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
         return _like(parameter, part(parameter).of(value).to(local(parameter).device, copy=True).contiguous())

@@ -44,7 +44,7 @@ class PolicyTable(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (self.current is not None and name in self._aliases)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.current if self.current is not None and name in self._aliases else super().__getitem__(name)
 
 

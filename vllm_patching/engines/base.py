@@ -94,13 +94,13 @@ class Serving:
         self.policy_version = read_policy_version(self.model)
         await compat.label_weights(self.client, self.policy_version)
 
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
+    async def rpc(self, method: str, *args: object) -> list[Any]:
         """Call `method` on every worker, between two forward passes; their replies, rank by rank.
 
         Raises WorkerFailed for the first rank that failed, or if a reply takes longer than RPC_DEADLINE_S.
         """
         try:
-            replies: list[Any] = await asyncio.wait_for(
+            replies: list[object] = await asyncio.wait_for(
                 self.client.collective_rpc(method, args=tuple(msgspec.to_builtins(args))), RPC_DEADLINE_S
             )
         except TimeoutError:
@@ -110,7 +110,7 @@ class Serving:
                 raise WorkerFailed(method, f"on rank {rank}", reply["failed"])
         return replies
 
-    def in_background(self, act: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, act: Coroutine[object, object, None]) -> None:
         """Run `act` as a task, and keep a reference to it: the event loop keeps only a weak one."""
         task = asyncio.create_task(act)
         self._tasks.add(task)
@@ -289,7 +289,7 @@ class Receiver:
     def join(self) -> None:
         """Connect to where the bytes come from."""
 
-    def request(self, version: int, request: Any) -> None:
+    def request(self, version: int, request: object) -> None:
         """The server was asked to stage `version`; called between two forward passes."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ import time
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -108,10 +108,10 @@ class ReloadReceiver(Receiver):
 
     def __init__(self, offer: ReloadOffer, rank: int) -> None:
         super().__init__(offer, rank)
-        self._requests: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self._requests: queue.Queue[tuple[int, object]] = queue.Queue()
         self._files = TensorFiles({}, {})
 
-    def request(self, version: int, request: Any) -> None:
+    def request(self, version: int, request: object) -> None:
         self._requests.put((version, request))
 
     def next_version(self, wait_s: float) -> int | None:

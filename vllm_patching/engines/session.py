@@ -135,7 +135,7 @@ class Sessions:
             await self.end(current)
             return Served(version)
 
-    async def commit(self, session: str, version: int, request: Any = None) -> Served:
+    async def commit(self, session: str, version: int, request: object = None) -> Served:
         """Serve the version that this session's engine has staged, or stages now because `request` names it."""
         async with self.lock:
             current = self.current(session)
@@ -222,7 +222,7 @@ class Route(NamedTuple):
     body: type[Struct]
     act: Callable[[Sessions, Any], Coroutine[Any, Any, Struct]]
 
-    async def answer(self, sessions: Sessions, body: Any) -> Struct:
+    async def answer(self, sessions: Sessions, body: object) -> Struct:
         """Raises Refused, and WrongValue for a malformed body."""
         sessions.engine_for(self.mode)
         if issubclass(self.body, Offer):

@@ -96,7 +96,7 @@ def _refusal(error: BaseException) -> Refused:
     )
 
 
-def _prompt(body: Body, vocabulary: int | None) -> Any:
+def _prompt(body: Body, vocabulary: int | None) -> object:
     prompt = body.get("prompt", body)
     if isinstance(prompt, str):
         return typed_value("prompt", prompt, str)
@@ -113,7 +113,7 @@ def _prompt(body: Body, vocabulary: int | None) -> Any:
 
 
 async def _final_output(
-    engine: vllm_types.EngineClient, prompt: Any, params: vllm_types.SamplingParams, adapter: vllm_types.LoRARequest
+    engine: vllm_types.EngineClient, prompt: object, params: vllm_types.SamplingParams, adapter: vllm_types.LoRARequest
 ) -> vllm_types.RequestOutput:
     return [
         output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)

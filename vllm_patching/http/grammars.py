@@ -28,7 +28,7 @@ class GrammarCheck:
         self._time_limit_s = time_limit_s
         self._passed: OrderedDict[str, None] = OrderedDict()
 
-    async def expect_fast(self, fields: dict[str, Any]) -> None:
+    async def expect_fast(self, fields: Mapping[str, object]) -> None:
         """Raise ClientError, a 400 on every route, for what xgrammar refuses, and what is late or slow."""
         if (why := self._bounds(fields)) is not None:  # of a record that was made without its own check
             raise compat.ClientError(why)

@@ -39,7 +39,7 @@ from vllm_patching.http.generate import run_generate
 from vllm_patching.http.renderers import Conversations, relayed, run_token_route
 
 
-async def _sessions(request: Request) -> Any:
+async def _sessions(request: Request) -> object:
     return request.app.state.sessions
 
 
@@ -133,12 +133,12 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return _json({"error": {"message": str(error), "code": status}}, status)
 
 
-async def _whole(act: Coroutine[Any, Any, Struct]) -> Response:
+async def _whole(act: Coroutine[object, object, Struct]) -> Response:
     """The reply of `act`, which runs to its end even if the trainer disconnects: otherwise the engine could stay
     paused.
     """
     return _json(await asyncio.shield(asyncio.create_task(act)))
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")

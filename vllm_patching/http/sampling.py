@@ -45,7 +45,7 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
         raise WrongValue(printable(str(error), 500)) from error
 
 
-def _typed(name: str, value: Any, expected: Any) -> Any:
+def _typed(name: str, value: object, expected: object) -> Any:
     """Check as `typed_value` does. Also refuses a structure's key that vLLM would ignore or uses internally."""
     for kind in typing.get_args(expected):
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
@@ -56,7 +56,7 @@ def _typed(name: str, value: Any, expected: Any) -> Any:
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
+def _types() -> dict[str, object]:
     """The parameters that a request may have, and their types: those that JSON can express."""
     hints = typing.get_type_hints(compat.SamplingParams)
     return {

@@ -92,7 +92,7 @@ def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield from _within(path, value, seen, DEPTH)
 
 
-def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:
+def _within(path: str, value: object, seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:
     if id(value) in seen or isinstance(value, (nn.Module, type, ModuleType, str, bytes, int, float)):
         return
     seen.add(id(value))
@@ -104,7 +104,7 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
             yield from _within(f"{path}{part}", held, seen, depth - 1)
 
 
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+def _parts(value: object) -> Iterable[tuple[str, object]]:
     if type(value).__module__.partition(".")[0] == __package__.partition(".")[0]:
         return ()
     if isinstance(value, dict):

@@ -14,7 +14,6 @@ which is a shard of its own; with TP 1 the whole tensor is one.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -118,7 +117,9 @@ def _dtype(parameter: torch.Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, tp_size: int) -> Iterator[Shard]:
+def _shards(
+    model: torch.nn.Module, full_name: str, parameter: torch.Tensor, tp_rank: int, tp_size: int
+) -> Iterator[Shard]:
     shape = tuple(parameter.shape)
     module_name, _, leaf = full_name.rpartition(".")
     module = model.get_submodule(module_name)
@@ -156,7 +157,7 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
 Block = tuple[int, int, int]  # of a fused layer: rows on this rank, rows in all, how many such parts come before
 
 
-def _blocks(module: Any, tp_rank: int, tp_size: int) -> list[Block]:
+def _blocks(module: torch.nn.Module, tp_rank: int, tp_size: int) -> list[Block]:
     if isinstance(module, compat.QKVParallelLinear):
         size = module.head_size
         kv_block = (

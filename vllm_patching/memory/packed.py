@@ -14,7 +14,6 @@ The cost is memory for a second copy of each weight.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,11 +60,11 @@ class PackedLinear(Packed):
 class PackedExperts(Packed):
     """Multiplies by a layer's experts, as `plain_experts` does."""
 
-    def __call__(self, x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+    def __call__(self, x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: object) -> Tensor:
         return self.product(w13, w2)(x, w13, w2, shares, chosen, **how)
 
 
-def plain_experts(x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+def plain_experts(x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Tensor, **how: object) -> Tensor:
     """The sum of what each token's `chosen` experts [tokens, k] make of it, times their `shares` [tokens, k].
 
     x is [tokens, in], w13 [experts, 2 width, in] gate over up, w2 [experts, in, width]; the result is [tokens, in].

@@ -96,7 +96,7 @@ def _coerced(body: bytes, kind: type[T]) -> T:
     return decoded
 
 
-def booleans_counted(node: Any) -> Any:
+def booleans_counted(node: object) -> object:
     """The value with 0 and 1 in place of booleans. Raises RecursionError if it nests too deep."""
     if isinstance(node, list):
         return [booleans_counted(inner) for inner in node] if _MAY_HOLD_BOOLEANS & set(map(type, node)) else node
@@ -197,7 +197,7 @@ def not_finite(number: str, location: Location = ()) -> RefusedBody:
     return RefusedBody(422, f"{number} is not a finite number", location=location, value=number, kind="finite_number")
 
 
-def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
+def refuse_unsayable(tree: object, mark: str | None = None) -> None:
     """Raises RefusedBody (422) for the first value that JSON cannot say, that nests too deep, or has a key `mark`.
 
     Without recursion, since the sender chooses the depth, and without memory for each value.
@@ -230,7 +230,7 @@ def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
                 path.pop()
 
 
-def at(tree: Any, location: Location) -> Any:
+def at(tree: object, location: Location) -> Any:
     """Return what stands at a position; None where the position is not exact (inside a free-form object)."""
     for part in location:
         if isinstance(tree, dict):
@@ -247,7 +247,7 @@ def _shown_key(key: str) -> str:
     return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else ascii(key)[:SHOWN]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (dict, list)):
         return f"{'object' if isinstance(value, dict) else 'array'} of {len(value)} entries"

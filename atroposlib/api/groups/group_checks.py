@@ -1,7 +1,6 @@
 """Checks of a group's values: lengths that must agree, ids in the vocabulary."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -54,7 +53,7 @@ def check_group(data: PostedData, *, max_sequences: int, needs: GroupRequirement
     return list(_suspicions(data, lengths))
 
 
-def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
+def _check_messages(conversations: Sequence[Sequence[Mapping[str, object]]]) -> None:
     for index, conversation in enumerate(conversations):
         for position, message in enumerate(conversation):
             if "role" not in message or "content" not in message:

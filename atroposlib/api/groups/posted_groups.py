@@ -66,7 +66,7 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ABOVE_FIXINT = bytes(range(0x80, 0x100))
 
 
-def _loosely(kind: Any) -> Any:
+def _loosely(kind: object) -> object:
     """The type with any scalar where it has numbers."""
     if get_origin(kind) is list:
         return list[_loosely(get_args(kind)[0])]  # type: ignore[misc]
@@ -208,7 +208,7 @@ class _Reader:
             _refuse_non_finite((name,), value)
         return value, Raw(_CODEC[self._packed].encode(value)) if coerced else raw
 
-    def _coerced(self, name: str, raw: Raw, error: Exception) -> Any:
+    def _coerced(self, name: str, raw: Raw, error: Exception) -> object:
         if not self._packed and ("got `str`" in str(error) or "got `float`" in str(error)):
             try:
                 return _lax[name](raw)

@@ -77,7 +77,7 @@ def _paragraphs(text: str) -> str:
     return "".join(f"<p>{part}</p>" for part in escaped.split("\n\n"))
 
 
-def _json(title: str, value: Any) -> str:
+def _json(title: str, value: object) -> str:
     if not value:
         return ""
     text = html.escape(json.dumps(value, indent=2, ensure_ascii=False))

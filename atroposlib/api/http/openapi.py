@@ -1,6 +1,6 @@
 """OpenAPI descriptions of handlers that read and write bodies by themselves: schemas come from the wire structures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from atroposlib.wire.routes import Route
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 _REF = "#/components/schemas/{name}"
-_described: list[Any] = []
+_described: list[object] = []
 
 
 def serves(
@@ -21,7 +21,7 @@ def serves(
     *,
     method: str | None = None,
     body_required: bool = True,
-    headers: dict[str, Any] | None = None,
+    headers: Mapping[str, object] | None = None,
 ) -> Callable[[Handler], Handler]:
     """The decorator of the handler of `route`. `headers` holds the schemas of optional request headers."""
     extra: dict[str, Any] = {"responses": {"200": {"description": "Success", "content": _json(route.reply)}}}
@@ -35,7 +35,7 @@ def serves(
     return router.api_route(route.path, methods=[method or route.method], openapi_extra=extra, response_class=Response)
 
 
-def _json(record: Any) -> dict[str, Any]:
+def _json(record: object) -> dict[str, object]:
     _described.append(record)
     return {"application/json": {"schema": msgspec.json.schema_components([record], ref_template=_REF)[0][0]}}
 
@@ -43,7 +43,7 @@ def _json(record: Any) -> dict[str, Any]:
 def with_components(app: FastAPI) -> None:
     """Let the app's OpenAPI document define the structures that its routes refer to."""
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> dict[str, object]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, components = msgspec.json.schema_components(_described, ref_template=_REF)

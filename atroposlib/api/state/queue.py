@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 from msgspec import UNSET, Struct
 
@@ -36,7 +36,7 @@ MAX_EVALUATION_METRICS = 65_536  # of all of these together, about 20 MB with th
 MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
 
 
-NOT_REGISTERED: BatchReply[Any] = BatchReply(
+NOT_REGISTERED: BatchReply[object] = BatchReply(
     [], status="error", message="Trainer not registered. Call /register first."
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.compat.commands.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+from atroposlib.utils.tokenizers import Tokenizer
 from atroposlib.wire.batching import ScoredData
 
 
@@ -25,7 +26,7 @@ class DpoConfig(GenerationConfig):
     tasks_per_step: int = Field(default=8, ge=1, description="Groups per batch.")
 
 
-def records(config: DpoConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def records(config: DpoConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """The lines of one group."""
     order, scores = ranked(config, group), group.scores
     for good, bad in list(zip(order, reversed(order), strict=True))[
@@ -39,7 +40,7 @@ def records(config: DpoConfig, group: ScoredData, tokenizer: Any) -> Iterator[di
         ):
             continue
         if config.save_messages:
-            pair: dict[str, Any] = {"pos": messages_of(group, good), "neg": messages_of(group, bad)}
+            pair: dict[str, object] = {"pos": messages_of(group, good), "neg": messages_of(group, bad)}
         else:
             prefix, positive = prompt_and_completion(group, good, tokenizer)
             pair = {"prefix": prefix, "pos": positive, "neg": prompt_and_completion(group, bad, tokenizer)[1]}

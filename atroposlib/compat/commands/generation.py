@@ -6,7 +6,7 @@ environments ──groups──▶ batching API ──GET /batch──▶ fetch_
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +19,7 @@ from atroposlib.envs.files.records import append_jsonl
 from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.groups import rollouts_of
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers import Tokenizer, load_tokenizer
 from atroposlib.wire import routes
 from atroposlib.wire.batching import NOT_TRAINED, Registration, ScoredData
 from atroposlib.wire.routes import Route
@@ -82,7 +82,9 @@ def run(
     raise SystemExit(0)
 
 
-def generate(config: C, path: Path, records_of: Callable[[C, ScoredData, Any], Iterable[dict[str, Any]]]) -> int:
+def generate(
+    config: C, path: Path, records_of: Callable[[C, ScoredData, object], Iterable[Mapping[str, object]]]
+) -> int:
     """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of
     the API.
     """
@@ -188,7 +190,7 @@ def sequences_with(group: ScoredData, first: int) -> list[int]:
     return [place for place, rollout in enumerate(rollouts) if rollout == rollouts[first]]
 
 
-def prompt_and_completion(group: ScoredData, index: int, tokenizer: Any) -> tuple[str, str]:
+def prompt_and_completion(group: ScoredData, index: int, tokenizer: Tokenizer) -> tuple[str, str]:
     """A sample's text up to the first token that is trained on, and from there on."""
     tokens, mask = group.tokens[index], group.masks[index]
     first = next((place for place, value in enumerate(mask) if value != NOT_TRAINED), len(tokens))

@@ -5,13 +5,12 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from atroposlib.envs.files.html_report import group_html, write_html
 from atroposlib.errors import one_line_errors
 
 
-def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
+def create_html_for_group(group: Mapping[str, object], index: int) -> str:
     """One group as HTML; an empty text when it has no messages."""
     return group_html(group, index) if group.get("messages") and group.get("scores") else ""
 

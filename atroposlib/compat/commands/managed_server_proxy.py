@@ -41,7 +41,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager, Sticky
 from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.utils.tokenizers import Tokenizer, load_tokenizer
 
 JsonObject = dict[str, Any]
 log = get_logger(__name__)
@@ -143,7 +143,7 @@ class Sessions:
 
 def create_app(  # noqa: C901  its routes
     server_manager: ServerManager,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     model_name: str = "default",
     token: str = "",
     session_timeout_s: float = SESSION_TIMEOUT_S,

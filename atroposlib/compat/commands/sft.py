@@ -16,6 +16,7 @@ from atroposlib.compat.commands.generation import (
     run,
     sequences_with,
 )
+from atroposlib.utils.tokenizers import Tokenizer
 from atroposlib.wire.batching import ScoredData
 
 
@@ -25,7 +26,7 @@ class SftConfig(GenerationConfig):
     save_top_n_per_group: int = Field(default=3, ge=1, description="Samples to keep per group, best first.")
 
 
-def records(config: SftConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def records(config: SftConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """The lines of one group."""
     for index in ranked(config, group)[: config.save_top_n_per_group]:
         score = group.scores[index]

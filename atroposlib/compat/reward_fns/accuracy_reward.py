@@ -41,7 +41,7 @@ class AccuracyReward(RewardFunction):
         self.max_boxed_threshold = max_boxed_threshold
 
     def compute(
-        self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+        self, completions: list[object], solution: object = None, ground_truth: object = None, **kwargs: object
     ) -> list[float]:
         known = solution if solution is not None else ground_truth
         return [

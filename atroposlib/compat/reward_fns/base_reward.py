@@ -20,7 +20,7 @@ class BaseReward(RewardFunction):
     def score(self, completion: str, **kwargs: Any) -> float:
         """The reward of one completion's text."""
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], **kwargs: object) -> list[float]:
         return [self.score(self.get_content(completion), **kwargs) for completion in completions]
 
 

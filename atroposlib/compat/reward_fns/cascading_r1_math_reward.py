@@ -17,11 +17,11 @@ class CascadingR1MathReward(RewardFunction):
         self._format = FormatReasoningReward(reward_value=format_value)
         self._accuracy = AccuracyReward()
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], solution: object = None, **kwargs: object) -> list[float]:
         formats, answers = self._format(completions), self._accuracy(completions, solution=solution)
         return [shape + answer if shape else 0.0 for shape, answer in zip(formats, answers, strict=True)]
 
 
-def cascading_r1_math_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
+def cascading_r1_math_reward(completions: list[object], solution: object, **kwargs: object) -> list[float]:
     """The reward as a plain function."""
     return CascadingR1MathReward()(completions, solution=solution)

@@ -36,7 +36,7 @@ class CombinedReward(RewardFunction):
         for reward in self.reward_functions:
             reward.set_wandb_logger(logger)
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[Any], **kwargs: object) -> list[float]:
         parts = [reward(completions, **kwargs) for reward in self.reward_functions]
         totals = [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(completions)
         if self.normalization == "sum":

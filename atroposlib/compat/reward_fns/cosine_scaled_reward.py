@@ -38,7 +38,7 @@ class CosineScaledReward(RewardFunction):
         self.max_reward = max_reward
         self.default_reward = default_reward
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], solution: object = None, **kwargs: object) -> list[float]:
         if solution is None:
             return [self.default_reward] * len(completions)
         scaled = [

@@ -64,7 +64,7 @@ class AccuracyXReward(RewardFunction):
         self.case_sensitive = case_sensitive
         self.reward_value = reward_value
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], solution: object = None, **kwargs: object) -> list[float]:
         return [
             self.reward_value if self._right(self.get_content(each), str(gold)) else 0.0
             for each, gold in zip(completions, one_each(solution, len(completions), "solution"), strict=True)
@@ -103,6 +103,6 @@ class R1Reward(RewardFunction):
         self._format = FormatReasoningReward(reward_value=1.0, weight=format_weight)
         self._accuracy = AccuracyXReward(weight=accuracy_weight)
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], solution: object = None, **kwargs: object) -> list[float]:
         formats, answers = self._format(completions), self._accuracy(completions, solution=solution)
         return [first + second for first, second in zip(formats, answers, strict=True)]

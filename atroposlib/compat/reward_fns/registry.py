@@ -42,7 +42,7 @@ class FunctionReward(RewardFunction):
         super().__init__(weight, name or function.__name__, **kwargs)
         self._function = function
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[object], **kwargs: object) -> list[float]:
         rewards = self._function(completions, **{**self.config, **kwargs})
         return [rewards] * len(completions) if isinstance(rewards, (int, float)) else list(rewards)
 
@@ -56,7 +56,7 @@ class RewardRegistry:
     def register(self, cls: Any = None, name: str | None = None) -> Any:
         """Class decorator, with or without a name: `@registry.register`, `@registry.register(name="short")`."""
 
-        def keep(each: Any) -> Any:
+        def keep(each: Any) -> object:
             self._known[canonical(name or each.__name__)] = each
             return each
 
@@ -110,7 +110,7 @@ class RewardRegistry:
         return names
 
 
-def _of(holder: Any, key: str) -> list[Any]:
+def _of(holder: object, key: str) -> list[Any]:
     """The list that a dict or an object holds as `key`; none if it has none."""
     return list((holder.get(key) if isinstance(holder, Mapping) else getattr(holder, key, None)) or [])
 

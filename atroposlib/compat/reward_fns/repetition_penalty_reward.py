@@ -65,6 +65,6 @@ def _parts(separator: str, text: str) -> list[str]:
     return [" ".join(part.lower().split()).rstrip(".!?") for part in re.split(separator, text) if part.strip()]
 
 
-def _repeated(parts: Sequence[Any]) -> float:
+def _repeated(parts: Sequence[object]) -> float:
     """The share of `parts` that have been there before."""
     return 1 - len(Counter(parts)) / len(parts) if parts else 0.0

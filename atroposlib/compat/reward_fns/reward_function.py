@@ -22,10 +22,10 @@ class RewardFunction(ABC):
         return self._name or type(self).__name__.lower()
 
     @abstractmethod
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def compute(self, completions: list[Any], **kwargs: object) -> list[float]:
         """One reward a completion, before the weight. Keyword arguments are what the caller knows, e.g. `solution`."""
 
-    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: list[Any], **kwargs: object) -> list[float]:
         """The weighted rewards. Raises RuntimeError when `compute` failed: a zero would be a reward that nobody gave.
 
         Raises Unscored when an answer could not be scored.
@@ -74,7 +74,7 @@ class RewardFunction(ABC):
         raise TypeError(f"a completion must be text, a message or a list of messages, not {completion!r}")
 
 
-def one_each(value: Any, count: int, what: str) -> list[Any]:
+def one_each(value: object, count: int, what: str) -> list[object]:
     """`value` for each of `count` completions: a list as it is, anything else repeated. Raises ValueError."""
     if value is None:
         raise ValueError(f"no {what} was given")

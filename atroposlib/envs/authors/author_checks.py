@@ -80,7 +80,7 @@ def class_location(env_cls: type) -> str:
     return f"{env_cls.__name__} ({file}:{line})" if is_authors(file) else env_cls.__name__
 
 
-def _takes(method: Callable[..., Any], signature: str) -> bool:
+def _takes(method: Callable[..., object], signature: str) -> bool:
     """Return whether `method` can be called with as many arguments as `signature` has."""
     try:
         inspect.signature(method).bind(*signature.partition("(")[2].split(","))
@@ -89,7 +89,7 @@ def _takes(method: Callable[..., Any], signature: str) -> bool:
     return True
 
 
-def messages(prompt: Callable[[Any], Any], item: Any) -> Any:
+def messages(prompt: Callable[[object], object], item: object) -> Any:
     """Return the messages that `prompt` gives for `item`. Raises WrongReturn."""
     found: Any = prompt(item)
     if not _is_list_of(Mapping, found) or not found or not all("role" in message for message in found):
@@ -97,14 +97,14 @@ def messages(prompt: Callable[[Any], Any], item: Any) -> Any:
     return found
 
 
-def answers(rollouts: Callable[..., Any], found: Any, n: int) -> Sequence[Rollout]:
+def answers(rollouts: Callable[..., object], found: Any, n: int) -> Sequence[Rollout]:
     """Return `found`, the answers that `rollouts` gave when it was asked for `n`. Raises WrongReturn."""
     if not _is_list_of(Rollout, found) or len(found) != n:
         raise WrongReturn(rollouts, found, f"a list of {n} Rollout")
     return list(found)
 
 
-async def trajectory(collect_trajectory: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
+async def trajectory(collect_trajectory: Callable[[object], Awaitable[object]], item: object) -> tuple[Any, Any]:
     """Return the rollout and the later items that `collect_trajectory` gives for `item`. Raises WrongReturn."""
     rollout, later = _pair("collect_trajectory", collect_trajectory, await settled(collect_trajectory(item)))
     for sequence in rollout if isinstance(rollout, list) else [rollout] if rollout else []:
@@ -113,7 +113,7 @@ async def trajectory(collect_trajectory: Callable[[Any], Awaitable[Any]], item: 
     return rollout, later
 
 
-async def groups(collect_trajectories: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
+async def groups(collect_trajectories: Callable[[object], Awaitable[object]], item: object) -> tuple[Any, Any]:
     """Return the groups and the later items that `collect_trajectories` gives for `item`. Raises WrongReturn."""
     found, later = _pair("collect_trajectories", collect_trajectories, await settled(collect_trajectories(item)))
     for group in found if isinstance(found, list) else [found]:
@@ -122,7 +122,7 @@ async def groups(collect_trajectories: Callable[[Any], Awaitable[Any]], item: An
     return found, later
 
 
-async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, Any] | None:
+async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, object] | None:
     """Return the metrics that `evaluate` gives. Raises WrongReturn."""
     found: Mapping[str, Any] | None = await settled(evaluate())
     if found is not None and not isinstance(found, Mapping):
@@ -130,13 +130,13 @@ async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, Any] |
     return found
 
 
-def _pair(name: str, method: Callable[..., Any], found: Any) -> tuple[Any, Any]:
+def _pair(name: str, method: Callable[..., object], found: object) -> tuple[object, object]:
     if not isinstance(found, (tuple, list)) or len(found) != 2 or isinstance(found[1], Mapping):
         raise WrongReturn(method, found, METHODS[name][1])
     return found[0], found[1]
 
 
-def _is_list(found: Any) -> bool:
+def _is_list(found: object) -> bool:
     return isinstance(found, Sequence) and not isinstance(found, (str, bytes))
 
 

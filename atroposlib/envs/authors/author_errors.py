@@ -125,7 +125,7 @@ def _worked_with(frames: Sequence[traceback.FrameSummary], written: Mapping[str,
     return next((written[name] for name in inside_out if name in written), next(iter(written.values())))
 
 
-def shown(item: Any, chars: int = ITEM_CHARS_LOGGED) -> str:
+def shown(item: object, chars: int = ITEM_CHARS_LOGGED) -> str:
     """`item` on one line, cut."""
     text = " ".join(repr(item).split())
     return text if len(text) <= chars else f"{text[:chars]}..."
@@ -210,7 +210,7 @@ class ErrorBudget:
 
 
 @contextmanager
-def needed(what: str, method: Callable[..., Any]) -> Iterator[None]:
+def needed(what: str, method: Callable[..., object]) -> Iterator[None]:
     """Guard a call of an author's `method` that the run cannot do without: log what it raises with its traceback, and
     end the run with an AuthorError.
     """

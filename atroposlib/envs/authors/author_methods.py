@@ -4,6 +4,6 @@ import inspect
 from typing import Any
 
 
-async def settled(value: Any) -> Any:
+async def settled(value: object) -> Any:
     """Return the result of such a method: `await settled(env.setup())`."""
     return await value if inspect.isawaitable(value) else value

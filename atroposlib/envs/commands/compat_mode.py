@@ -7,13 +7,12 @@ fail without end. Without it, `cli.py` refuses such keys, and a run ends after t
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 NEGATIONS = ("false", "no", "off", "0")
 # Settings of an environment that hold in this mode, unless `config_init`, YAML or a flag says otherwise: no limits.
 DEFAULTS = {"max_failed_items": 100, "max_fruitless_items": 0}
 
 
-def is_on(asked: object, content: Mapping[str, Any]) -> bool:
+def is_on(asked: object, content: Mapping[str, object]) -> bool:
     """Return whether the flag, or else the YAML file, asks for compat mode."""
     return str(content.get("compat", False) if asked is None else asked).lower() not in NEGATIONS

@@ -102,7 +102,7 @@ class DataReport:
         for finding in self.findings.values():
             log.warning("Data of %s: %s", self.source, finding.line())
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """For run.json."""
         return asdict(self) | {"findings": [asdict(finding) for finding in self.findings.values()]}
 

@@ -142,7 +142,7 @@ def _value(row: Row, column: str) -> Any:
     return row.values[column] if column in row.values else row.value(column)
 
 
-def _number(value: Any, row: Row, fields: Fields) -> str:
+def _number(value: object, row: Row, fields: Fields) -> str:
     """A number as an answer's text. Raises DataError for any other kind of value."""
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value) if isinstance(value, int) else as_decimal(value)
@@ -156,5 +156,5 @@ def as_decimal(value: float | Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _found(values: Any) -> str:
+def _found(values: object) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)[:SHOWN_CHARS]

@@ -70,7 +70,7 @@ class Unanswered:
     def _by_cause(self) -> Counter[Cause]:
         return Counter(failure.cause for failure in self.failures)
 
-    def check(self, allowed: float, metrics: Mapping[str, Any]) -> None:
+    def check(self, allowed: float, metrics: Mapping[str, object]) -> None:
         """Raise EvaluationFailed for more than the share `allowed`, or where none has a score."""
         count = len(self.failures)
         if not self.total or (count < self.total and count <= allowed * self.total):
@@ -117,7 +117,7 @@ class Evaluation:
         causes = ", ".join(f"{count:.0f} {cause}" for cause, count in counts.items() if count)
         return f"; {unscored:.0f} unscored{f': {causes}' if causes else ''}"
 
-    def record(self, env_name: str) -> dict[str, Any]:
+    def record(self, env_name: str) -> dict[str, object]:
         """Return the evaluation's line in evaluations.jsonl."""
         return {
             "time": time.time(),
@@ -131,7 +131,7 @@ class Evaluation:
 
 
 async def evaluate_version(
-    evaluate: Callable[[], Awaitable[Mapping[str, Any]]], policy_version: int, served_version: int
+    evaluate: Callable[[], Awaitable[Mapping[str, object]]], policy_version: int, served_version: int
 ) -> Evaluation:
     """Run `evaluate`, which gives its metrics, and read the accuracy (0..1) among them."""
     start = time.monotonic()
@@ -151,7 +151,7 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def held_out_row(index: int, sample: Any) -> dict[str, Any]:
+def held_out_row(index: int, sample: object) -> dict[str, object]:
     """A row of held_out.jsonl for a sample that an author passed to `evaluate_log`: with what it names as we do, and
     beside that the sample itself.
     """

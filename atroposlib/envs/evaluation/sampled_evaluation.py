@@ -52,7 +52,7 @@ class Questions(Protocol):
     held_out: Sequence[Item]
     right_from: float
 
-    def _identity(self, item: Item) -> Any: ...
+    def _identity(self, item: Item) -> object: ...
 
     def reference_answer(self, item: Item) -> str | None: ...
 
@@ -114,7 +114,7 @@ async def _completed(env: Questions, asked: SamplingFields, path: Path) -> dict[
     return metrics
 
 
-def _begun(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
+def _begun(path: Path, header: Mapping[str, object]) -> dict[tuple[int, int], Sample]:
     """The samples of a file, which is made if it is not there. Raises DataError."""
     kept = read_samples(path, header)
     if not path.exists():
@@ -214,12 +214,12 @@ class Counted:
 
 
 def counted(
-    managed_server: Callable[..., AbstractAsyncContextManager[Any]],
-) -> Callable[..., AbstractAsyncContextManager[Any]]:
+    managed_server: Callable[..., AbstractAsyncContextManager[object]],
+) -> Callable[..., AbstractAsyncContextManager[object]]:
     """`ServerManager.managed_server`, with what it gives `Counted`."""
 
     @asynccontextmanager
-    async def with_count(*args: Any, **named: Any) -> AsyncIterator[Counted]:
+    async def with_count(*args: object, **named: object) -> AsyncIterator[Counted]:
         async with managed_server(*args, **named) as managed:
             yield Counted(managed)
 
@@ -251,7 +251,7 @@ def _weights(model: str) -> dict[str, float]:
     return {"weights_written": max(written)} if written else {}
 
 
-def _settings(env: Questions, asked: SamplingFields) -> dict[str, Any]:
+def _settings(env: Questions, asked: SamplingFields) -> dict[str, object]:
     return {
         "temperature": asked.temperature,
         "top_p": asked.top_p,

@@ -8,7 +8,7 @@ All text is escaped, and nothing is fetched.
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,7 +82,7 @@ def _questions(rows: Numbered) -> Numbered:
     """A group for each question. Of a sample that was taken again, the last line counts. Samples without a question are
     one each.
     """
-    questions: dict[Any, dict[Any, tuple[int, Mapping[str, Any]]]] = {}
+    questions: dict[object, dict[object, tuple[int, Mapping[str, object]]]] = {}
     for number, row in rows:
         if "evaluation" in row and "score" not in row:
             continue
@@ -124,12 +124,12 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     return f"<details><summary>{title}</summary>{_reference_html(group)}{samples}</details>\n"
 
 
-def _reference_html(group: Mapping[str, Any]) -> str:
+def _reference_html(group: Mapping[str, object]) -> str:
     reference = group.get("reference")
     return "" if reference is None else f"<p class=role>Reference</p>{_content_html(reference)}"
 
 
-def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rollouts_once(group: Mapping[str, object]) -> Mapping[str, Any]:
     """The group with one entry of each list for each rollout: those of its last sequence, whose messages are all. A
     group without messages stays as it is.
     """
@@ -154,9 +154,9 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
 
 
 def _sample_html(
-    messages: list[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     score: float | None,
-    images: Any,
+    images: object,
     rewards: Mapping[str, float] | None,
     error: str | None,
 ) -> str:
@@ -169,7 +169,7 @@ def _sample_html(
     return f"<details class={kind}><summary>{told}</summary>{shown}{''.join(parts)}</details>"
 
 
-def _message_html(message: Mapping[str, Any]) -> str:
+def _message_html(message: Mapping[str, object]) -> str:
     """One with tool calls may be without content."""
     calls = message.get("tool_calls")
     content = message.get("content") if calls else message["content"]
@@ -177,7 +177,7 @@ def _message_html(message: Mapping[str, Any]) -> str:
     return f"<p class=role>{html.escape(str(message['role']).capitalize())}</p>{''.join(parts)}"
 
 
-def _content_html(content: Any) -> str:
+def _content_html(content: object) -> str:
     """A message's text, or its parts in the OpenAI chat format: texts and images."""
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         return "".join(_part_html(part) for part in content)
@@ -191,7 +191,7 @@ def _part_html(part: Mapping[str, Any]) -> str:
     return image or f"<pre>{html.escape(json.dumps(part, ensure_ascii=False))}</pre>"
 
 
-def _image_html(image: Any) -> str:
+def _image_html(image: object) -> str:
     """An image that stands in the data itself, as a data URL or in base64; nothing for any other."""
     if not isinstance(image, str):
         return ""

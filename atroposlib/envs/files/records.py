@@ -67,7 +67,7 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
         append_line(file, *records)
 
 
-def append_line(file: IO[bytes], *records: Mapping[str, Any]) -> None:
+def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
     """Append a line for each record to an unbuffered `file`, all of them or none. Raises RecordError."""
     lines = as_lines(*records)
     try:
@@ -126,7 +126,7 @@ def crossed(old: int, new: int, interval: int) -> int | None:
     return multiple if multiple > old else None
 
 
-def markdown_table(metrics: Mapping[str, Any]) -> str:
+def markdown_table(metrics: Mapping[str, object]) -> str:
     """`metrics` as a table to print."""
     return "\n".join(
         [
@@ -143,13 +143,13 @@ def markdown_table(metrics: Mapping[str, Any]) -> str:
 def write_eval_results(
     folder: Path,
     task: str,
-    results: Mapping[str, Any],
-    samples: Sequence[Any] | None,
+    results: Mapping[str, object],
+    samples: Sequence[object] | None,
     *,
     model_name: str | None,
     start_time: float | None,
     end_time: float | None,
-    generation_parameters: Mapping[str, Any] | None,
+    generation_parameters: Mapping[str, object] | None,
 ) -> None:
     """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole. Times
     are seconds, now if they are not given.

@@ -41,7 +41,7 @@ class Form:
     field: str = ""
     part: Part = "whole"
 
-    def read(self, answer: str) -> dict[str, Any] | None:
+    def read(self, answer: str) -> dict[str, object] | None:
         """See the head of the module."""
         if self.kind == "tool":
             return _call(answer)
@@ -97,7 +97,7 @@ def open_fields(schema: Schema) -> list[str]:
 
 def field_schema(schema: Schema, field: str) -> Schema:
     """Return the schema of a field with references followed and `null` beside one other choice left out."""
-    found: Any = schema["properties"][field]
+    found: object = schema["properties"][field]
     for _ in range(REFERENCES):
         if not isinstance(found, dict):
             return {}
@@ -123,7 +123,7 @@ def plain_kind(field: Schema) -> str | None:
     return kind if kind in PLAIN else None
 
 
-def compact(schema: object) -> Any:
+def compact(schema: object) -> object:
     """A schema without what says nothing to a model: titles, metadata."""
     if isinstance(schema, list):
         return [compact(part) for part in schema]
@@ -139,7 +139,7 @@ def compact(schema: object) -> Any:
     return kept
 
 
-def instructions(form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def instructions(form: Form, tools: Sequence[Mapping[str, object]] = ()) -> str:
     """Explain to the model how to write an action."""
     if form.kind == "tool":
         shown = "\n".join(
@@ -196,7 +196,7 @@ def _code_block(answer: str) -> str:
     return rest if WORD.fullmatch(first.strip() or "x") else block
 
 
-def _value(text: str, kind: str | None, field: Schema) -> Any:
+def _value(text: str, kind: str | None, field: Schema) -> object:
     """`text` as a value of that kind. Raises Unreadable."""
     if kind in ("integer", "number"):
         return _number(text, kind)
@@ -233,7 +233,7 @@ def _choice(text: str, choices: Sequence[str]) -> str:
     return named[0]
 
 
-def _call(answer: str) -> dict[str, Any] | None:
+def _call(answer: str) -> dict[str, object] | None:
     """OpenEnv's action for the tool call in the answer."""
     count = answer.count(OPEN_CALL)
     if not count:
@@ -250,10 +250,10 @@ def _call(answer: str) -> dict[str, Any] | None:
     return {"type": "call_tool", "tool_name": name, "arguments": arguments}
 
 
-def _last_object(answer: str) -> dict[str, Any]:
+def _last_object(answer: str) -> dict[str, object]:
     """The last JSON object of the answer, in a code block or not."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    found: dict[str, Any] | None = None
+    found: dict[str, object] | None = None
     start = answer.find("{")
     for _ in range(TRIES):
         if start < 0:
@@ -268,7 +268,7 @@ def _last_object(answer: str) -> dict[str, Any]:
     return found
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     """The value; None where it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)

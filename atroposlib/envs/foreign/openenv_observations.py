@@ -27,14 +27,14 @@ class Observations:
         self._declared: tuple[str, ...] = ()
         self._special = _pattern_of(special_tokens(tokenizer))
 
-    def declare(self, schema: Mapping[str, Any]) -> None:
+    def declare(self, schema: Mapping[str, object]) -> None:
         """Take the fields from the server's JSON schema of an observation, if it names any."""
         fields = schema.get("properties")
         self._declared = (
             tuple(name for name in fields if name not in HIDDEN + BESIDE) if isinstance(fields, dict) else ()
         )
 
-    def text(self, observation: Mapping[str, Any]) -> str:
+    def text(self, observation: Mapping[str, object]) -> str:
         """A single field's value alone, several by name: whether a field is named depends on how many the schema
         declares (without one, on how many the observation has), and not on which of them are there or empty. Of a
         tool's reply, its result or its error. Raises RolloutFailed for a template with a place that the observation has
@@ -51,7 +51,7 @@ class Observations:
             return self.clean(as_text(*found.values()) if found else "")
         return self.clean("\n".join(f"{name}: {as_text(value)}" for name, value in found.items()))
 
-    def _at(self, name: str, observation: Mapping[str, Any]) -> str:
+    def _at(self, name: str, observation: Mapping[str, object]) -> str:
         if name not in observation:
             raise RolloutFailed(
                 f"--env.observation_template has the place {{{name}}}, and the observation the fields"
@@ -73,7 +73,7 @@ class Observations:
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
 
 
-def tool_text(observation: Mapping[str, Any]) -> str:
+def tool_text(observation: Mapping[str, object]) -> str:
     """Return the text of a tool's reply."""
     error, result = observation["error"], observation["result"]
     if error:

@@ -134,7 +134,7 @@ def _check(trace: Trace) -> None:
         raise ValueError(f"reward {trace.reward}")
 
 
-def check_sampling(episode: Episode, asked: Mapping[str, Any]) -> None:
+def check_sampling(episode: Episode, asked: Mapping[str, object]) -> None:
     """Raise NotReplayed if an agent sampled what is trained on in another way than was asked for: a pinned sampling."""
     for trace in episode.traces:
         for node in trace.nodes if trace.trainable else []:
@@ -149,7 +149,7 @@ def check_sampling(episode: Episode, asked: Mapping[str, Any]) -> None:
                 raise NotReplayed(f"agent {trace.agent!r}: {wrong[0]} {used[wrong[0]]} {NOT_REPLAYED}")
 
 
-def seats(episode: Episode, calls: Mapping[str, Sequence[Call]], asked: Mapping[str, Any]) -> dict[str, Seat]:
+def seats(episode: Episode, calls: Mapping[str, Sequence[Call]], asked: Mapping[str, object]) -> dict[str, Seat]:
     """Return what trains the policy, by agent: `solver`, and `solver-2` for a second trace of it. `calls` are those of
     the server, by trace, `asked` the sampling of agents that say nothing of theirs. Raises RolloutFailed where nothing
     was sampled.
@@ -173,7 +173,7 @@ def _rollout(trace: Trace, nodes: Sequence[SequenceNode]) -> Rollout:
     return Rollout(said[-1] if said else "", messages, nodes)
 
 
-def sequences(trace: Trace, calls: Sequence[Call], asked: Mapping[str, Any]) -> list[SequenceNode]:
+def sequences(trace: Trace, calls: Sequence[Call], asked: Mapping[str, object]) -> list[SequenceNode]:
     """One a branch, without those that would train nothing."""
     versions = _versions(trace, calls)
     trained: set[int] = set()
@@ -199,7 +199,7 @@ def _versions(trace: Trace, calls: Sequence[Call]) -> dict[int, Call]:
 
 
 def _sequence(
-    trace: Trace, path: Sequence[int], mine: set[int], versions: Mapping[int, Call], asked: Mapping[str, Any]
+    trace: Trace, path: Sequence[int], mine: set[int], versions: Mapping[int, Call], asked: Mapping[str, object]
 ) -> SequenceNode:
     tokens: list[int] = []
     masks: list[int] = []

@@ -143,14 +143,14 @@ class ApiLink:
                 error,
             )
 
-    async def _posted(self, what: str, route: Route[Any], body: Callable[[], Any], key: str | None = None) -> None:
+    async def _posted(self, what: str, route: Route[Any], body: Callable[[], object], key: str | None = None) -> None:
         await self._answered(f"receipt for {what}", route, body, key=key, every_s=REPOST_PAUSE_S)
 
     async def _answered(
         self,
         what: str,
         route: Route[R],
-        body: Callable[[], Any] = lambda: None,
+        body: Callable[[], object] = lambda: None,
         *,
         query: Mapping[str, int] | None = None,
         key: str | None = None,

@@ -4,8 +4,8 @@ set again.
 Each is written atomically. A damaged one is skipped in favour of the one before it, with a log line.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ KEPT = 16  # newest ones of a name; a trainer keeps 2 of its own by default
 log = get_logger(__name__)
 
 
-def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) -> None:
+def save(checkpoint_dir: str, name: str, step: int, attributes: Mapping[str, object]) -> None:
     """Write the checkpoint of `step`, and remove those older than the newest KEPT. Raises OSError, TypeError."""
     folder = _root(checkpoint_dir) / name
     write_whole(
@@ -29,7 +29,7 @@ def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) 
         path.unlink(missing_ok=True)
 
 
-def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[Path, dict[str, Any]] | None:
+def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[Path, dict[str, object]] | None:
     """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a
     restart gets.
     """

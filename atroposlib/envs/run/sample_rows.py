@@ -11,7 +11,7 @@ own item.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -172,14 +172,14 @@ class SampleRows:
             "scores": None,
         }
 
-    def _append(self, row: dict[str, Any], group: Any, texts: dict[str, Any]) -> None:
+    def _append(self, row: dict[str, Any], group: Any, texts: Mapping[str, object]) -> None:
         """Our fields first, so that a reader finds them without reading the lists behind them."""
         assert self._run.env.jsonl_writer is not None
         lists = {name: value for name, value in group.items() if name in EMPTY or name not in (*row, *UNWRITTEN)}
         step = None if self._run.link is None else int(row["step"])  # what `process` writes is data: all of it is kept
         self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts}, step)
 
-    def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
+    def _texts(self, group: ScoredDataGroup) -> dict[str, object]:
         """Return the text of the tokens where there are no messages."""
         if group.get("messages"):
             return {}

@@ -11,7 +11,7 @@ from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import NoTokenizer
 
 
-def with_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]) -> Any:
+def with_template(tokenizer: Any, file: str | None, arguments: Mapping[str, object]) -> Any:
     """A copy of `tokenizer` that renders conversations by the Jinja template in `file`, or by its own without one, and
     gives it `arguments`, such as enable_thinking. Raises EnvError for a file that is not a template; the copy raises
     NoChatTemplate where there is no template at all.
@@ -41,13 +41,13 @@ def _template(file: Path) -> str:
     return text
 
 
-def _render_by(tokenizer: Any, defaults: Mapping[str, Any]) -> None:
+def _render_by(tokenizer: Any, defaults: Mapping[str, object]) -> None:
     """Make `apply_chat_template` return text or a list, with `defaults` for the template, and a clear error without
     one.
     """
     render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
 
-    def apply_chat_template(conversation: Any, *args: Any, **arguments: Any) -> Any:
+    def apply_chat_template(conversation: object, *args: object, **arguments: object) -> Any:
         if not tokenizer.chat_template and not arguments.get("chat_template"):
             raise NoChatTemplate(
                 f"the tokenizer {tokenizer.name_or_path} has no chat template, which a conversation needs: name a Jinja"

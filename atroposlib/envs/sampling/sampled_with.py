@@ -20,7 +20,7 @@ ALWAYS_SAID = ("temperature", "top_p")
 READ_FROM = ("overrides", "generation_params", "group_overrides")  # by the trainer, in this order
 
 
-def fields_of(settings: Sequence[Settings]) -> dict[str, Any]:
+def fields_of(settings: Sequence[Settings]) -> dict[str, object]:
     """`generation_params` of sequences that were sampled alike, or `overrides` of each."""
     written = [{name: value for name, value in each.items() if _is_said(name, value)} for each in settings]
     if all(each == written[0] for each in written):
@@ -60,13 +60,13 @@ def with_settings(group: ScoredDataGroup, found: Sequence[Sequence[Settings]]) -
     return ScoredDataGroup(**{**group, "overrides": overrides})
 
 
-def _is_said(name: str, value: Any) -> bool:
+def _is_said(name: str, value: object) -> bool:
     return name in ALWAYS_SAID or value != PLAIN.get(name)
 
 
-def _said(group: Mapping[str, Any], index: int) -> dict[str, tuple[str, Any]]:
+def _said(group: Mapping[str, Any], index: int) -> dict[str, tuple[str, object]]:
     """Return what the trainer reads of one sequence's sampling: name to field and value."""
-    found: dict[str, tuple[str, Any]] = {}
+    found: dict[str, tuple[str, object]] = {}
     for field in READ_FROM:
         given = group.get(field)
         if field == "overrides" and given:
@@ -77,7 +77,7 @@ def _said(group: Mapping[str, Any], index: int) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _expect_true(group: Mapping[str, Any], index: int, settings: Settings) -> None:
+def _expect_true(group: Mapping[str, object], index: int, settings: Settings) -> None:
     greedy = settings.get("temperature") == 0
     for name, (field, value) in _said(group, index).items() if settings else ():
         if name in ("top_p", "top_k") and greedy:  # nobody reads them

@@ -78,7 +78,7 @@ class ManagedServer(SequenceKeeper):
     def render(
         self,
         messages: Sequence[Any],
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[object] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; tool calls in it are the text that they were parsed from."""
@@ -108,7 +108,7 @@ class ManagedServer(SequenceKeeper):
         tool_choice: str | None = None,
         extra_body: Mapping[str, Any] | None = None,
         split: Split = "train",
-        **sampling: Any,
+        **sampling: object,
     ) -> ChatCompletion:
         """A reply in OpenAI's form; its tokens become nodes.
 
@@ -161,7 +161,7 @@ class ManagedServer(SequenceKeeper):
             usage=_usage(known, sampled),
         )
 
-    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> int:
+    def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> int:
         """The tokens of the prompt that `chat_completion` would send for a conversation."""
         text = self.render(messages, tools)
         return len(self._prompt(text, self.longest_prefix(text), templated=True).tokens)
@@ -169,7 +169,7 @@ class ManagedServer(SequenceKeeper):
     async def get_logprobs(
         self,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, object]] | None = None,
         prompt: str | None = None,
         input_ids: list[int] | None = None,
         top_k: int = 1,
@@ -194,7 +194,7 @@ class ManagedServer(SequenceKeeper):
         )
 
     async def _choice(
-        self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[Any] | None, split: Split
+        self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[object] | None, split: Split
     ) -> Choice:
         """A reply in OpenAI's form; one that was cut says so even if it holds a call."""
         reason: Literal["stop", "length", "tool_calls"] = _reason(sequence)
@@ -355,7 +355,7 @@ class DummyManagedServer(SequenceKeeper):
         )
         return reply
 
-    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> None:
+    def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> None:
         """Not known: the server renders the prompt."""
 
     async def completion(self, *, prompt: str, **arguments: Any) -> Completion:
@@ -366,7 +366,7 @@ class DummyManagedServer(SequenceKeeper):
         return reply
 
 
-def _find_calls(message: ChatCompletionMessage, translator: ToolCallTranslator, tools: Sequence[Any]) -> None:
+def _find_calls(message: ChatCompletionMessage, translator: ToolCallTranslator, tools: Sequence[object]) -> None:
     """Turn the calls that a server left in its text into OpenAI's form."""
     thoughts, said = without_thoughts(message.content or "")
     content, calls, _ = translator.parse_model_output(said, tools=tools)
@@ -395,12 +395,12 @@ class ManagedServerAdapter:
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=managed_server.chat_completion))
         self.completions = SimpleNamespace(create=managed_server.completion)
 
-    async def post(self, *args: Any, **kwargs: Any) -> NoReturn:
+    async def post(self, *args: object, **kwargs: object) -> NoReturn:
         """Raw requests would bypass the bookkeeping."""
         raise NotImplementedError(
             "ManagedServerAdapter offers no raw requests; use chat.completions.create or completions.create"
         )
 
-    def copy(self, **kwargs: Any) -> NoReturn:
+    def copy(self, **kwargs: object) -> NoReturn:
         """A copy with other options would be another server."""
         raise NotImplementedError("ManagedServerAdapter cannot be copied; make one per ManagedServer")

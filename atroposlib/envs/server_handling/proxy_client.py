@@ -52,7 +52,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         return self.get_state()
 
     async def chat_completion(
-        self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any
+        self, *, messages: Sequence[Mapping[str, object]], split: str = "train", **arguments: Any
     ) -> ChatCompletion:
         """Complete a chat as `ManagedServer.chat_completion` does, with every sampling parameter."""
         reply = await request(
@@ -64,7 +64,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         await self.fetch_state()
         return ChatCompletion.model_validate(reply)
 
-    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> None:
+    def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> None:
         """Not known: the proxy renders the prompt."""
 
     async def completion(self, **arguments: Any) -> Completion:
@@ -117,5 +117,5 @@ async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) 
             aiohttp.ClientSession(trust_env=False, timeout=limit_s, response_class=BoundedResponse) as session,
             replied(session, method, url, json=body, headers=headers) as reply,
         ):
-            content: dict[str, Any] = await reply.json()
+            content: dict[str, object] = await reply.json()
             return content

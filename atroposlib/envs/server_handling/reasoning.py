@@ -33,7 +33,7 @@ class ReasoningConfig(Config):
     max_tokens: int | None = None
 
     def __init__(
-        self, enabled: bool = False, effort: Effort | None = None, max_tokens: int | None = None, **unknown: Any
+        self, enabled: bool = False, effort: Effort | None = None, max_tokens: int | None = None, **unknown: object
     ) -> None:
         super().__init__(**{"enabled": enabled, "effort": effort, "max_tokens": max_tokens, **unknown})
 
@@ -44,7 +44,7 @@ class ReasoningConfig(Config):
 
     @field_validator("effort", mode="before")
     @classmethod
-    def _is_an_effort(cls, effort: Any) -> Any:
+    def _is_an_effort(cls, effort: object) -> object:
         if effort is not None and effort not in get_args(Effort):
             raise ValueError(f"Invalid reasoning_effort {effort!r}; choose one of: {', '.join(get_args(Effort))}")
         return effort

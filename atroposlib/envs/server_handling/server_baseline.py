@@ -43,6 +43,7 @@ from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLed
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import reading
 from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown
+from atroposlib.utils.tokenizers import Tokenizer
 
 if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
     from openai.types import Completion
@@ -98,7 +99,7 @@ class InferenceCalls(ABC):
             await self._in_parts(arguments, "completion", lambda server, part: server.request_completion(part), split)
         )
 
-    async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
+    async def sample_tokens(self, *, split: Split = "train", **arguments: object) -> SampledTokens:
         """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop,
         ... Raises NotReplayed where tokens to train on would be sampled from what the trainer cannot compute.
         """
@@ -112,7 +113,7 @@ class InferenceCalls(ABC):
                 self.ledger.record(prompt, each.token_ids, each.logprobs, each.settings, trained=to_train)
         return SampledTokens(prompt, sequences)
 
-    async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
+    async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: object) -> TokensAndLogprobs:
         """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
         sampled = await self.sample_tokens(split=split, **arguments)
         return (
@@ -122,7 +123,7 @@ class InferenceCalls(ABC):
             [sequence.finish_reason for sequence in sampled.sequences],
         )
 
-    async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> PromptLogprobs:
+    async def get_logprobs(self, *, split: Split = "train", **arguments: object) -> PromptLogprobs:
         """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
 
         Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs `[position][k]`: the prompt's
@@ -134,7 +135,7 @@ class InferenceCalls(ABC):
         )
 
     async def parse_tool_calls(
-        self, *, text: str, tools: Sequence[Any], parser: str | None = None, split: Split = "train"
+        self, *, text: str, tools: Sequence[object], parser: str | None = None, split: Split = "train"
     ) -> tuple[str, list[tuple[str, str]]]:
         """Return what a tool parser of the server (its own choice without `parser`) finds in what a model wrote: the
         text outside of the calls, then (name, arguments in JSON) of each call.
@@ -261,12 +262,12 @@ class APIServer(InferenceCalls):
         return await self._hooked(self._get_logprobs_wrapper, arguments)
 
     async def request_tool_calls(
-        self, text: str, tools: Sequence[Any], parser: str | None
+        self, text: str, tools: Sequence[object], parser: str | None
     ) -> tuple[str, list[tuple[str, str]]]:
         """One request for the tool calls in a text. Raises NotImplementedError where the protocol has none."""
         raise NotImplementedError(f"{self.name} parses no tool calls: tool_parser 'vllm' needs server_type 'vllm'")
 
-    async def compare_tokenizer(self, tokenizer: Any) -> None:
+    async def compare_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise OtherTokenizer if the server makes other ids of a text than `tokenizer`, where it can be asked."""
 
     def chat_arguments(self, arguments: Arguments) -> Arguments:
@@ -281,17 +282,17 @@ class APIServer(InferenceCalls):
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Set `server_healthy`, once or again and again. It starts with the first probe."""
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
         raise NotImplementedError(f"{type(self).__name__} has no chat completions")
 
-    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion":
         raise NotImplementedError(f"{type(self).__name__} has no text completions")
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list[Any], ...]:
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> tuple[list[Any], ...]:
         """(prompt tokens, output tokens, their log-probabilities, finish reasons), the last three a sequence each."""
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> PromptLogprobs:
+    async def _get_logprobs_wrapper(self, **kwargs: object) -> PromptLogprobs:
         raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs: it has no log-probabilities")
 
     async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: Arguments) -> T:

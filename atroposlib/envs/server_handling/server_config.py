@@ -42,7 +42,7 @@ class ServerBaseline(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_keys_that_are_set(cls, values: Any) -> Any:
+    def _only_known_keys_that_are_set(cls, values: object) -> object:
         """Unknown keys are named; None means the default, since environments pass what `os.environ.get` or a YAML file
         gave them.
         """
@@ -131,11 +131,11 @@ class ServerEnvironment(BaseModel):
 
 
 def resolve_openai_configs(
-    default_server_configs: Any,
-    openai_config_dict: Mapping[str, Any],
-    yaml_config: Mapping[str, Any],
-    cli_passed_flags: Mapping[str, Any],
-    logger: Any = None,
+    default_server_configs: object,
+    openai_config_dict: Mapping[str, object],
+    yaml_config: Mapping[str, object],
+    cli_passed_flags: Mapping[str, object],
+    logger: object = None,
 ) -> Any:
     """The ancestor's function: the servers of a list in YAML, those of a default list or baseline, or one that is
     merged from all. Raises ValueError for flags where several servers are configured.

@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.server_baseline import InferenceCalls
 from atroposlib.envs.server_handling.tool_call_translator import PARSERS, Parsed
 from atroposlib.extras import MissingExtra
 from atroposlib.flags import nearest
+from atroposlib.utils.tokenizers import Tokenizer
 
 # (text, its token ids, tools in OpenAI's form, split) -> what is found
 ToolCallParser = Callable[[str, Sequence[int], Sequence[Any], Split], Awaitable[Parsed]]
@@ -46,7 +47,7 @@ def without_thoughts(text: str) -> tuple[str, str]:
     return (thoughts + mark, said) if mark else ("", text)
 
 
-def tool_call_parser(name: str, tokenizer: Any, server: InferenceCalls) -> ToolCallParser:
+def tool_call_parser(name: str, tokenizer: Tokenizer, server: InferenceCalls) -> ToolCallParser:
     """The parser of `name`; `server` is asked for vLLM's. Raises ValueError, and MissingExtra without `renderers`."""
     kind, _, chosen = check_tool_parser(name).partition(":")
     if kind == "vllm":
@@ -74,7 +75,7 @@ def _of_vllm(server: InferenceCalls, chosen: str | None) -> ToolCallParser:
     return parse
 
 
-def _of_renderers(tokenizer: Any, chosen: str | None) -> ToolCallParser:
+def _of_renderers(tokenizer: Tokenizer, chosen: str | None) -> ToolCallParser:
     if find_spec("renderers") is None:
         raise MissingExtra("tool_parser 'renderers' needs the package renderers; pip install 'renderers>=0.1.12'")
     from pydantic import TypeAdapter

@@ -41,7 +41,7 @@ def unread_calls(text: str) -> int:
     return sum(not body for body, _ in hermes_bodies(text))
 
 
-def hermes_bodies(text: str) -> Iterator[tuple[list[tuple[str, Any]], int]]:
+def hermes_bodies(text: str) -> Iterator[tuple[list[tuple[str, object]], int]]:
     """The calls behind each opening tag of `text`, and where they end; what stands inside of a call's JSON opens
     none.
     """
@@ -83,11 +83,11 @@ PARSERS: dict[str, Callable[[str], Parsed]] = {
 }
 
 
-def _calls(body: str) -> list[tuple[str, Any]]:
+def _calls(body: str) -> list[tuple[str, object]]:
     return [call for value in _json_values(body)[0] for call in _named(value)]
 
 
-def _json_values(text: str, position: int = 0) -> tuple[list[Any], int]:
+def _json_values(text: str, position: int = 0) -> tuple[list[object], int]:
     """The JSON values that stand in `text` one after the other from `position`, and where they end."""
     decoder, values = json.JSONDecoder(strict=False), []
     end = position
@@ -107,7 +107,7 @@ def _past_blanks(text: str, position: int) -> int:
     return position
 
 
-def _named(value: Any, needs_arguments: bool = False) -> Iterator[tuple[str, Any]]:
+def _named(value: object, needs_arguments: bool = False) -> Iterator[tuple[str, object]]:
     """The call that a JSON value says; with `needs_arguments` an object with a name alone is data, and no call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return
@@ -120,7 +120,7 @@ def _named(value: Any, needs_arguments: bool = False) -> Iterator[tuple[str, Any
 class CalledFunction(Function):
     """OpenAI's object; environments of the ancestor read it as a dict."""
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return getattr(self, key)
 
 
@@ -129,7 +129,7 @@ class ToolCall(ChatCompletionMessageFunctionToolCall):
 
     function: CalledFunction
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return getattr(self, key)
 
 
@@ -148,7 +148,7 @@ class ToolCallTranslator:
         self.call_id_to_raw_text: dict[str, str] = {}
 
     def parse_model_output(
-        self, raw_text: str, tool_choice: str | None = None, tools: Sequence[Any] | None = None
+        self, raw_text: str, tool_choice: str | None = None, tools: Sequence[object] | None = None
     ) -> tuple[str | None, list[ToolCall] | None, str]:
         """(content, tool calls or None, "tool_calls" or "stop"); without `tools`, or under tool_choice "none", the
         text as it is.
@@ -196,7 +196,7 @@ class ToolCallTranslator:
         """The text of `token_ids`; with tools special tokens are kept, since they may mark a call."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
 
-    def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_text(self, message: Mapping[str, Any]) -> dict[str, object]:
         text = self.reconstruct_raw_text_from_tool_calls(
             [call if isinstance(call, Mapping) else call.model_dump() for call in message["tool_calls"]]
         )

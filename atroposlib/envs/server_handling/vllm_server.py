@@ -36,7 +36,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.row_files.json_text import encode
-from atroposlib.utils.tokenizers import PROBES, encode_prompt, load_tokenizer
+from atroposlib.utils.tokenizers import PROBES, Tokenizer, encode_prompt, load_tokenizer
 from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
 from atroposlib.wire.tool_calls import FoundToolCalls, ParseToolCalls
 
@@ -157,7 +157,7 @@ class VLLMServer(OpenAIServer):
         )
         return reply.content or "", [(call.name, call.arguments) for call in reply.calls]
 
-    async def compare_tokenizer(self, tokenizer: Any) -> None:
+    async def compare_tokenizer(self, tokenizer: Tokenizer) -> None:
         async with self._comparing:
             if self._compared or self.config.server_type != "vllm":
                 return

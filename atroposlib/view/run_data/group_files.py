@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +181,7 @@ class GroupFiles:
         """Return whether the trainer has written which groups it trained on."""
         return any(index.rows for index in self.indexes("trained"))
 
-    def held_out_versions(self) -> list[dict[str, Any]]:
+    def held_out_versions(self) -> list[dict[str, object]]:
         """Count the answers, and the wrong ones, of each evaluation; oldest first."""
         counts: dict[tuple[int, int], list[int]] = {}
         for index in self.indexes("held_out"):

@@ -202,7 +202,7 @@ class JsonlIndex:
         return end - start
 
     def _segment(self, start: int, end: int, data: bytes) -> Segment:
-        rows: list[tuple[Any, ...]] = []
+        rows: list[tuple[object, ...]] = []
         damaged, at, view = 0, 0, memoryview(data)
         while at < len(data):
             newline = data.find(b"\n", at)

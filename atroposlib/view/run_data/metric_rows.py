@@ -6,7 +6,6 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -70,7 +69,7 @@ def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
     )
 
 
-def trainer_steps(path: Path, first: int | None, last: int | None) -> list[dict[str, Any]]:
+def trainer_steps(path: Path, first: int | None, last: int | None) -> list[dict[str, object]]:
     """Return what the trainer did in each step from `first` to `last`. Rows without `time` are left out."""
     with suppress(FileNotFoundError), opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -81,7 +80,7 @@ def trainer_steps(path: Path, first: int | None, last: int | None) -> list[dict[
     return []
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, object] | None:
     """The object on a line; None for anything else."""
     with suppress(ValueError, RecursionError):
         row = msgspec.json.decode(line) if line else None
@@ -102,7 +101,7 @@ def _timed(line: bytes) -> TimedRow | None:
     return None
 
 
-def _of_step(row: TimedRow) -> dict[str, Any]:
+def _of_step(row: TimedRow) -> dict[str, object]:
     """A row's durations in their order: the trainer waits, trains, syncs and waits for evaluations."""
     spent = row.by_activity()
     at, found = row.time - sum(spent.values()), []

@@ -130,7 +130,7 @@ class Sample:
     failures: list[FailedRollout]
     prompt: Raw
     reference: Any
-    generation_params: Any
+    generation_params: object
 
 
 class HeldOut(HeldOutNumbers):
@@ -215,7 +215,7 @@ def read_sample(line: bytes) -> Sample:
     )
 
 
-def sample_numbers(line: memoryview, environments: Environments) -> tuple[Any, ...]:
+def sample_numbers(line: memoryview, environments: Environments) -> tuple[object, ...]:
     """The fields of GROUP after offset and length. Raises ValueError."""
     row = _SAMPLE_NUMBERS.decode(line)
     scores = decoded(row.scores, list[float | None]) or []
@@ -238,7 +238,7 @@ def sample_numbers(line: memoryview, environments: Environments) -> tuple[Any, .
     )
 
 
-def held_out_numbers(line: memoryview, environments: Environments) -> tuple[Any, ...]:
+def held_out_numbers(line: memoryview, environments: Environments) -> tuple[object, ...]:
     """The fields of GROUP after offset and length. Raises ValueError."""
     row = _HELD_OUT_NUMBERS.decode(line)
     version = NONE if row.policy_version is None else row.policy_version
@@ -249,7 +249,7 @@ def held_out_numbers(line: memoryview, environments: Environments) -> tuple[Any,
     return 0, _time(row.time), math.nan, NONE, version, _time(score), 0.0, 0, 0, cut, env, flags
 
 
-def trained_numbers(line: memoryview) -> tuple[Any, ...]:
+def trained_numbers(line: memoryview) -> tuple[object, ...]:
     """The fields of TRAINED after offset and length. Raises ValueError."""
     row = _TRAINED_NUMBERS.decode(line)
     return group_number(row.group), row.step, LEFT_OUT if row.left_out is not None else 0

@@ -146,7 +146,7 @@ class RunFiles:
             return "killed"
         return "ended"
 
-    def run_yaml(self, problems: list[str] | None = None) -> dict[str, Any]:
+    def run_yaml(self, problems: list[str] | None = None) -> dict[str, object]:
         """run.yaml, empty if there is none. It is parsed once for each change of the file."""
         path = self.path / "run.yaml"
         try:
@@ -164,7 +164,7 @@ class RunFiles:
         """run.yaml with dots between its keys, and what the last start of the run says."""
         starts = self.record().starts
         last = starts[-1] if starts else Start()
-        flat: dict[str, Any] = {}
+        flat: dict[str, object] = {}
         _flatten(self.run_yaml(), "", flat)
         return {**flat, "seed": last.seed, "model": last.model, "commit": last.commit}
 
@@ -172,7 +172,7 @@ class RunFiles:
         """Rows after the first `after`; all of them if `generation` is not the file's."""
         return read_metrics(self.path / "metrics.jsonl", after, generation)
 
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> list[dict[str, object]]:
         """Every evaluation, oldest first."""
         data = read_tail(self.path / "evaluations.jsonl", EVALUATION_BYTES)
         return [row for row in map(json_object, data.split(b"\n")) if row is not None]
@@ -222,12 +222,12 @@ class RunFiles:
                     found += _removed(self.path / name, file)
         return found
 
-    def _planned(self, record: RunRecord, settings: Mapping[str, Any]) -> int | None:
+    def _planned(self, record: RunRecord, settings: Mapping[str, object]) -> int | None:
         starts = [start.planned_steps for start in reversed(record.starts)]
         found = [*starts, record.planned_steps, settings.get("steps")]
         return next((steps for steps in found if isinstance(steps, int) and steps >= 0), None)
 
-    def _environments(self, settings: Mapping[str, Any]) -> list[str]:
+    def _environments(self, settings: Mapping[str, object]) -> list[str]:
         named = settings.get("environments")
         return [str(name) for name in named] if isinstance(named, dict) else []
 
@@ -248,7 +248,7 @@ def _removed(path: Path, file: str) -> list[str]:
     return [f"{file}: the oldest {found.rows:,} rows ({found.bytes / 1e6:,.1f} MB{until}) were removed (keep_samples)"]
 
 
-def _parsed(path: Path) -> tuple[dict[str, Any], str]:
+def _parsed(path: Path) -> tuple[dict[str, object], str]:
     """Return what a YAML file holds, and why it cannot be read."""
     try:
         return read_yaml(read_small(path, YAML_BYTES)), ""
@@ -256,7 +256,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} cannot be read: {_reason(error)}"
 
 
-def read_yaml(content: bytes) -> dict[str, Any]:
+def read_yaml(content: bytes) -> dict[str, object]:
     """The mapping of a YAML file that may be hostile. Raises ValueError, RecursionError."""
     import yaml
 
@@ -291,7 +291,7 @@ def last_values(path: Path, keys: Iterable[str], problems: list[str] | None = No
     return found
 
 
-def _decoded(path: Path, kind: Any, problems: list[str] | None) -> Any:
+def _decoded(path: Path, kind: object, problems: list[str] | None) -> Any:
     """The JSON file as a record, None if there is none or it is damaged."""
     try:
         return msgspec.json.decode(read_small(path, SMALL_BYTES), type=kind)
@@ -319,7 +319,7 @@ def _unix(time: str | None) -> float | None:
     return None
 
 
-def _flatten(value: Any, name: str, found: dict[str, Any]) -> None:
+def _flatten(value: object, name: str, found: dict[str, object]) -> None:
     if len(found) >= MAX_SETTINGS:
         return
     if isinstance(value, dict):

@@ -73,7 +73,7 @@ def search(path: Path, segment: Segment, positions: NDArray[np.intp], needle: Ne
     return np.array(found, np.intp)
 
 
-def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+def _strings(value: object, depth: int = 0) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, int | float) and not isinstance(value, bool):

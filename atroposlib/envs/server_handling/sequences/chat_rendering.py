@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -34,11 +33,11 @@ For each function call, return a json object with function name and arguments wi
 
 def render_chat(
     tokenizer: Tokenizer,
-    messages: Sequence[Any],
+    messages: Sequence[object],
     *,
     preserve_think_blocks: bool = False,
-    tools: Sequence[Any] | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[object] | None = None,
+    template_arguments: Mapping[str, object] | None = None,
 ) -> str:
     """The prompt for the next reply to `messages`; if the last one is the assistant's, for the rest of that one.
 
@@ -53,11 +52,11 @@ def render_chat(
     if preserve_think_blocks:
         shown = [_hide_think_tags(message) for message in shown]
     continued = shown[-1]["role"] == "assistant"
-    arguments: dict[str, Any] = dict(template_arguments or {})
+    arguments: dict[str, object] = dict(template_arguments or {})
     if continued:
         arguments["continue_final_message"] = True
 
-    def rendered(conversation: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    def rendered(conversation: Sequence[Mapping[str, object]], **more: object) -> str:
         return str(
             tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=not continued, **arguments, **more
@@ -71,7 +70,7 @@ def render_chat(
     return _STAND_IN.sub(r"<\1>", text) if preserve_think_blocks else text
 
 
-def plain_message(message: Any, index: int = 0) -> dict[str, Any]:
+def plain_message(message: object, index: int = 0) -> dict[str, object]:
     """`message` as a mapping whose content is text, as vLLM's chat route gives it to a template of texts.
 
     Raises ValueError for a part that is not text; `index` is the message's place in the conversation.
@@ -88,7 +87,7 @@ def plain_message(message: Any, index: int = 0) -> dict[str, Any]:
     return {**message, "content": "\n".join(_part_text(part, index) for part in content)}
 
 
-def _part_text(part: Any, index: int) -> str:
+def _part_text(part: object, index: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -100,7 +99,7 @@ def _part_text(part: Any, index: int) -> str:
     return text
 
 
-def _with_described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_described(tools: Sequence[object], messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     """`messages` with `tools` in the system prompt, in the form of Hermes and Qwen."""
     described = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] != "system":
@@ -108,7 +107,7 @@ def _with_described(tools: Sequence[Any], messages: Sequence[Mapping[str, Any]])
     return [{**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}, *messages[1:]]
 
 
-def _hide_think_tags(message: dict[str, Any]) -> dict[str, Any]:
+def _hide_think_tags(message: dict[str, object]) -> dict[str, object]:
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return message

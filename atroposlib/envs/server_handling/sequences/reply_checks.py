@@ -65,7 +65,7 @@ def checked_reply(reply: Reply, url: str) -> Reply:
     return reply
 
 
-def error_in(error: Any, url: str) -> ServerError:
+def error_in(error: object, url: str) -> ServerError:
     """Make the error that a server means by an error inside a reply of 200."""
     message = error.get("message") if isinstance(error, Mapping) else error
     return status_error(url, _status_of(error), f"{_shown(message or error)} (an error inside a reply of 200)", {})
@@ -80,7 +80,7 @@ def raise_error_inside(content: bytes, url: str) -> None:
         raise error_in(found["error"], url)
 
 
-def _status_of(error: Any) -> int:
+def _status_of(error: object) -> int:
     if not isinstance(error, Mapping):
         return UNKNOWN_ERROR
     told = [error.get(key) for key in ("code", "status", "status_code", "type")]
@@ -91,7 +91,7 @@ def _status_of(error: Any) -> int:
     return next((status for name, status in STATUS_OF_NAME.items() if name in names), UNKNOWN_ERROR)
 
 
-def _raise_without_choices(reply: BaseModel, extra: Mapping[str, Any], url: str) -> NoReturn:
+def _raise_without_choices(reply: BaseModel, extra: Mapping[str, object], url: str) -> NoReturn:
     if extra.get("error"):
         raise error_in(extra["error"], url)
     if "choices" in reply.model_fields_set:
@@ -112,7 +112,7 @@ def _settle_text(choice: Any, url: str) -> None:
     choice.text = _text_of(getattr(choice, "text", None), url) or ""
 
 
-def _text_of(content: Any, url: str) -> str | None:
+def _text_of(content: object, url: str) -> str | None:
     """Return the text of a string, or of a list of parts."""
     if content is None or isinstance(content, str):
         return content
@@ -124,17 +124,17 @@ def _text_of(content: Any, url: str) -> str | None:
     return "".join(parts)
 
 
-def _counts_tokens(usage: Any) -> bool:
+def _counts_tokens(usage: object) -> bool:
     counts = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
     return all(isinstance(count, int) and count >= 0 for count in counts)
 
 
-def _unreadable(found: Any, url: str) -> PermanentServerError:
+def _unreadable(found: object, url: str) -> PermanentServerError:
     return PermanentServerError(
         f"{url} replied 200 with something other than a completion: {_shown(found)}; does it speak OpenAI's API?"
     )
 
 
-def _shown(found: Any) -> str:
+def _shown(found: object) -> str:
     text = " ".join((found if isinstance(found, str) else repr(found)).split())
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
