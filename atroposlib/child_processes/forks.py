@@ -24,7 +24,7 @@ from atroposlib.processes.exec_child import die_with
 NICENESS = 10
 REPLY_BYTES = 16 << 20
 Request = dict[str, Any]
-Answer = Callable[[Request], dict[str, Any]]
+Answer = Callable[[Request], Mapping[str, object]]
 
 
 @dataclass

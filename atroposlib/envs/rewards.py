@@ -25,7 +25,7 @@ from atroposlib.envs.errors import Unscored
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 SCORE = "score"  # the method's name
 WEIGHT = "__reward_weight__"  # on a method with `@reward`
@@ -52,14 +52,14 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
     return mark if method is None else mark(method)
 
 
-def as_scored(value: Any, method: Callable[..., Any]) -> Scored:
+def as_scored(value: object, method: Callable[..., object]) -> Scored:
     """Convert what `method` returned. Raises WrongReturn for what is not a number."""
     if value is None or isinstance(value, Scored):
         return Scored(None) if value is None else value
     return Scored(_number(value, method, "a number, a Scored"))
 
 
-def _number(value: Any, method: Callable[..., Any], wanted: str) -> float:
+def _number(value: object, method: Callable[..., object], wanted: str) -> float:
     if not isinstance(value, SupportsFloat):
         raise WrongReturn(method, value, f"{wanted}, or None if the answer cannot be scored")
     return float(value)
@@ -73,7 +73,7 @@ class Method:
     declared: tuple[str, ...]
     weight: float = 1.0
 
-    async def value(self, env: object, item: Any, answer: str, rollout: Rollout) -> Any:
+    async def value(self, env: object, item: object, answer: str, rollout: Rollout) -> Any:
         """Return the method's value for one answer."""
         method: Callable[..., object] = getattr(env, self.name)
         return await settled(method(item, answer, **{name: getattr(rollout, name) for name in self.declared}))
@@ -86,7 +86,7 @@ class Rewards:
     score: Method | None
     named: Sequence[Method] = ()
 
-    async def scored(self, env: object, item: Any, answer: str, rollout: Rollout) -> Scored:
+    async def scored(self, env: object, item: object, answer: str, rollout: Rollout) -> Scored:
         """The result of one answer. Raises Unscored, and what the author's methods raise."""
         if self.named:
             return await self._sum(env, item, answer, rollout)
@@ -96,7 +96,7 @@ class Rewards:
             raise Unscored("the rollout has no own_score")
         return Scored(rollout.own_score)
 
-    async def _sum(self, env: object, item: Any, answer: str, rollout: Rollout) -> Scored:
+    async def _sum(self, env: object, item: object, answer: str, rollout: Rollout) -> Scored:
         values = await gather_or_cancel([each.value(env, item, answer, rollout) for each in self.named])
         found = {}
         for each, value in zip(self.named, values, strict=True):

@@ -62,7 +62,7 @@ class Tool:
     has_own_limit: bool = False  # `run` raises TimeoutError by itself, after a time of its own
 
     @classmethod
-    def of(cls, function: "Callable[..., Any] | Tool") -> "Tool":
+    def of(cls, function: "Callable[..., object] | Tool") -> "Tool":
         """The tool of a plain or async function with type hints. Raises BadTool."""
         if isinstance(function, Tool):
             return function
@@ -93,7 +93,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-ToolLike: TypeAlias = Tool | Callable[..., Any]
+ToolLike: TypeAlias = Tool | Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class WrongArguments(Exception):
     """The arguments of a call do not fit the tool's schema; the message names each that does not."""
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Show what a tool returned, as a model reads it: text as it is, anything else as JSON; what JSON has no form for,
     by `str`. Half a surrogate pair, which no tokenizer takes, becomes a question mark.
     """
@@ -190,7 +190,7 @@ def documented(docstring: str) -> tuple[str, dict[str, str]]:
     return " ".join(first.split()), {name: " ".join(words).strip() for name, words in described.items()}
 
 
-def _by_name(given: Callable[..., Any]) -> Callable[..., object]:
+def _by_name(given: Callable[..., object]) -> Callable[..., object]:
     """`given` with a signature of keyword-only parameters: a JSON array is then no list of arguments."""
     signature = inspect.signature(given)
     keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
@@ -207,7 +207,7 @@ def _described(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str
     return schema
 
 
-async def _run(function: Callable[..., Any], adapter: TypeAdapter[Any], arguments: str) -> Any:
+async def _run(function: Callable[..., Any], adapter: TypeAdapter[Any], arguments: str) -> object:
     """The function's result. Raises WrongArguments, and what the function raises."""
     try:
         found: dict[str, object] = adapter.validate_json(arguments)
@@ -241,7 +241,7 @@ def _reason(error: ErrorDetails) -> str:
 _unfinished: set[threading.Thread] = set()
 
 
-async def in_thread(call: Callable[[], Any]) -> object:
+async def in_thread(call: Callable[[], object]) -> object:
     """The result of `call`, in a thread of its own. One that is given up runs on, and does not keep the process alive;
     while 64 do, RolloutFailed is raised. (The threads of asyncio's executor are awaited when the process ends.)
     """
@@ -253,7 +253,7 @@ async def in_thread(call: Callable[[], Any]) -> object:
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(method: Callable[[Any], None], result: Any) -> None:
+    def settle(method: Callable[[Any], None], result: object) -> None:
         if not future.done():
             method(result)
 

@@ -12,7 +12,7 @@ import functools
 import gzip
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 from starlette.applications import Starlette
@@ -40,7 +40,7 @@ HEADERS = {
 }
 
 T = TypeVar("T")
-Answer = Callable[[Runs, Request], Any]
+Answer = Callable[[Runs, Request], object]
 
 
 class SafeHeaders:

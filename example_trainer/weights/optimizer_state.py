@@ -19,7 +19,7 @@ from example_trainer.weights.shards import WEIGHTS, Rows, ShardFiles
 
 MOMENTS = "optim.state."
 GENERATORS = "generators."
-State = dict[int, dict[str, Any]]  # by the parameters' order
+State = dict[int, dict[str, object]]  # by the parameters' order
 
 
 def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank: int) -> dict[str, Rows]:

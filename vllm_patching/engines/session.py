@@ -220,7 +220,7 @@ class Route(NamedTuple):
     path: str
     mode: type[Offer]
     body: type[Struct]
-    act: Callable[[Sessions, Any], Coroutine[Any, Any, Struct]]
+    act: Callable[[Sessions, Any], Coroutine[object, object, Struct]]
 
     async def answer(self, sessions: Sessions, body: object) -> Struct:
         """Raises Refused, and WrongValue for a malformed body."""

@@ -5,7 +5,6 @@ late. vLLM compiles them again in its engine, whose loop waits for each step of 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.child_processes.pool import ChildFailed
@@ -13,7 +12,7 @@ from atroposlib.wire.typed import printable
 from vllm_patching import compat
 from vllm_patching.http.limited_work import LimitedWork
 
-Bounds = Callable[[Mapping[str, Any]], str | None]
+Bounds = Callable[[Mapping[str, object]], str | None]
 COMPILE_LIMIT_S = 3.0
 LANE = "grammars"
 REMEMBERED = 256  # grammars that passed, so that a schema of many requests is compiled once

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from atroposlib.wire.routes import Route
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
+Handler = TypeVar("Handler", bound=Callable[..., object])
 
 _REF = "#/components/schemas/{name}"
 _described: list[object] = []

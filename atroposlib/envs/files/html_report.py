@@ -46,7 +46,7 @@ def write_samples_html(samples: Iterable[Mapping[str, Any]], page: Path, title: 
         _write_page(out, title, head, page, _questions(enumerate(samples)))
 
 
-Numbered = Iterable[tuple[int, Mapping[str, Any]]]  # lines from 0 on, and what they hold
+Numbered = Iterable[tuple[int, Mapping[str, object]]]  # lines from 0 on, and what they hold
 
 
 def _write_page(out: IO[str], title: str, head: str, source: Path, groups: Numbered) -> None:
@@ -143,7 +143,7 @@ def _rollouts_once(group: Mapping[str, object]) -> Mapping[str, Any]:
     }
 
 
-def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
+def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, object]]]:
     for index in range(len(group.get("messages") or group["scores"] or [])):
         messages = (
             group["messages"][index]

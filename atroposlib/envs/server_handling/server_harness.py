@@ -11,7 +11,7 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sequences.sampling import Arguments, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 
 Reply = TypeVar("Reply")
 TextFinish = Literal["stop", "length", "content_filter"]

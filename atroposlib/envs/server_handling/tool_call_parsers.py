@@ -21,7 +21,7 @@ from atroposlib.flags import nearest
 from atroposlib.utils.tokenizers import Tokenizer
 
 # (text, its token ids, tools in OpenAI's form, split) -> what is found
-ToolCallParser = Callable[[str, Sequence[int], Sequence[Any], Split], Awaitable[Parsed]]
+ToolCallParser = Callable[[str, Sequence[int], Sequence[object], Split], Awaitable[Parsed]]
 
 END_OF_THOUGHTS = "</think>"
 OURS = "hermes"

@@ -29,7 +29,7 @@ MAX_ROW_BYTES = 64 << 20  # a longer row is damaged: reading it would take too m
 SEAM_BYTES = 64  # compared before the index continues where it ended
 
 Numbers = NDArray[np.void]  # a structured array, one entry per row
-ReadNumbers = Callable[[memoryview], tuple[Any, ...]]  # of one line; ValueError: the row is damaged
+ReadNumbers = Callable[[memoryview], tuple[object, ...]]  # of one line; ValueError: the row is damaged
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,8 +74,8 @@ class HeldOutNumbers(Struct):
     policy_version: Whole | None = None
     time: float | None = None
     env: str | None = None
-    score: Any = None
-    finish_reason: Any = None
+    score: object = None
+    finish_reason: object = None
 
 
 class TrainedNumbers(Struct):
@@ -107,8 +107,8 @@ class SampleLine(SampleNumbers):
     rewards: Raw = Raw()
     failures: Raw = Raw()
     prompt: Raw = Raw()
-    reference: Any = None
-    generation_params: Any = None
+    reference: object = None
+    generation_params: object = None
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class HeldOut(HeldOutNumbers):
 
     index: int | None = None
     messages: Raw = Raw()
-    reference: Any = None
-    outcome: Any = None
+    reference: object = None
+    outcome: object = None
     rewards: Raw = Raw()
-    sample: Any = None  # what an author gave, if it is none of our kinds
+    sample: object = None  # what an author gave, if it is none of our kinds
 
 
 class Trained(TrainedNumbers):

@@ -48,7 +48,7 @@ class Start(Struct):
     model: str | None = None
     commit: str | None = None
     planned_steps: int | None = None
-    machine: Any = None
+    machine: object = None
 
 
 class RemovedRows(Struct):

@@ -7,7 +7,6 @@ ASCII letters.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,9 +21,9 @@ MAX_DEPTH = 20
 class Texts(msgspec.Struct):
     """Holds what is searched of a row."""
 
-    messages: Any = None
-    reference: Any = None
-    dropped: Any = None
+    messages: object = None
+    reference: object = None
+    dropped: object = None
 
 
 _TEXTS = msgspec.json.Decoder(Texts)
