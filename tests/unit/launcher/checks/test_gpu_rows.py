@@ -71,7 +71,7 @@ def test_what_a_log_says_of_the_weights(said: str, verdict: str) -> None:
 
 
 def test_the_trainer_says_what_is_looked_for() -> None:
-    source = Path(grpo_run.__file__).with_name("grpo.py").read_text()
+    source = Path(grpo_run.__file__).with_name("loop").joinpath("served.py").read_text()
     assert "\"Digest: every word of vLLM's weights" in source
     assert "of the tensors that vLLM computes with are not the trainer's" in source
 
