@@ -446,7 +446,7 @@ def _check_finish_reasons(group: Mapping[str, object], tokens: _Rows) -> None:
             raise Untrainable(f"{shown(reason)} is not a string", "finish_reasons", index)
 
 
-def _check_routing(group: Mapping[str, Any], tokens: _Rows, needs: GroupRequirements) -> None:
+def _check_routing(group: Mapping[str, object], tokens: _Rows, needs: GroupRequirements) -> None:
     if (given := _given(group, "routed_experts")) is None:
         if needs.routing_required:
             raise Untrainable(

@@ -10,7 +10,7 @@ counted: a score of 0 would train the model on the grader's failure.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,6 +26,7 @@ from atroposlib.envs.data.problems import (
 )
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored
+from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, last_number
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -78,7 +79,9 @@ class GSM8kEnv(QuestionEnv):
     outcomes = tuple(map(str, Outcome))
     unscored_count = "groups_dropped_by_grader"
 
-    def __init__(self, config: GSM8kEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: GSM8kEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
         self.problems = ProblemSet([], [])

@@ -12,7 +12,6 @@ which it fails has no score.
 from fractions import Fraction
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from pydantic import Field
 
@@ -28,6 +27,7 @@ from atroposlib.envs.data.problems import (
     split,
 )
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -65,7 +65,9 @@ class MathEnv(QuestionEnv):
     name = "math"
     env_config_cls = MathConfig
 
-    def __init__(self, config: MathConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: MathConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
         self.stream = ProblemStream([], config.seed)

@@ -247,7 +247,7 @@ class OpenEnv(QuestionEnv):
             raise PeerError(f"{self.config.url} lists no tools; choose --env.action_format json or text")
         return first, tools
 
-    def _defused(self, described: Mapping[str, Any]) -> Mapping[str, object]:
+    def _defused(self, described: Mapping[str, object]) -> Mapping[str, object]:
         """The server's description of actions, without special tokens."""
         found: Mapping[str, object] = json.loads(self.observations.defuse(json.dumps(described, ensure_ascii=False)))
         return found

@@ -22,6 +22,7 @@ from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxReport
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.extras import install, need
 from atroposlib.flags import nearest
 from atroposlib.grading import extract_tagged
@@ -79,7 +80,7 @@ class ReasoningGymEnv(QuestionEnv):
     env_config_cls = ReasoningGymConfig
 
     def __init__(
-        self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False
+        self, config: ReasoningGymConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.pool = ChildPool(

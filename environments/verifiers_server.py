@@ -110,7 +110,7 @@ class PlayedEpisode(Rollout):
 class VerifiersProcess:
     """The child that plays; started when it is first needed, and again after it has ended."""
 
-    def __init__(self, config: VerifiersConfig, order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(self, config: VerifiersConfig, order: Mapping[str, object], environment: Mapping[str, str]) -> None:
         program = [config.verifiers_python, "-P", str(Path(verifiers_child.__file__)), str(os.getpid())]
         self._make = lambda: LineChild(
             program,

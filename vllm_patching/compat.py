@@ -11,11 +11,11 @@ import functools
 import importlib
 import os
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -183,7 +183,9 @@ def accept_routed_experts() -> None:
     cast(Any, VllmConfig)._verify_aux_output_compatibility = verified
 
 
-def routing_connector(config: vllm_types.VllmConfig, model: Any, kv_cache: Any) -> vllm_types.RoutingConnector:
+def routing_connector(
+    config: vllm_types.VllmConfig, model: torch.nn.Module, kv_cache: Any
+) -> vllm_types.RoutingConnector:
     """vLLM's recorder of the experts that `model` routes to, bound to its routers; None if nobody asked for them."""
     if VERSION < Version("0.32"):
         return None
@@ -194,7 +196,7 @@ def routing_connector(config: vllm_types.VllmConfig, model: Any, kv_cache: Any) 
     return get_aux_output_connector(model, config, kv_cache)
 
 
-def cpu_kernels() -> Any:
+def cpu_kernels() -> ModuleType:
     """vLLM's wrappers of its C++ kernels for CPUs."""
     from vllm import _custom_ops
 
@@ -288,13 +290,13 @@ def keep_plain_experts() -> None:
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    pack: Any = CPUUnquantizedExperts.process_weights_after_loading
-    multiply: Any = CPUUnquantizedExperts.apply
+    pack: Callable[..., None] = CPUUnquantizedExperts.process_weights_after_loading
+    multiply: Callable[..., None] = CPUUnquantizedExperts.apply
     if pack.__module__ == __name__:
         return
 
-    def packed_product(kernel: Any, *weights: torch.Tensor) -> packed.Product:
-        copies: Any = torch.nn.Module()
+    def packed_product(kernel: object, *weights: torch.Tensor) -> packed.Product:
+        copies = torch.nn.Module()
         for name, weight in zip(("w13_weight", "w2_weight"), weights, strict=True):
             setattr(copies, name, torch.nn.Parameter(weight.detach(), requires_grad=False))
         pack(kernel, copies)
@@ -436,7 +438,9 @@ def replace_rotary(table: Callable[[object, int], object], rotate: Callable[...,
     for rotary in cast(tuple[Any, ...], (base.RotaryEmbeddingBase, *scaled)):
         rotary._compute_cos_sin_cache = cos_sin
 
-    def forward(self: vllm_types.RotaryEmbedding, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+    def forward(
+        self: vllm_types.RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         angles = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
         for x in _side_by_side(query, key):
             rotate(x.view(len(angles), -1, self.head_size), *angles[:, None].chunk(2, -1))
@@ -459,7 +463,9 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.
     return query, key
 
 
-def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable[[Any], Any]) -> None:
+def replace_norm_and_activation(
+    norm: Callable[..., object], silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """`norm(module, x, residual=None)` for RMSNorm on CPUs, `silu_and_mul(x)` for SiluAndMul."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -512,7 +518,7 @@ def add_before_norm() -> None:
 
     norm = RMSNorm.forward_cuda
 
-    def separate(self: vllm_types.RMSNorm, x: Any, residual: object = None) -> object:
+    def separate(self: vllm_types.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> object:
         if residual is None:
             return norm(self, x)
         total = x + residual
@@ -580,7 +586,7 @@ def refuse_undecodable_requests(engine: vllm_types.EngineClient) -> None:
     engine.output_processor.add_request = checked
 
 
-def check_structured_outputs(check: Callable[[Mapping[str, Any]], str | None]) -> None:
+def check_structured_outputs(check: Callable[[Mapping[str, object]], str | None]) -> None:
     """Refuse a request for what `check` finds in its structured outputs, on every route of this process, before vLLM or
     a library reads them: where vLLM makes their record of a request, where it validates sampling parameters, and where
     a parser of tools hands a schema to xgrammar by itself. A second call replaces the first one's check.
@@ -589,21 +595,23 @@ def check_structured_outputs(check: Callable[[Mapping[str, Any]], str | None]) -
     from vllm.sampling_params import StructuredOutputsParams
 
     names = [field.name for field in dataclasses.fields(StructuredOutputsParams) if not field.name.startswith("_")]
-    made: Any = getattr(StructuredOutputsParams.__post_init__, "__wrapped__", StructuredOutputsParams.__post_init__)
+    made: Callable[..., None] = getattr(
+        StructuredOutputsParams.__post_init__, "__wrapped__", StructuredOutputsParams.__post_init__
+    )
     stock = SamplingParams._validate_structured_outputs
-    validate: Any = getattr(stock, "__wrapped__", stock)
+    validate: Callable[..., None] = getattr(stock, "__wrapped__", stock)
 
     def expect(asked: object) -> None:
         if (why := check({name: getattr(asked, name, None) for name in names})) is not None:
             raise ClientError(why)
 
     @functools.wraps(made)
-    def checked_record(self: Any) -> None:
+    def checked_record(self: object) -> None:
         expect(self)
         made(self)
 
     @functools.wraps(validate)
-    def validated(self: vllm_types.SamplingParams, *arguments: Any, **named: Any) -> None:
+    def validated(self: vllm_types.SamplingParams, *arguments: object, **named: object) -> None:
         if self.structured_outputs is not None:
             expect(self.structured_outputs)
         validate(self, *arguments, **named)
@@ -621,7 +629,7 @@ def _checked_reader(
     read: Callable[..., object] = getattr(reader, "__wrapped__", reader)
 
     @functools.wraps(read)
-    def checked(given: object, *arguments: object, **named: object) -> Any:
+    def checked(given: object, *arguments: object, **named: object) -> object:
         if isinstance(given, str | dict) and (why := check({kind: given})) is not None:
             raise ClientError(why)
         return read(given, *arguments, **named)
@@ -799,7 +807,7 @@ def tool_parsers() -> list[str]:
 
 
 def parse_tool_calls(
-    tokenizer: Any, parser: str, text: str, tools: list[dict[str, Any]]
+    tokenizer: Any, parser: str, text: str, tools: Sequence[Mapping[str, object]]
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Return what vLLM's `parser` finds in `text`: the content, and (name, arguments in JSON) of each call. Raises
     what the parser does.
@@ -843,7 +851,7 @@ def serve(args: vllm_types.Arguments) -> None:
     args.api_server_count = None
     # when uvicorn begins to wait for open connections, vLLM has ended the engine, so no reply can come
     # colours inside a message would be written as escaped characters
-    settings: dict[str, Any] = {"timeout_graceful_shutdown": 1, "use_colors": False}
+    settings: dict[str, object] = {"timeout_graceful_shutdown": 1, "use_colors": False}
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH", "").endswith(f"/{LOG_CONFIG}"):
         settings["log_config"] = None  # the file configures uvicorn, too
         args.log_config_file = None  # 0.26 gives it to uvicorn all the same, which misses its own formatters there

@@ -51,7 +51,7 @@ def _answered(method: Callable[..., object]) -> Callable[..., object]:
     """`method` with its reply in plain types, as vLLM transports them, or {"failed": why} if it raises."""
 
     @functools.wraps(method)
-    def answer(self: object, *args: object) -> Any:
+    def answer(self: object, *args: object) -> object:
         try:
             return msgspec.to_builtins(method(self, *args))
         except Exception as error:

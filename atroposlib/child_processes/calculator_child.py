@@ -36,7 +36,7 @@ def tool_result(text: str) -> str | None:
     return str(value) if value.denominator == 1 else f"{value} = {Decimal(value.numerator) / value.denominator:.6g}"
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, object]:
     """The tool's reply to the call in a message."""
     return {"result": tool_result(request["text"])}
 

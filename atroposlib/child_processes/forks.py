@@ -85,7 +85,7 @@ def _kill(forks: dict[int, _Fork], number: int) -> None:
             os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
 
-def _reply(fork: _Fork) -> dict[str, Any]:
+def _reply(fork: _Fork) -> dict[str, object]:
     _, status = os.waitpid(fork.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:

@@ -25,7 +25,7 @@ DECIMALS_APART = 5e-7  # of values with decimals, and of tiny ones at most this 
 TINY_APART = 1e-3
 
 
-def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
+def judge(gold_text: str, answer_text: str) -> dict[str, object]:
     """The verdict on `answer_text`: right, wrong, unparseable, or grader_failed with a reason."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -66,7 +66,7 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
     return {"verdict": "right" if all(_is_consistent(each.lhs, each.rhs, verify) for each in equations) else "wrong"}
 
 
-def solutions(statement: Any, text: str, other: Any) -> object:
+def solutions(statement: Any, text: str, other: object) -> object:
     """The set that `statement` describes, where it is compared with another way to write one; else itself.
 
     x < 3 is (-oo, 3), and "x = -1 or x = 5" and "x_1 = -1, x_2 = 5" are {-1, 5}.
@@ -208,7 +208,7 @@ def _equations(statements: Sequence[object]) -> list[Any]:
     return [each for statement in statements if isinstance(statement, Basic) for each in statement.find(Eq)]
 
 
-def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
+def _is_consistent(left: object, right: object, verify: Any) -> bool:
     """Return whether `left = right` can state `right`.
 
     y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot.
@@ -226,7 +226,7 @@ def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
     return not (isinstance(left, Mul) and any(factor.is_number for factor in left.args))
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, object]:
     """The verdict; whatever math-verify raises is that answer's `grader_failed`, and the next one is judged as
     usual.
     """

@@ -54,7 +54,7 @@ def source(task: str, options: str, seed: int, chunk: int) -> Any:
     )
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, object]:
     """The reply, or what went wrong: {"error": ...}."""
     try:
         if "tasks" in request:

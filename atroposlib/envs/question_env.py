@@ -40,6 +40,7 @@ from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
+from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
@@ -117,7 +118,7 @@ class QuestionEnv(BaseEnv):
     unscored_count: ClassVar[str] = "groups_unscored"  # the metric that counts groups lost for want of a score
 
     def __init__(
-        self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
+        self, config: QuestionEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
     ) -> None:
         if config.overlong_buffer and not self._is_of_one_answer:
             raise ValueError("overlong_buffer is for one answer a rollout; lower the reward in `score` instead")
@@ -159,7 +160,7 @@ class QuestionEnv(BaseEnv):
         """
         raise NotImplementedError(f"{type(self).__name__} has no score of its own")
 
-    def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+    def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, object]:
         """Return the row that samples.jsonl keeps of an evaluated answer."""
         return {"messages": rollout.messages, "score": scored.reward} | named_rewards(scored)
 
@@ -173,7 +174,7 @@ class QuestionEnv(BaseEnv):
         with keep_answers(self, output) if keeps else super()._keep_answers(output) as self._kept:
             yield
 
-    def _identity(self, item: Item) -> Any:
+    def _identity(self, item: Item) -> object:
         """Return what tells the held-out questions of one evaluation from those of another."""
         return self.conversation(item)
 
@@ -344,7 +345,7 @@ class QuestionEnv(BaseEnv):
     async def _asked_greedily(self, item: Item) -> Sequence[Rollout]:
         return author_checks.answers(self.rollouts, await self.rollouts(item, 1, "eval", 0.0, 1.0), 1)
 
-    def _sample_of(self, answered: Answered) -> dict[str, Any]:
+    def _sample_of(self, answered: Answered) -> dict[str, object]:
         """A line of samples.jsonl. The author's own record is of an answer that there is."""
         if answered.kept is not None:
             return dict(answered.kept["record"])
@@ -352,7 +353,7 @@ class QuestionEnv(BaseEnv):
             return self.sample_record(answered.item, answered.rollout, answered.scored)
         return {"messages": answered.rollout.messages, "score": None, "error": answered.error}
 
-    def _held_out_row(self, index: int, answered: Answered) -> dict[str, Any]:
+    def _held_out_row(self, index: int, answered: Answered) -> dict[str, object]:
         rollout, scored = answered.rollout, answered.scored
         ends = [node.metadata.get("finish_reason") for node in rollout.sequences]
         if answered.kept is not None:
@@ -423,7 +424,7 @@ def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     return [*said, {"role": "assistant", "content": text}]
 
 
-def named_rewards(scored: Scored) -> dict[str, Any]:
+def named_rewards(scored: Scored) -> dict[str, object]:
     """The field of a row that has an answer's named rewards; none where it has none."""
     return {"rewards": dict(scored.rewards)} if scored.rewards else {}
 

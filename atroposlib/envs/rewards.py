@@ -17,7 +17,7 @@ parameters are read once, when the environment is built.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeVar, overload
+from typing import SupportsFloat, TypeVar, overload
 
 from atroposlib.envs.authors.author_errors import WrongReturn
 from atroposlib.envs.authors.author_methods import settled
@@ -73,7 +73,7 @@ class Method:
     declared: tuple[str, ...]
     weight: float = 1.0
 
-    async def value(self, env: object, item: object, answer: str, rollout: Rollout) -> Any:
+    async def value(self, env: object, item: object, answer: str, rollout: Rollout) -> object:
         """Return the method's value for one answer."""
         method: Callable[..., object] = getattr(env, self.name)
         return await settled(method(item, answer, **{name: getattr(rollout, name) for name in self.declared}))

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
 from atroposlib.envs.errors import WrongSetting
+from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import reading
@@ -58,7 +59,7 @@ class TeacherDistillationEnv(BaseEnv):
     def __init__(
         self,
         config: Any,
-        server_configs: Any,
+        server_configs: ServerConfigs,
         slurm: bool = False,
         testing: bool = False,
         teacher_server_configs: TeacherServers = None,
@@ -85,11 +86,13 @@ class TeacherDistillationEnv(BaseEnv):
         return None
 
     @classmethod
-    def _further_servers(cls) -> dict[str, Any]:
+    def _further_servers(cls) -> dict[str, object]:
         return {"teacher": cls.teacher_config_init()}
 
     @classmethod
-    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], typed: Sequence[Setting]) -> Any:
+    def _resolved_servers(
+        cls, name: str, read: object, content: Mapping[str, object], typed: Sequence[Setting]
+    ) -> object:
         """The teacher as an override of the ancestor's hook resolves it."""
         hook = cls._resolve_teacher_server_configs.__func__  # type: ignore[attr-defined]
         if name != cls.teacher_namespace or hook is TeacherDistillationEnv._resolve_teacher_server_configs.__func__:  # type: ignore[attr-defined]
@@ -101,8 +104,8 @@ class TeacherDistillationEnv(BaseEnv):
     def _resolve_teacher_server_configs(
         cls,
         default_teacher_server_configs: TeacherServers,
-        yaml_config: Mapping[str, Any],
-        cli_passed_flags: Mapping[str, Any],
+        yaml_config: Mapping[str, object],
+        cli_passed_flags: Mapping[str, object],
     ) -> TeacherServers:
         """The ancestor's hook: the teacher of `teacher_config_init`, of YAML and of flags (`teacher.base_url`). The
         command line calls an override in place of its own reading.
@@ -113,7 +116,7 @@ class TeacherDistillationEnv(BaseEnv):
         if default_teacher_server_configs is None and not flags and not content:
             return None
         content = content[0] if isinstance(content, list) and len(content) == 1 else content
-        default: Any = default_teacher_server_configs or APIServerConfig()
+        default: object = default_teacher_server_configs or APIServerConfig()
         if isinstance(default, list) and len(default) == 1:
             default = default[0]
         merged = {}

@@ -12,8 +12,8 @@ knows no tools, the system prompt does, in the form of Hermes and Qwen.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.managed_server import ManagedServer
 
 log = get_logger(__name__)
 
@@ -133,7 +136,7 @@ class ToolEnv(QuestionEnv):
             raise EnvError("the prompt of a ToolEnv ends with a message of the assistant's: end it with the user's")
         return messages
 
-    def _room(self, managed: Any, messages: Messages, box: Toolbox) -> int:
+    def _room(self, managed: "ManagedServer", messages: Messages, box: Toolbox) -> int:
         """Most tokens of the next turn, none where the conversation has come to its limit."""
         length = managed.prompt_length(messages, box.schemas)
         limits = [limit for limit in (self.config.max_token_length, self.max_token_len) if limit > 0]
@@ -177,7 +180,7 @@ class ToolEnv(QuestionEnv):
             for call, text in zip(made, texts, strict=True)
         ]
 
-    def _unread(self, managed: object, calls: Sequence[dict[str, Any]]) -> int:
+    def _unread(self, managed: object, calls: Sequence[Mapping[str, object]]) -> int:
         """Count the calls of one message that cannot be read, beside `calls`, which can; 0 where a proxy keeps the
         text.
         """

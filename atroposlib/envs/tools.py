@@ -57,8 +57,8 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, Any]  # a JSON schema of type object
-    run: Callable[[str], Awaitable[Any]]
+    parameters: Mapping[str, object]  # a JSON schema of type object
+    run: Callable[[str], Awaitable[object]]
     has_own_limit: bool = False  # `run` raises TimeoutError by itself, after a time of its own
 
     @classmethod

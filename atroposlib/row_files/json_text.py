@@ -32,7 +32,7 @@ def encode(value: Any, *, default: Default = None, any_keys: bool = False) -> by
         raise TypeError("Recursion limit reached") from None
 
 
-def _plain(value: Any, default: Default, any_keys: bool) -> Any:
+def _plain(value: Any, default: Default, any_keys: bool) -> object:
     kind = type(value)
     if kind in ATOMS or (kind is int and LEAST <= value <= MOST):
         return value
@@ -50,7 +50,7 @@ def _plain(value: Any, default: Default, any_keys: bool) -> Any:
     return _plain(default(value) if default and found is UNSET else found, default, any_keys)
 
 
-def _simpler(value: Any) -> Any:
+def _simpler(value: object) -> object:
     """Return what JSON has in place of the value, itself to be made plain; UNSET where there is nothing."""
     match value:
         case Enum():
@@ -70,7 +70,7 @@ def _simpler(value: Any) -> Any:
     return UNSET
 
 
-def _key(key: Any, default: Default, any_keys: bool) -> str:
+def _key(key: object, default: Default, any_keys: bool) -> str:
     if isinstance(key, str):
         return str.__str__(key)
     if not any_keys:
@@ -81,7 +81,7 @@ def _key(key: Any, default: Default, any_keys: bool) -> str:
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: Any) -> object:
     """Return the numbers, truth values or dates of numpy's scalar or array; UNSET for one of other values."""
     import numpy as np  # a caller with such a value has loaded it
 

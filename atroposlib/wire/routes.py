@@ -5,7 +5,7 @@ without a token.
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from atroposlib.wire.batching import (
     Accepted,
@@ -56,7 +56,7 @@ class Route(Generic[R]):
     path: str
     sender: Literal["trainer", "environment", "anyone"]
     reply: type[R]
-    request: Any = None
+    request: object = None
     deadline_s: float = 10.0
 
 

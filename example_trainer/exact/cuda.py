@@ -11,7 +11,7 @@ are those of the plain formulas. Run on an H100 (docs/benchmarks/gpu.md); tests 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,32 @@ from vllm_patching.batch_invariant.switch import NotInvariant
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads the rows of an output head
 
 
-def exchange(model: PreTrainedModel, kernels: object, dtype: torch.dtype) -> None:
+class Kernels(Protocol):
+    """What the exact forwards call of vllm_patching.batch_invariant.cuda.CudaKernels."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, /) -> Tensor: ...
+
+    def silu_and_mul(self, x: Tensor, /) -> Tensor: ...
+
+    def rotary_table(self) -> Tensor: ...
+
+    def rotate(self, positions: Tensor, query: Tensor, key: Tensor, /) -> tuple[Tensor, ...]: ...
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scale: float,
+        contexts: tuple[int, ...] | None = None,
+        /,
+    ) -> Tensor: ...
+
+
+def exchange(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> None:
     """Give each module of a covered model its exact forward in `dtype`. Raises NotInvariant for a layer of another
     kind.
     """
@@ -51,7 +76,7 @@ def exchange(model: PreTrainedModel, kernels: object, dtype: torch.dtype) -> Non
         module.forward = forward
 
 
-def _product(kernels: Any, layers: Sequence[Any], x: Tensor, *, multiple: int = 1) -> Tensor:
+def _product(kernels: Kernels, layers: Sequence[Any], x: Tensor, *, multiple: int = 1) -> Tensor:
     # the weights of all `layers`, one below the other, and rows of zeros up to a multiple
     weight = _stacked([layer.weight for layer in layers], x.dtype)
     bias = None if layers[0].bias is None else _stacked([layer.bias for layer in layers], x.dtype)
@@ -76,7 +101,7 @@ def _embedding(module: Any, dtype: torch.dtype, ids: Tensor) -> Tensor:
     return F.embedding(ids, module.weight).to(dtype)
 
 
-def _norm(kernels: Any, module: Any, x: Tensor) -> Tensor:
+def _norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
     epsilon = module.variance_epsilon
     result: Tensor = Kernel.apply(
         lambda rows, weight: kernels.rms_norm(rows, weight, epsilon),
@@ -87,7 +112,7 @@ def _norm(kernels: Any, module: Any, x: Tensor) -> Tensor:
     return result
 
 
-def _mlp(kernels: Any, module: Any, x: Tensor) -> Tensor:
+def _mlp(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
     gate_up = _product(kernels, (module.gate_proj, module.up_proj), x)
     return cast(Tensor, module.down_proj(Kernel.apply(kernels.silu_and_mul, _silu_and_mul, gate_up)))
 
@@ -98,7 +123,7 @@ def _silu_and_mul(x: Tensor) -> Tensor:
 
 
 def _attention(
-    kernels: Any,
+    kernels: Kernels,
     module: Any,
     hidden_states: Tensor,  # [rows, T, d]
     *,

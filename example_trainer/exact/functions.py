@@ -102,7 +102,7 @@ class Kernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., object], formula: Callable[..., Any], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, kernel: Callable[..., object], formula: Callable[..., object], *inputs: Tensor) -> object:
         ctx.save_for_backward(*inputs)
         ctx.formula = formula
         return kernel(*inputs)

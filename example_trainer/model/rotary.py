@@ -31,7 +31,7 @@ def length_limit(config: Any) -> LengthLimit | None:
     return min(found, key=lambda limit: limit.tokens, default=None)
 
 
-def original_length(config: Any) -> int | None:
+def original_length(config: object) -> int | None:
     """The least length that a rotary embedding was made for before it was stretched, if config.json has one."""
     layers = _of_layers(getattr(config, "rope_parameters", None))
     return min((int(each[ORIGINAL]) for each in layers if each.get(ORIGINAL)), default=None)
@@ -48,7 +48,7 @@ def _of_layers(parameters: object) -> Iterator[Mapping[str, Any]]:
         yield from _of_layers(each)
 
 
-def _limit(config: Any, parameters: Mapping[str, Any]) -> LengthLimit | None:
+def _limit(config: object, parameters: Mapping[str, Any]) -> LengthLimit | None:
     rope_type = str(parameters["rope_type"])
     whole = int(getattr(config, WHOLE, 0) or 0)
     original = int(parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None) or whole)

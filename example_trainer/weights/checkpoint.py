@@ -226,7 +226,7 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
         return _restored(state, folder, optimizer, model, rank)
 
 
-def _state(folder: Path, mapped: bool) -> Any:
+def _state(folder: Path, mapped: bool) -> object:
     """Load what trainer_state.pt has, or map it."""
     try:
         return torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=mapped)

@@ -6,7 +6,7 @@ Forward only.
 """
 
 from functools import lru_cache
-from typing import Any
+from types import ModuleType
 
 import torch
 from packaging.version import Version
@@ -20,7 +20,7 @@ BLOCK = 32  # tokens per cache block, as the launcher sets it for vLLM
 
 
 @lru_cache(maxsize=1)
-def _vllm_ops() -> Any:
+def _vllm_ops() -> ModuleType:
     """vLLM's wrappers of its C++ kernels; seconds to import, so only when first needed."""
     with loading("vLLM, with whose kernel --batch-invariant computes attention", NotInvariant):
         from vllm_patching import compat

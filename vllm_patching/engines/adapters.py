@@ -11,6 +11,7 @@ served.
 import asyncio
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,7 @@ class PolicyTable(dict[str, Any]):
     these names the client sends.
     """
 
-    def __init__(self, adapters: dict[str, Any], aliases: set[str | None]) -> None:
+    def __init__(self, adapters: Mapping[str, object], aliases: set[str | None]) -> None:
         super().__init__(adapters)
         self._aliases = aliases
         self.current: vllm_types.LoRARequest = None  # None while the base model is the policy

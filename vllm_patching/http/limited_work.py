@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.child_processes.lines import LineChild
@@ -31,7 +32,7 @@ HIDDEN = ("VLLM_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "CUDA_VISIBLE_DEVICES")
 class LimitedWork:
     """`order` is what vllm_child.py is told."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, order: Mapping[str, object]) -> None:
         self._order = order
         self._child: LineChild | None = None
         self._starting = asyncio.Lock()
@@ -42,7 +43,7 @@ class LimitedWork:
         async with self._lanes[lane]:
             child = await self.started()
             # the kernel's alarm comes first; this one is for a child that does not even fork
-            reply: dict[str, Any] = await child.ask(do, limit_s + SILENCE_LIMIT_S, time_limit_s=limit_s, **content)
+            reply: dict[str, object] = await child.ask(do, limit_s + SILENCE_LIMIT_S, time_limit_s=limit_s, **content)
             return reply
 
     async def started(self) -> LineChild:

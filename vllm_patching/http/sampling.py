@@ -21,7 +21,7 @@ LARGEST_BIAS = 100.0  # as in OpenAI's API
 _INTERNAL = {"output_kind", "output_text_buffer_length", "skip_clone"}
 
 
-def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
+def sampling_params(given: dict[str, object]) -> compat.SamplingParams:
     """vLLM's sampling parameters, from those of a request. Raises Refused for an unknown name, WrongValue for a
     value.
     """

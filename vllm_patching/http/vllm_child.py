@@ -28,7 +28,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     tokenizer = compat.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
 
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> dict[str, object]:
         if request["do"] == "parse":
             content, calls = compat.parse_tool_calls(tokenizer, request["parser"], request["text"], request["tools"])
             return {"content": content, "calls": calls}

@@ -115,7 +115,7 @@ def read_groups(body: bytes, packed: bool, *, in_list: bool) -> list[tuple[Poste
 def with_weight(item: bytes, packed: bool, weight: float, limit: int | None) -> bytes:
     """The item with `group_overrides.staleness_weight`, of its oldest token, and the limit from which weights fall."""
     codec = _CODEC[packed]
-    content: dict[str, Any] = codec.decode(item, type=dict[str, Raw])
+    content: dict[str, object] = codec.decode(item, type=dict[str, Raw])
     content["group_overrides"] = (codec.decode(content["group_overrides"]) or {}) | {
         "staleness_weight": weight,
         "staleness_limit": limit,

@@ -5,7 +5,6 @@ messages.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
@@ -26,7 +25,7 @@ class DpoConfig(GenerationConfig):
     tasks_per_step: int = Field(default=8, ge=1, description="Groups per batch.")
 
 
-def records(config: DpoConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def records(config: DpoConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, object]]:
     """The lines of one group."""
     order, scores = ranked(config, group), group.scores
     for good, bad in list(zip(order, reversed(order), strict=True))[

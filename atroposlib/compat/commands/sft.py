@@ -4,7 +4,6 @@ A line is {"prefix", "completion", "score"}, or with --save-messages {"messages"
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
@@ -26,7 +25,7 @@ class SftConfig(GenerationConfig):
     save_top_n_per_group: int = Field(default=3, ge=1, description="Samples to keep per group, best first.")
 
 
-def records(config: SftConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def records(config: SftConfig, group: ScoredData, tokenizer: Tokenizer) -> Iterator[dict[str, object]]:
     """The lines of one group."""
     for index in ranked(config, group)[: config.save_top_n_per_group]:
         score = group.scores[index]

@@ -130,14 +130,14 @@ class Watcher:
             if group["number"] > number
         )
 
-    def _cut(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, group: dict[str, Any]) -> dict[str, object]:
         """The first samples, as many as are asked for: of each list that has one entry per sample."""
         size, count = self.config.group_size, len(group["scores"])
         return group | {
             name: values[:size] for name, values in group.items() if isinstance(values, list) and len(values) == count
         }
 
-    def _with_text(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _with_text(self, group: dict[str, Any]) -> dict[str, object]:
         if group["messages"] or self._tokenizer is None:
             return group
         return group | {"messages": [self._tokenizer.decode(tokens) for tokens in group["tokens"]]}

@@ -17,7 +17,7 @@ class BaseReward(RewardFunction):
     """A reward that looks at one text at a time; `registry.create` makes it like any other."""
 
     @abstractmethod
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         """The reward of one completion's text."""
 
     def compute(self, completions: list[object], **kwargs: object) -> list[float]:

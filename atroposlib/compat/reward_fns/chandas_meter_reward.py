@@ -39,7 +39,7 @@ class ChandasMeterReward(BaseReward):
             raise ValueError(f"meter {meter!r} is not known; choose one of: {', '.join(METRES)}")
         self.meter = meter
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         quarters = [quarter for quarter in map(syllables, re.split(r"[\n|।॥]+", completion)) if quarter]
         wanted = METRES[self.meter]
         shares = [

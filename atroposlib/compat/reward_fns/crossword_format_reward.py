@@ -32,7 +32,7 @@ class CrosswordFormatReward(BaseReward):
         self.penalize_invalid_chars = penalize_invalid_chars
         self.valid_chars = {*valid_chars.upper(), *valid_chars.lower()}
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         answers = [entry[1] for line in completion.split("\n") if (entry := ENTRY.fullmatch(line.strip()))]
         patterns = self.format_patterns
         fits = all(pattern.search(completion) for pattern in patterns) if patterns else bool(answers)

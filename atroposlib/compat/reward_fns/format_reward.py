@@ -26,7 +26,7 @@ class FormatReward(BaseReward):
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         completion = with_thoughts_opened(completion)
         needed = all if self.require_all_tags else any
         return float(needed(self._has(tag, completion) for tag in self.preferred_tags))

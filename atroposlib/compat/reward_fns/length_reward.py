@@ -15,5 +15,5 @@ class LengthReward(BaseReward):
             raise ValueError(f"target_words {target_words} must be at least 1")
         self.target_words = target_words
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         return min(1.0, len(completion.split()) / self.target_words)

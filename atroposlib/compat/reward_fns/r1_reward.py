@@ -33,7 +33,7 @@ class FormatReasoningReward(BaseReward):
         self.require_response = require_response
         self.allow_multiple_thinking = allow_multiple_thinking
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         completion = with_thoughts_opened(completion)
         thoughts = [found for found in all_tagged(completion, "think") if found.strip()]
         if (self.require_thinking and not thoughts) or (len(thoughts) > 1 and not self.allow_multiple_thinking):

@@ -37,7 +37,7 @@ class ReasoningStepsReward(BaseReward):
         self.base_score = base_score
         self.pattern_weights = {**WEIGHTS, **(pattern_weights or {})}
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         if len(completion.split()) < self.min_words:
             return 0.0
         shares = (

@@ -43,7 +43,7 @@ class RepetitionPenaltyReward(BaseReward):
         self.component_weights = {**WEIGHTS, **(component_weights or {})}
         self.stopwords = STOPWORDS if stopwords is None else stopwords
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         words = re.findall(r"\w+", completion.lower())
         sentences = _parts(r"(?<=[.!?])\s", completion)
         if len(words) < self.min_words or len(sentences) < self.min_sentences:

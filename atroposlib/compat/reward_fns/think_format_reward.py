@@ -1,7 +1,6 @@
 """Thoughts in one <think> block, and an answer after it."""
 
 import re
-from typing import Any
 
 from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 from atroposlib.grading.extraction import with_thoughts_opened
@@ -15,7 +14,7 @@ class ThinkFormatReward(BaseReward):
     chat template may have written the opening tag.
     """
 
-    def score(self, completion: str, **kwargs: Any) -> float:
+    def score(self, completion: str, **kwargs: object) -> float:
         found = THINK_THEN_ANSWER.fullmatch(with_thoughts_opened(completion))
         if (
             found is None

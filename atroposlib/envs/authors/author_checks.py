@@ -122,7 +122,7 @@ async def groups(collect_trajectories: Callable[[object], Awaitable[object]], it
     return found, later
 
 
-async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, object] | None:
+async def metrics(evaluate: Callable[[], Awaitable[object]]) -> Mapping[str, object] | None:
     """Return the metrics that `evaluate` gives. Raises WrongReturn."""
     found: Mapping[str, Any] | None = await settled(evaluate())
     if found is not None and not isinstance(found, Mapping):

@@ -57,7 +57,7 @@ class MalformedGroup(ValueError):
 class WrongReturn(TypeError):
     """An author's `method` returned something instead of what is `wanted`."""
 
-    def __init__(self, method: Callable[..., Any], returned: Any, wanted: str) -> None:
+    def __init__(self, method: Callable[..., object], returned: object, wanted: str) -> None:
         found = f"{type(returned).__name__} {shown(returned, RETURNED_CHARS_SHOWN)}" if returned is not None else "None"
         super().__init__(f"{method.__name__} returned {found} instead of {wanted}")
         self.where = location(method)

@@ -5,13 +5,16 @@ them, or the trainer drops their sequences, in every epoch again.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atroposlib.envs.data.data_report import DataReport, LoadedData
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.managed_server import ManagedServer
 
 log = get_logger(__name__)
 
@@ -83,7 +86,7 @@ class Look:
         return found
 
 
-def _reaches(env: Asks, managed: Any, item: Item, limit: int) -> bool:
+def _reaches(env: Asks, managed: "ManagedServer", item: Item, limit: int) -> bool:
     """Return whether the prompt of an item has `limit` tokens. False where that is not known: what an author's `prompt`
     raises is told when the item is asked.
     """

@@ -26,7 +26,7 @@ class EvaluationFailed(Exception):
     them again would change nothing: each was tried again by itself.
     """
 
-    def __init__(self, reason: str, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, reason: str, metrics: Mapping[str, object]) -> None:
         super().__init__(reason)
         self.metrics = metrics
 

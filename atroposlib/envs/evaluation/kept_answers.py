@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -43,7 +42,7 @@ GREEDY = SamplingFields(samples=1, temperature=0.0)
 class KeptAnswers:
     """The scored answers of a file, and the file. Raises DataError for a file of something else."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, object]) -> None:
         self._path = path
         self._rows = {row["question"]: row for row in sample_rows(path, header) if row["score"] is not None}
         if not path.exists():
@@ -59,7 +58,7 @@ class KeptAnswers:
         scored = Scored(row["score"], row["outcome"] or "", row["rewards"] or {})
         return Answered(item, Rollout(row["text"], row["messages"], []), scored, kept=row)
 
-    def add(self, row: Mapping[str, Any], text: str, record: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object], text: str, record: Mapping[str, object]) -> None:
         """Keep an answer: the row that readers see, its text, and what the author keeps of it. Raises RecordError."""
         named = {"question": row["index"], "sample": 0, "rewards": None, "error": None, "text": text}
         content = {**named, **{key: value for key, value in row.items() if key != "index"}, "record": record}

@@ -259,7 +259,7 @@ def _settings(env: Questions, asked: SamplingFields) -> dict[str, object]:
     }
 
 
-def read_samples(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
+def read_samples(path: Path, header: Mapping[str, object]) -> dict[tuple[int, int], Sample]:
     """The scored samples of a file, by question and number; none if it is not there. Raises DataError."""
     found = {}
     for row in sample_rows(path, header):

@@ -40,7 +40,7 @@ def write_html(jsonl: Path, page: Path, head: str = "") -> None:
             _write_page(out, jsonl.name, head, jsonl, sections)
 
 
-def write_samples_html(samples: Iterable[Mapping[str, Any]], page: Path, title: str, head: str = "") -> None:
+def write_samples_html(samples: Iterable[Mapping[str, object]], page: Path, title: str, head: str = "") -> None:
     """Render an evaluation's samples, a section for each question. Raises OSError."""
     with open_regular(page, "w", encoding="utf-8") as out:
         _write_page(out, title, head, page, _questions(enumerate(samples)))

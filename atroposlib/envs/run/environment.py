@@ -138,8 +138,8 @@ class Environment(FormerAttributes, ABC):
         self.status_dict: dict[str, Any] = {}
 
         # Work in progress, and results since the last log.
-        self.workers: set[Any] = set()
-        self.eval_workers: set[Any] = set()
+        self.workers: set[object] = set()
+        self.eval_workers: set[object] = set()
         self.backlog: list[Item] = []
         self.items_sent_this_step = 0
         self.completion_lengths: list[int] = []
@@ -237,12 +237,14 @@ class Environment(FormerAttributes, ABC):
         """Leave out questions whose prompts are too long, where they are known: by a `QuestionEnv`."""
 
     @classmethod
-    def _further_servers(cls) -> dict[str, Any]:
+    def _further_servers(cls) -> dict[str, object]:
         """Inference servers beside `openai`, by their entry in the configuration, before YAML and flags."""
         return {}
 
     @classmethod
-    def _resolved_servers(cls, name: str, read: Any, content: Mapping[str, Any], typed: Sequence[Setting]) -> Any:
+    def _resolved_servers(
+        cls, name: str, read: object, content: Mapping[str, object], typed: Sequence[Setting]
+    ) -> object:
         """The further servers `name` as they are used: as the command line has `read` them from YAML and flags."""
         return read
 

@@ -151,7 +151,7 @@ class SampleRows:
 
     def _head(
         self, started: float | None, ended: float, item: Item, failures: tuple[Failure, ...], dropped: str | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The fields that every row has, which come before those of the group."""
         return {
             "step": self._run.env.curr_step,

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from atroposlib.envs.authors.author_errors import ErrorBudget, shown
 from atroposlib.envs.errors import EnvError
@@ -36,7 +36,7 @@ class WorkerPool:
     def __init__(
         self,
         handle: Callable[[Item], Awaitable[None]],
-        tasks: set[Any],
+        tasks: set[object],
         on_end: Callable[[bool, float], None],
         budget: ErrorBudget,
     ) -> None:

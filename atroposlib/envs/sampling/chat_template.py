@@ -47,7 +47,7 @@ def _render_by(tokenizer: Any, defaults: Mapping[str, object]) -> None:
     """
     render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
 
-    def apply_chat_template(conversation: object, *args: object, **arguments: object) -> Any:
+    def apply_chat_template(conversation: object, *args: object, **arguments: object) -> object:
         if not tokenizer.chat_template and not arguments.get("chat_template"):
             raise NoChatTemplate(
                 f"the tokenizer {tokenizer.name_or_path} has no chat template, which a conversation needs: name a Jinja"

@@ -79,7 +79,7 @@ class ManagedServer(SequenceKeeper):
         self,
         messages: Sequence[Any],
         tools: Sequence[object] | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt text of a conversation; tool calls in it are the text that they were parsed from."""
         messages = [plain_message(message, index) for index, message in enumerate(messages)]

@@ -188,7 +188,7 @@ class ToolCallTranslator:
                 texts.append(text)
         return "\n".join(texts)
 
-    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> Messages:
+    def convert_messages_for_template(self, messages: Sequence[Mapping[str, object]]) -> Messages:
         """`messages` with tool calls as the text of their message."""
         return [self._as_text(message) if message.get("tool_calls") else dict(message) for message in messages]
 
@@ -205,7 +205,7 @@ class ToolCallTranslator:
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": whole}
 
 
-def _hermes_text(function: Mapping[str, Any]) -> str:
+def _hermes_text(function: Mapping[str, object]) -> str:
     arguments = function.get("arguments") or "{}"
     with suppress(ValueError, RecursionError):  # arguments that are not JSON are shown as the text they are
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -209,7 +209,7 @@ class VLLMServer(OpenAIServer):
             async with replied(self.http, "POST", url, data=encoded, headers=typed) as reply:
                 return await reply.read()
 
-    def _decode(self, content: bytes, shape: type[Any]) -> Any:
+    def _decode(self, content: bytes, shape: type[object]) -> Any:
         with reading(
             f"{self.generate_url} replied in a format that this client does not read",
             PermanentServerError,

@@ -129,7 +129,7 @@ class Sample:
     rewards: list[Raw]
     failures: list[FailedRollout]
     prompt: Raw
-    reference: Any
+    reference: object
     generation_params: object
 
 
