@@ -40,7 +40,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, Setting, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
-from example_trainer.settings.bridges import MODES
+from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import gpu_bytes, visible_gpus
 from example_trainer.settings.servers import Port
@@ -85,9 +85,7 @@ class RunFlags(Config):
     dataset_path: Path | None = Field(
         None, description="JSONL file with question and answer, or a directory with train.jsonl and test.jsonl"
     )
-    bridge: str | None = Field(
-        None, description="how new weights reach vLLM: broadcast, single_copy, reload, lora, lora_restart or restart"
-    )
+    bridge: str | None = Field(None, description=f"how new weights reach vLLM: {', '.join(LAUNCHED)}")
     run_name: str | None = Field(None, description="all output goes to runs/NAME/ (default: the recipe, date and time)")
     seed: int | None = Field(None, ge=1, description="seed of sampling, problems and trainer")
     batch_invariant: bool | None = Field(

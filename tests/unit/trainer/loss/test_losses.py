@@ -131,7 +131,7 @@ def test_an_objective_of_an_import_path_brings_its_own_metrics(
 
 
 def test_a_mistyped_objective_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"objective: give clip, cispo, or an import path"):
+    with pytest.raises(ConfigError, match=rf"objective: give {', '.join(OBJECTIVES)}, or an import path"):
         resolve_config(TrainerConfig, ["--model", "m", "--objective", "clop"], prog="grpo", env={})
 
 

@@ -17,7 +17,7 @@ from example_trainer.memory.plan import single_copy as of_single_copy
 from example_trainer.model import memory_check
 from example_trainer.model.memory_check import one_line_when_out_of_memory, settled_config
 from example_trainer.ranks.ranks import ALONE
-from example_trainer.settings.bridges import SingleCopy
+from example_trainer.settings.bridges import LAUNCHED, SingleCopy
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import model_folder
 from vllm_patching import free_memory
@@ -58,6 +58,10 @@ MODES: dict[str, dict[str, Any]] = {
     "lora": {"weight_bridge_mode": "lora_only", "lora_r": 8},
     "lora_restart": {"weight_bridge_mode": "lora_restart", "lora_r": 8},
 }
+
+
+def test_every_mode_with_memory_of_its_own_is_tried() -> None:
+    assert set(MODES) == {kind for kind, mode in LAUNCHED.items() if not mode.same_devices}
 
 
 @pytest.mark.parametrize("mode", MODES)
