@@ -125,7 +125,7 @@ class Groups:
             self.data.abort()
 
 
-def from_rank_0() -> Any:
+def from_rank_0() -> dist.BroadcastOptions:
     """Options of a broadcast."""
     options = dist.BroadcastOptions()
     options.rootRank = 0

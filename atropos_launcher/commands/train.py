@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from atropos_launcher.commands.plot import draw
 from atropos_launcher.commands.view import beside, page
@@ -135,7 +135,7 @@ def _placed(asked: Asked, site: Site) -> Site:
     return replace(site, placement=placement, settled=need.verdict(placement).decided if need and beside else {})
 
 
-def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+def ports_of_machines(machines: Machines, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
     """A port for the one vLLM server of each machine. Only those of this machine can be looked at. Raises PortTaken."""
     chosen: list[int] = []
     for host, port in zip(machines.serving, given, strict=True):
@@ -146,7 +146,7 @@ def ports_of_machines(machines: Machines, given: Sequence[Any], ports: Ports, dr
     return tuple(chosen)
 
 
-def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
     """A port for each server: the one that is given, else the next free one after the server before it. A dry run looks
     at none. Raises PortTaken, and ConfigError where two are the same.
     """

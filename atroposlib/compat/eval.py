@@ -114,7 +114,7 @@ class EvalBase(ABC):
         }
 
     async def chat_completion(
-        self, server: InferenceCalls | ManagedServer, messages: Sequence[Mapping[str, Any]]
+        self, server: InferenceCalls | ManagedServer, messages: Sequence[Mapping[str, object]]
     ) -> ChatCompletion:
         """`n` replies to `messages` of a server, or of a managed one."""
         return await server.chat_completion(

@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -128,7 +127,7 @@ class Judge:
         self._failed = 0  # since the log was told
         self._told_at = -math.inf
 
-    async def score(self, **values: Any) -> float | None:
+    async def score(self, **values: object) -> float | None:
         """The judge's score of what the template asks about: 0 to 1, or None. A list of messages is shown as text.
 
         Raises ValueError for a value that has no place in the template, PeerError for a judge that cannot answer.

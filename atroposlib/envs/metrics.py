@@ -33,7 +33,7 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = RecordFile(path)
 
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+    def write(self, metrics: Mapping[str, object], step: int) -> None:
         self._file.append(
             {"step": step, "time": time.time()}
             | {key: value for key, value in metrics.items() if isinstance(value, (int, float))},
@@ -49,14 +49,16 @@ class WandbSink:
     def __init__(self, run: Any) -> None:
         self._run = run
 
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+    def write(self, metrics: Mapping[str, object], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-async def open_wandb(name: str, group: str | None, project: str | None, config: Mapping[str, Any]) -> WandbSink | None:
+async def open_wandb(
+    name: str, group: str | None, project: str | None, config: Mapping[str, object]
+) -> WandbSink | None:
     """A run in `project`, or None after one line that says why not."""
     if not project:
         log.info("W&B is off: the trainer named no project")

@@ -8,7 +8,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.commands.cli import build, load_tree
@@ -27,7 +26,7 @@ def groups(
     wrong_answers: Sequence[str] = (NO_ANSWER,),
     count: int = 1,
     **settings: object,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return what the `process` command of `env_cls` writes to `directory`: `count` groups with `scores` and
     `messages`.
 

@@ -279,7 +279,7 @@ def _text(content: object) -> str:
     return msgspec.json.encode(content).decode()
 
 
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):

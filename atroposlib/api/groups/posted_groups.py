@@ -10,8 +10,10 @@ bodies are read on a thread, field by field, so that the event loop waits for on
 
 import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, get_args, get_origin
+from types import ModuleType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import UNSET, Meta, Raw
@@ -37,7 +39,8 @@ _FLOAT_BYTES = 4  # of a number as it is usually posted; in memory it takes 32
 _LOOKED_AT = 1024  # numbers
 SMALL_BYTES = 65_536  # of a field that is cheap to look through
 
-_CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
+T = TypeVar("T")
+_CODEC: dict[bool, ModuleType] = {False: msgspec.json, True: msgspec.msgpack}
 _NULL = {False: Raw(b"null"), True: Raw(b"\xc0")}
 _ITEM = [name for name in ScoredData.__struct_fields__ if name not in IF_POSTED]
 _REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field.required]
@@ -136,7 +139,7 @@ def as_json(item: bytes) -> bytes:
 # --- fields ---------------------------------------------------------------------------------------------
 
 
-def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
+def _split(body: bytes, packed: bool, split: Callable[[bytes], T]) -> tuple[T, str | None]:
     """The fields, and what stood in place of the mark if NaN or Infinity broke the JSON. Raises RefusedBody (422)."""
     mark = None
     while True:

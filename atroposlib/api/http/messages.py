@@ -94,7 +94,7 @@ def _uncollected(work: Callable[[], T]) -> T:
         gc.enable()
 
 
-def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def reply(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A small JSON reply."""
     return Response(encode(content), status, headers, "application/json")
 

@@ -7,7 +7,7 @@ the line, the method, the rule and the remedy.
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location
 from atroposlib.envs.authors.author_methods import settled
@@ -136,9 +136,9 @@ def _pair(name: str, method: Callable[..., object], found: object) -> tuple[obje
     return found[0], found[1]
 
 
-def _is_list(found: object) -> bool:
+def _is_list(found: object) -> TypeGuard[Sequence[object]]:
     return isinstance(found, Sequence) and not isinstance(found, (str, bytes))
 
 
-def _is_list_of(kind: type, found: Any) -> bool:
+def _is_list_of(kind: type, found: object) -> bool:
     return _is_list(found) and all(isinstance(each, kind) for each in found)

@@ -221,7 +221,7 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
     return _reported(train, tested, report)
 
 
-def question_of(item: Any) -> str:
+def question_of(item: object) -> str:
     """Return a key that tells an item's question from others; see `question_key`."""
     question = getattr(item, "question", None)
     if isinstance(item, Mapping):
@@ -229,7 +229,7 @@ def question_of(item: Any) -> str:
     return question_key(question if isinstance(question, str) else _as_text(item if question is None else question))
 
 
-def shown_question(item: Any) -> str:
+def shown_question(item: object) -> str:
     """An item for people."""
     question = getattr(item, "question", None)
     if isinstance(item, Mapping):
@@ -237,7 +237,7 @@ def shown_question(item: Any) -> str:
     return question if isinstance(question, str) else _as_text(item)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
@@ -382,7 +382,7 @@ def _as_data_error(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {' '.join(str(cause).split())[:300] or type(cause).__name__}") from error
 
 
-def _row(where: str, value: Any) -> Row:
+def _row(where: str, value: object) -> Row:
     if not isinstance(value, dict):
         raise DataError(f"{where} is not an object with columns: found {' '.join(repr(value).split())[:120]}")
     return Row(where, value)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -43,7 +43,7 @@ class JsonlWriter:
         """Keep no more than this from now on: full parts are moved aside, compressed, and at last removed."""
         self._file.parts = None if keep.is_all else Parts(self.path, keep, self._base)
 
-    def write(self, record: Mapping[str, Any], step: int | None = None) -> None:
+    def write(self, record: Mapping[str, object], step: int | None = None) -> None:
         """Append `record`. One of a `step` only records what was done, so it waits in memory while the disk takes no
         more (record_file.py). Any other is data: raises RecordError, with the file as it was.
         """
@@ -60,7 +60,7 @@ class JsonlWriter:
                 self.path.unlink()
 
 
-def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
     """Append a line for each record to `path`, which is made if need be: all of them or none. Raises RecordError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_regular(path, "ab", buffering=0) as file:

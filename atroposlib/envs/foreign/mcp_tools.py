@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any, Self
 
 from atroposlib.envs.errors import EnvError, WrongSetting
@@ -136,7 +137,7 @@ class McpServer:
                 return tools
         raise EnvError(f"its list of tools has more than {MOST_PAGES} pages")
 
-    async def _call(self, name: str, arguments: str) -> Any:
+    async def _call(self, name: str, arguments: str) -> object:
         """A tool's result as text. Raises ToolError for what the server reports, and RolloutFailed for a dead one."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
@@ -176,7 +177,7 @@ class McpServer:
         return True
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     """The package `mcp`. Raises MissingExtra without it, or with its first major version, which has no `Client`."""
     need("mcp", "an MCP server", "mcp")
     import mcp
@@ -186,7 +187,7 @@ def _package() -> Any:
     return mcp
 
 
-def _object(arguments: str) -> dict[str, Any]:
+def _object(arguments: str) -> dict[str, object]:
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError) as error:

@@ -829,7 +829,7 @@ class EnvRun:
             self.record(Path(path), *({**head, **row} for row in self.held_out))
         self.held_out = []
 
-    def record(self, path: Path, *rows: dict[str, Any]) -> None:
+    def record(self, path: Path, *rows: Mapping[str, object]) -> None:
         """Append rows to a file that only records what happened: a disk without room ends nothing."""
         self.records.setdefault(path, RecordFile(path)).append(*rows)
 

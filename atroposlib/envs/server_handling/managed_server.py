@@ -102,9 +102,9 @@ class ManagedServer(SequenceKeeper):
     async def chat_completion(
         self,
         *,
-        messages: Sequence[Any],
+        messages: Sequence[object],
         n: int | None = 1,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[object] | None = None,
         tool_choice: str | None = None,
         extra_body: Mapping[str, Any] | None = None,
         split: Split = "train",

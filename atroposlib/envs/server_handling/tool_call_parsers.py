@@ -58,7 +58,7 @@ def tool_call_parser(name: str, tokenizer: Tokenizer, server: InferenceCalls) ->
 
 
 def _of_text(name: str) -> ToolCallParser:
-    async def parse(text: str, token_ids: Sequence[int], tools: Sequence[Any], split: Split) -> Parsed:
+    async def parse(text: str, token_ids: Sequence[int], tools: Sequence[object], split: Split) -> Parsed:
         thoughts, said = without_thoughts(text)
         content, calls = PARSERS[name](said)
         return thoughts + content, calls
@@ -67,7 +67,7 @@ def _of_text(name: str) -> ToolCallParser:
 
 
 def _of_vllm(server: InferenceCalls, chosen: str | None) -> ToolCallParser:
-    async def parse(text: str, token_ids: Sequence[int], tools: Sequence[Any], split: Split) -> Parsed:
+    async def parse(text: str, token_ids: Sequence[int], tools: Sequence[object], split: Split) -> Parsed:
         thoughts, said = without_thoughts(text)
         content, calls = await server.parse_tool_calls(text=said, tools=list(tools), parser=chosen, split=split)
         return thoughts + content, calls

@@ -74,7 +74,7 @@ def letter(run: Path, number: int) -> Letter | None:
         return None if row is None else _letter(*row)
 
 
-def _letter(number: Any, at: object, environment: Any, reason: Any, packed: Any, body: Any) -> Letter:
+def _letter(number: Any, at: object, environment: object, reason: object, packed: object, body: object) -> Letter:
     seconds = float(at) if isinstance(at, int | float) and math.isfinite(at) else 0.0
     return Letter(int(number), seconds, _text(environment), _text(reason)[:REASON], _group(bool(packed), body))
 

@@ -5,13 +5,15 @@ What a group holds per sequence stays `Raw` until somebody looks at that sequenc
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
 from atroposlib.wire.batching import CUT
+
+T = TypeVar("T")
 
 Whole = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Many = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -264,7 +266,7 @@ def group_number(group: str | None) -> int:
     return int(group, 16)
 
 
-def of_rollouts(values: list[Any], rollouts: list[int]) -> list[Any]:
+def of_rollouts(values: list[T], rollouts: list[int]) -> list[T]:
     """One value per rollout, that of its last sequence, out of one per sequence."""
     if len(rollouts) != len(values):
         return values
