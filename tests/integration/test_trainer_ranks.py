@@ -41,7 +41,13 @@ def train(
                 ]
             ),
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "VLLM_API_KEY": API_KEY, "DRILL": drill},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "VLLM_API_KEY": API_KEY,
+                "DRILL": drill,
+                "DRILL_SERVER_LOG": str(server.log),
+            },
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,

@@ -3,8 +3,9 @@
 WHERE is a method of Learner, at its second call; `sending`, in the middle of the second transfer of its rows to vLLM;
 `join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
 error to raise, or TELL: then every call prints what it returns. DRILL="all transfers MEMORY" harms nobody: each rank
-prints what it holds while weights are handed over. With "1 sending SLOW" rank 1 sends for longer than the others. The
-command line is grpo.py's, and like that it starts its ranks by its own command.
+prints what it holds while weights are handed over. With "1 sending SLOW" rank 1 sends for longer than the others.
+DRILL_SERVER_LOG is the log of the vLLM server, which `sending` waits for. The command line is grpo.py's, and like that
+it starts its ranks by its own command.
 """
 
 import json
@@ -13,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from example_trainer.before_torch import check_before_torch
@@ -28,7 +30,7 @@ from example_trainer.ranks import ranks
 from example_trainer.ranks.place import Place
 from tests.unit.trainer.process_memory import anonymous_memory
 
-RECEIVING_S = 1.0  # until a worker has begun to receive: Gloo buffers a small send, whose end says nothing of the peer
+RECEIVING_S = 60.0  # in which a worker begins to receive: Gloo buffers a small send, whose end says nothing of the peer
 SLOW_S = 7.0  # that a rank sends for longer than the others
 ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("drilled"), "MemoryError": MemoryError()}
 
@@ -81,7 +83,7 @@ def drill_sending(act: str) -> None:
             def packing(*arguments: Any) -> Any:
                 for transfer in begun:
                     transfer.wait()
-                time.sleep(RECEIVING_S)
+                await_receiver(Path(os.environ["DRILL_SERVER_LOG"]))
                 return packed(*arguments)
 
             joined.groups.begin, sender._bytes = beginning, packing
@@ -90,6 +92,15 @@ def drill_sending(act: str) -> None:
             time.sleep(SLOW_S)
 
     setattr(RowSender, "send", sending)  # noqa: B010
+
+
+def await_receiver(log: Path) -> None:
+    """Wait until the server's worker receives the version that follows the one it joined for."""
+    deadline = time.monotonic() + RECEIVING_S
+    while "Receiving policy version 1 " not in log.read_text().rpartition("Joined session")[2]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no worker receives within {RECEIVING_S:.0f} s, says {log}")
+        time.sleep(0.05)
 
 
 def replace(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
