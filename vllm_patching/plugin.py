@@ -5,7 +5,8 @@ It escapes control characters in vLLM's logs, which contain names and prompts of
 It installs batch-invariant arithmetic if the launcher asked for it, before a model exists.
 
 When vLLM's API process exits normally, it ends its engine and workers. When it is killed, they keep running, with their
-ports and memory. So each child asks the kernel for a SIGTERM when its parent dies.
+ports and memory. So each child asks the kernel for a SIGTERM when its parent dies. One that cannot take the signal, as
+it waits for a peer in C, is killed a little later.
 """
 
 import multiprocessing
@@ -14,8 +15,10 @@ import signal
 import sys
 
 from atroposlib.logs import escape_records
-from atroposlib.processes.exec_child import die_with
+from atroposlib.processes.exec_child import die_with, kill_after
 from vllm_patching.batch_invariant import switch
+
+GRACE_S = 15.0  # in which an engine ends by itself when its API process has died
 
 
 def register() -> None:
@@ -38,7 +41,8 @@ def register() -> None:
 
 
 def _end_with(parent: int | None) -> None:
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or parent is None:
         return
+    kill_after(parent, GRACE_S)
     if not die_with(parent, signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)

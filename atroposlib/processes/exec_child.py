@@ -12,9 +12,13 @@ So nothing runs unrecorded: if the parent dies in between, stdin ends and the sc
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 NOT_STARTED = 127  # as a shell has it
@@ -29,6 +33,29 @@ def die_with(parent: int | None, number: int) -> bool:
         if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     return os.getppid() == parent
+
+
+@cache
+def kill_after(parent: int, grace_s: float) -> None:
+    """Kill this process `grace_s` seconds after the process `parent` has ended, if it is still there then. Idempotent.
+
+    Python runs a signal's handler between two instructions, so a call of C that waits for a peer, such as one that
+    joins a process group, would outlive its parent until its own limit. A thread does not wait for that call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        parent_ends = os.pidfd_open(parent)
+    except ProcessLookupError:
+        parent_ends = None
+
+    def watch() -> None:
+        if parent_ends is not None:
+            select.select([parent_ends], [], [])
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def words(number: int, command: Iterable[str], cores: Sequence[int] = ()) -> list[str]:
