@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.child_processes import pool
 from atroposlib.child_processes.math_child import judge
 from atroposlib.grading import Grader, GraderSettings, Outcome
 from tests.waiting import until
@@ -122,6 +123,17 @@ def test_plain_integers_are_judged_as_math_verify_does() -> None:
         return [str(await grader.grade(answer, gold)) for answer, gold in pairs]
 
     assert asyncio.run(quickly()) == [judge(gold, answer)["verdict"] for answer, gold in pairs]
+
+
+async def test_a_reply_to_another_request_is_a_grader_failure(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = pool._exchange
+
+    async def late(process: asyncio.subprocess.Process, request: dict[str, object]) -> object:
+        return {**await exchange(process, request), "id": "that of the one before"}
+
+    assert await grader.grade(r"\sqrt{4}", "2") == Outcome.RIGHT
+    monkeypatch.setattr(pool, "_exchange", late)
+    assert await grader.grade(r"\sqrt{4}", "2") == Outcome.GRADER_FAILED
 
 
 async def test_closing_leaves_no_process(grader: Grader) -> None:

@@ -101,6 +101,8 @@ def test_a_file_that_shrinks_or_is_replaced_or_rewritten_is_indexed_anew(tmp_pat
     assert whole(found) == [*range(10), *range(50, 150)]
     os.replace(written(tmp_path / "new", 7, *range(500)), path)
     assert whole(found) == [7, *range(500)]
+    os.replace(written(tmp_path / "new", 8, *range(510)), path)  # the bytes before the old end are as they were
+    assert whole(found) == [8, *range(510)]
     written(path, *range(1000, 1600))  # the same file, other bytes, longer
     assert whole(found) == list(range(1000, 1600))
     path.unlink()

@@ -90,6 +90,7 @@ def test_zeros_of_both_signs_differ() -> None:
     ("form", "places", "count"),
     [
         (Form.GAPS, [255, 255, 254], 1),  # beyond the end
+        (Form.GAPS, [12], 1),  # just behind the last
         (Form.GAPS, [3, 3], 1),  # more places than words
         (Form.GAPS, [255], 1),  # none at all
         (Form.BITMAP, [0, 128], 1),  # in the padding of the last byte

@@ -35,6 +35,7 @@ class FakeVllmServer:
         self.session: str | None = None
         self.fenced: str | None = None
         self.fail: str | None = None
+        self.stall_s = 0.01
         self.sessions = 0
         self.batch_invariant = False
         self.protocol = PROTOCOL
@@ -161,7 +162,13 @@ class FakeVllmServer:
         self._live = dict(self._staged)
         self._staged.clear()
         self.version, self.fenced = version, None
-        return 200, {"policy_version": version, "stall_s": 0.01, "pause_s": 0.008, "apply_s": 0.001, "commit_s": 0.01}
+        return 200, {
+            "policy_version": version,
+            "stall_s": self.stall_s,
+            "pause_s": 0.008,
+            "apply_s": 0.001,
+            "commit_s": 0.01,
+        }
 
     @torch.no_grad()
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Single copy and LoRA against a fake client of vLLM: what is held before the model is loaded, and what a sync does."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class FakeVllm:
         self._manifest = Manifest(source, tp, tensors[-1].offset + tensors[-1].nbytes, tensors)
         self._workers, self.arenas = ranks_of(model, tp)
         self.calls: list[Any] = []
+        self.beats: list[float] = []  # with a lease of 30 s, none in most tests
+        self.needed: list[str] = []  # adapters that requests still use, besides the last
 
     def wait_until_ready(self, deadline_s: float, *, lora: bool = False) -> ServerStatus:
         return ServerStatus("m", 0, dtype="float32", enabled=not lora, max_lora_rank=16 if lora else None)
@@ -57,13 +60,13 @@ class FakeVllm:
         name, version = body["name"], body["policy_version"]
         self.calls.append(("load", name, version))
         assert Path(body["path"], "adapter_model.safetensors").is_file()
-        return AdapterLoaded(policy_version=version, load_s=0.25, needed=[name])
+        return AdapterLoaded(policy_version=version, load_s=0.25, needed=[*self.needed, name])
 
     def open_session(self, offer: AdapterOffer, route: str) -> None:
         self.calls.append(("open", offer.rank, route))
 
     def heartbeat(self, session: str, route: str) -> None:
-        """The lease is 30 s, so no test sees one."""
+        self.beats.append(time.monotonic())
 
     def close_session(self, session: str, route: str) -> None:
         self.calls.append("close")
@@ -184,6 +187,32 @@ def test_an_adapter_is_written_loaded_and_those_before_it_are_removed(
         (0.25, 0.25, learner.trained.nbytes)
     }
     assert vllm.calls[-1] == "close"
+
+
+def test_an_adapter_that_a_request_still_uses_is_kept(vllm: FakeVllm, model: str, tmp_path: Path) -> None:
+    config = TrainerConfig.model_validate(
+        {"model_name": model, "save_path": tmp_path / "out", "bridge": {"kind": "lora", "r": 4}}
+    )
+    with connected(Learner(config, CPU, ALONE), make_bridge(config), model) as bridge:
+        bridge.sync(0, keep_weights)
+        vllm.needed = [vllm.calls[-1][1]]
+        bridge.sync(1, keep_weights)
+        names = {path.name for path in (tmp_path / "out" / "adapters").iterdir()}
+        assert names == {*vllm.needed, vllm.calls[-1][1]}
+
+
+def test_a_session_is_kept_alive_by_beats_of_which_one_may_be_lost(vllm: FakeVllm, model: str, tmp_path: Path) -> None:
+    lease_s = 1.5
+    config = TrainerConfig.model_validate(
+        {"model_name": model, "save_path": tmp_path / "out", "bridge": {"kind": "lora", "lease_s": lease_s}}
+    )
+    with connected(Learner(config, CPU, ALONE), make_bridge(config), model) as bridge:
+        assert isinstance(bridge, lora.LoraBridge)
+        assert bridge._session.heart._interval_s <= lease_s / 2
+        deadline = time.monotonic() + 60
+        while len(vllm.beats) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_an_adapter_that_cannot_be_written_names_what_is_served(

@@ -56,6 +56,13 @@ def synced(bridge: BroadcastBridge, version: int) -> int:
     return bridge.sync(version, lambda: change(bridge)).servers
 
 
+def test_the_stall_of_a_sync_is_the_longest_of_its_servers(model: str, servers: list[FakeVllmServer]) -> None:
+    servers[1].stall_s = 0.25
+    bridge = bridge_to(model, *servers)
+    assert bridge.sync(0, lambda: change(bridge)).stall_s == 0.25
+    bridge.close()
+
+
 def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
     model: str, servers: list[FakeVllmServer]
 ) -> None:

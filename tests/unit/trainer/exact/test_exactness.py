@@ -2,6 +2,7 @@
 leaves behind.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from example_trainer.data.batching import make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
 from example_trainer.exact import check
-from example_trainer.exact.check import Comparison, Exactness, NotExact, summary
+from example_trainer.exact.check import Comparison, Exactness, Mismatch, NotExact, hexadecimal, summary
 from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
@@ -185,6 +186,14 @@ def test_one_bit_is_found_and_shown() -> None:
     assert line.split() == ["1", "8", "-1.2500000000", "-1.2499998808", "bfa00000", "bf9fffff", "1.192e-07"]
 
 
+def test_zeros_of_both_signs_differ_by_a_bit() -> None:
+    comparison = Comparison()
+    ours = torch.tensor([-0.0, -1.0, -2.0])
+    comparison.add(torch.tensor([1, 2, 3]), torch.tensor([0.0, -1.0, -2.0]), ours)
+    assert comparison.row()["bit_exact/differing_tokens"] == 1
+    assert hexadecimal(ours[0]) in comparison.table()
+
+
 def test_a_strict_run_trains_on_exact_batches_and_says_so(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +283,26 @@ def test_a_run_gone_wrong_stops_without_the_mode_too(model: str, tmp_path: Path)
             bit_exact="report",
             mismatch_limit=1e-3,
         )
+
+
+def test_a_run_that_agreed_once_ends_well_after_a_batch_without_tokens(model: str, tmp_path: Path) -> None:
+    settings = {"model_name": model, "save_path": tmp_path, "mismatch_limit": 0.1}
+    config = TrainerConfig.model_validate(settings)
+    loaded, batch = load_model(model, torch.device("cpu")), batch_of([item([1.0, 0.0])])
+
+    def judged(*differences: float) -> Exactness:
+        exactness = Exactness(config, loaded, "float32", config.kernels)
+        for step, difference in enumerate(differences):
+            comparison = Comparison()
+            if difference >= 0:  # else nothing is compared
+                comparison.add(torch.tensor([1]), torch.tensor([-1.0]), torch.tensor([-1.0 - difference]))
+            with contextlib.suppress(Mismatch):
+                exactness.judge(comparison, step=step, batch=batch, model=loaded)
+        return exactness
+
+    judged(0.0, -1.0, 1.0).expect_agreement()
+    with pytest.raises(Mismatch, match="step 1"):
+        judged(-1.0, 1.0).expect_agreement()
 
 
 def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> None:
