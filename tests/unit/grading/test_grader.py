@@ -129,7 +129,7 @@ async def test_a_reply_to_another_request_is_a_grader_failure(grader: Grader, mo
     exchange = pool._exchange
 
     async def late(process: asyncio.subprocess.Process, request: dict[str, object]) -> object:
-        return {**await exchange(process, request), "id": "that of the one before"}
+        return {**await exchange(process, request), "id": "another"}
 
     assert await grader.grade(r"\sqrt{4}", "2") == Outcome.RIGHT
     monkeypatch.setattr(pool, "_exchange", late)
