@@ -4,7 +4,7 @@ WHERE is a method of Learner, at its second call; `sending`, in the middle of th
 `join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
 error to raise, or TELL: then every call prints what it returns. DRILL="all transfers MEMORY" harms nobody: each rank
 prints what it holds while weights are handed over. With "1 sending SLOW" rank 1 sends for longer than the others.
-DRILL_SERVER_LOG is the log of the vLLM server, which `sending` waits for. The command line is grpo.py's, and like that
+DRILL_SERVER_LOG is the log of a vLLM server, which `sending` waits for. The command line is grpo.py's, and like that
 it starts its ranks by its own command.
 """
 
@@ -83,7 +83,8 @@ def drill_sending(act: str) -> None:
             def packing(*arguments: Any) -> Any:
                 for transfer in begun:
                     transfer.wait()
-                await_receiver(Path(os.environ["DRILL_SERVER_LOG"]))
+                if log := os.environ.get("DRILL_SERVER_LOG"):
+                    await_receiver(Path(log))
                 return packed(*arguments)
 
             joined.groups.begin, sender._bytes = beginning, packing

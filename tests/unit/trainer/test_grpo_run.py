@@ -16,7 +16,7 @@ from example_trainer.settings.config import TrainerConfig
 from tests.integration.conftest import free_port
 from tests.unit.trainer.fakes import model_folder
 
-FAKE = Path(__file__).parents[1] / "bridge/fake_vllm_server.py"
+FAKE = Path(__file__).with_name("bridges") / "fake_vllm_server.py"
 OLD_FLAGS = (
     "--model M --vllm-port 9005 --vllm-gpu-memory-utilization 0.3 --max-model-len 512 --dtype float32 --lr 1e-4"
     " --training-steps 20 --optimizer adamw --clip-eps 0.2 --save-path s --log-dir l"
