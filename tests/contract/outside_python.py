@@ -60,7 +60,7 @@ TABLE = (
     Row("vllm_patching/compat.py", "vocab_size=vocabulary", "vllm/v1/structured_output", r"^    vocab_size: int"),
     Row("vllm_patching/compat.py", "._validate_structured_outputs", "vllm", r"self\._validate_structured_outputs\("),
     Row("vllm_patching/compat.py", ".__post_init__", "vllm/sampling_params.py", r"^    def __post_init__\(self\):"),
-    Row("vllm_patching/compat.py", "sampling_params: object,", "vllm/v1/engine/async_llm.py", r"^ {8}sampling_params:"),
+    Row("vllm_patching/compat.py", "sampling_params: obj", "vllm/v1/engine/async_llm.py", r"^ {8}sampling_params: S"),
     # by name, so that no import shows them
     Row("vllm_patching/compat.py", "home.log_softmax", "vllm/model_executor", r"^def log_softmax\(input: .*, dim: "),
     Row("vllm_patching/compat.py", "mm_features=None", "vllm/v1/engine/__init__.py", r"^    mm_features: .*None"),
