@@ -12,7 +12,6 @@ So nothing runs unrecorded: if the parent dies in between, stdin ends and the sc
 
 import ctypes
 import os
-import select
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from functools import cache
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 NOT_STARTED = 127  # as a shell has it
+PARENT_ASKED_EVERY_S = 0.5
 
 
 def die_with(parent: int | None, number: int) -> bool:
@@ -37,21 +37,16 @@ def die_with(parent: int | None, number: int) -> bool:
 
 @cache
 def kill_after(parent: int, grace_s: float) -> None:
-    """Kill this process `grace_s` seconds after the process `parent` has ended, if it is still there then. Idempotent.
+    """Kill this process `grace_s` seconds after its parent, the process `parent`, has ended, if it is still there then.
+    Idempotent.
 
     Python runs a signal's handler between two instructions, so a call of C that waits for a peer, such as one that
     joins a process group, would outlive its parent until its own limit. A thread does not wait for that call.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        parent_ends = os.pidfd_open(parent)
-    except ProcessLookupError:
-        parent_ends = None
 
     def watch() -> None:
-        if parent_ends is not None:
-            select.select([parent_ends], [], [])
+        while os.getppid() == parent:  # pidfd_open needs Linux 5.3, which clusters need not have
+            time.sleep(PARENT_ASKED_EVERY_S)
         time.sleep(grace_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
