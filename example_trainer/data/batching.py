@@ -108,6 +108,11 @@ class Batch:
         """Tokens that enter the loss."""
         return sum(sequence.trained_tokens for sequence in self.sequences)
 
+    @property
+    def signal_share(self) -> float:
+        """Return the share of the groups, 0 to 1, whose advantages are not all zero; 1 without groups."""
+        return 1.0 - self.zero_variance_groups / self.groups if self.groups else 1.0
+
 
 def make_batch(
     items: Iterable[Item],

@@ -211,7 +211,7 @@ class Run:
                 loss_mean=config.loss_mean,
                 seed=config.seed,
                 step=step,
-                rate=learning_rate(config, step, self.progress.updates),
+                rate=learning_rate(config, step, self.progress.updates, batch.signal_share),
             ),
         )
         try:

@@ -66,18 +66,20 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
     return torch.optim.AdamW(trained, **settings)
 
 
-def learning_rate(config: TrainerConfig, step: int, updates: int) -> float:
-    """The rate of training step `step`, counted from 1, before which `updates` were made.
+def learning_rate(config: TrainerConfig, step: int, updates: int, signal_share: float = 1.0) -> float:
+    """Return the rate of training step `step`, counted from 1, before which `updates` were made; `signal_share` (0 to
+    1) is the share of its groups with a signal, which counts with --lr-by-signal.
 
     It rises linearly from lr / warmup_steps to lr over the first `warmup_steps` updates, because the optimizer's
     moments settle by updates. It falls linearly to lr / (lr_decay_steps + 1) over the last `lr_decay_steps` steps,
     whether they update or not, so that a run always ends at the lowest rate.
     """
-    return config.lr * min(
+    scheduled = config.lr * min(
         1.0,
         (updates + 1) / max(1, config.warmup_steps),
         (config.training_steps - step + 1) / (config.lr_decay_steps + 1),
     )
+    return scheduled * signal_share if config.lr_by_signal else scheduled
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -19,6 +19,7 @@ SETTINGS = (
     "lr",
     "warmup_steps",
     "lr_decay_steps",
+    "lr_by_signal",
     "optimizer",
     "weight_decay",
     "max_grad_norm",

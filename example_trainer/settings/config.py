@@ -133,6 +133,13 @@ class OptimizationSettings(Config):
             "--training-steps, rounded down"
         ),
     )
+    lr_by_signal: bool = Field(
+        False,
+        description=(
+            "multiply the rate of a step by the share of its groups whose scores differ; otherwise AdamW moves the "
+            "weights nearly as far for one such group as for all"
+        ),
+    )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field(
         "adamw", description="adamw is PyTorch's fused AdamW on float32 states"
     )

@@ -121,6 +121,11 @@ def test_seconds_of_a_server_that_each_sync_starts_again_are_not_lost(model: str
     assert [row["sampler_busy_s"] for row in rows(tmp_path)] == [10, 10]
 
 
+def test_a_step_in_which_half_of_the_groups_teach_has_half_the_rate_where_asked(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, api=FakeApi(feed), training_steps=2, warmup_steps=0, lr_by_signal=True)
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([5e-3, 5e-3])
+
+
 def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     api = FakeApi(feed)
     api.evaluations = {0: 0.125, 2: 0.5, 4: 0.75}

@@ -105,6 +105,18 @@ def test_steps_without_an_update_lower_the_rate_and_do_not_warm_up() -> None:
     assert rates(training_steps=8, warmup_steps=4, no_update=2) == [0.25, 0.5, 0.5, 0.75, 0.75, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("by_signal", "share", "expected"),
+    [(True, 0.125, 0.125), (True, 1.0, 1.0), (True, 0.0, 0.0), (False, 0.125, 1.0)],
+)
+def test_the_rate_follows_the_share_of_groups_with_a_signal_where_asked(
+    by_signal: bool, share: float, expected: float
+) -> None:
+    settings = config(lr=0.5, training_steps=4, lr_decay_steps=1, lr_by_signal=by_signal)
+    assert learning_rate(settings, 3, 2, share) == pytest.approx(0.5 * expected)
+    assert learning_rate(settings, 4, 3, share) == pytest.approx(0.25 * expected)  # beside the decay
+
+
 def test_the_next_update_has_the_rate_that_was_set() -> None:
     parameters, optimizer = with_gradients([1.0], [2.0])
     set_learning_rate(optimizer, 0.25)
