@@ -26,8 +26,10 @@ from atroposlib.envs.authors.author_errors import location
 from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData
+from atroposlib.envs.data.dataset import question_of
 from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.data.prompt_limits import leave_out_long
+from atroposlib.envs.data.repeats import Repeats
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.evaluation.evaluation import Answered, Unanswered
 from atroposlib.envs.evaluation.kept_answers import KeptAnswers, keep_answers
@@ -85,6 +87,15 @@ class QuestionEnvConfig(BaseEnvConfig):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus (top-p) of training samples; reported to the trainer."
     )
+    repeat_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "Share of the groups that ask a question again whose last answers had unequal scores: the largest variance "
+            "first, then the oldest; 0 asks every question equally often."
+        ),
+    )
     max_unscored: float = Field(
         default=0.5,
         ge=0,
@@ -122,6 +133,10 @@ class QuestionEnv(BaseEnv):
     ) -> None:
         if config.overlong_buffer and not self._is_of_one_answer:
             raise ValueError("overlong_buffer is for one answer a rollout; lower the reward in `score` instead")
+        if config.repeat_share and type(self).collect_trajectories is not QuestionEnv.collect_trajectories:
+            raise ValueError(
+                "repeat_share needs the scores that `collect_trajectories` of QuestionEnv sees; do not override it"
+            )
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
@@ -129,6 +144,7 @@ class QuestionEnv(BaseEnv):
         self.taken = 0
         self.scored: list[Scored] = []  # training answers since the last log
         self._may_lack_return = True
+        self._repeats = Repeats(config.repeat_share)
         self._kept: KeptAnswers | None = None  # of the `evaluate` command
         self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
 
@@ -189,9 +205,14 @@ class QuestionEnv(BaseEnv):
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def get_next_item(self) -> Item:
-        """The next question, without end."""
-        self.taken += 1
-        return await settled(self.training_item(self.taken - 1))
+        """The next question, without end: a new one, or with `repeat_share` one of those to ask again."""
+        number = self._repeats.next_number()
+        if number is None:
+            number, self.taken = self.taken, self.taken + 1
+        item = await settled(self.training_item(number))
+        if self.config.repeat_share:
+            self._repeats.note_asked(question_of(item), number)
+        return item
 
     def conversation(self, item: Item) -> Messages:
         """`prompt(item)`, under `thinking_mode` with the request to think first."""
@@ -223,6 +244,8 @@ class QuestionEnv(BaseEnv):
         """A group of scored answers. Those that failed are counted in it, and the others continue."""
         left, failed = self._env_run.survivors(await self._judged_answers(item), item)
         rewards = [scored.reward for _, scored in left if scored.reward is not None]
+        if self.config.repeat_share:
+            self._repeats.note_scores(question_of(item), rewards)
         group = rollout_group([rollout for rollout, _ in left], rewards, [scored.rewards for _, scored in left])
         if not any(group.get(name) for name in ("generation_params", "overrides")) and not any(
             self._env_run.sampled_with(group)
@@ -397,8 +420,18 @@ class QuestionEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Keep how many questions were taken, so that a resumed run continues with the next one."""
-        super().save_checkpoint(step, {"taken": self.taken} | (data or {}))
+        """Keep how many questions were taken, so that a resumed run continues with the next one, and which ones are to
+        be asked again.
+        """
+        super().save_checkpoint(step, {"taken": self.taken, "_to_repeat": self._to_repeat} | (data or {}))
+
+    @property
+    def _to_repeat(self) -> list[tuple[str, int, float]]:
+        return self._repeats.state
+
+    @_to_repeat.setter
+    def _to_repeat(self, state: list[tuple[str, int, float]]) -> None:  # by `load_checkpoint`
+        self._repeats.state = state
 
     async def _leave_out_long(self, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
         """See `prompt_limits.py`."""

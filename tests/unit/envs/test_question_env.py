@@ -249,6 +249,35 @@ async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path
             assert [*taken, await env.get_next_item()] == ["0", "1", "2", "3"]
 
 
+async def test_a_half_solved_question_is_asked_again_also_after_a_resume(tmp_path: Path) -> None:
+    async def ask(env: EchoEnv) -> str:
+        item = await env.get_next_item()
+        await env.collect_trajectories(item)
+        return str(item)
+
+    half = ["1", "1", "?", "no"]  # right for question 1 alone, in two of the three answers that have a score
+    async with FakeInferenceServer(lambda prompt: half) as server:
+        async with running_env(EchoEnv, tmp_path, server, repeat_share=0.5) as env:
+            env.checkpoint_dir, env._env_run.registered_name = str(tmp_path), "echo_0"
+            assert [await ask(env) for _ in range(5)] == ["0", "1", "1", "2", "1"]
+            env.save_checkpoint(10)
+        async with running_env(EchoEnv, tmp_path, server, repeat_share=0.5) as env:
+            env.checkpoint_dir, env._env_run.registered_name, env.curr_step = str(tmp_path), "echo_0", 10
+            env.load_checkpoint()
+            assert [await ask(env) for _ in range(3)] == ["3", "1", "4"]
+
+
+async def test_an_author_whose_groups_are_not_seen_cannot_have_questions_repeated(tmp_path: Path) -> None:
+    class Own(EchoEnv):
+        async def collect_trajectories(self, item: str) -> Any:
+            return None, []
+
+    async with FakeInferenceServer() as server:
+        with pytest.raises(ValueError, match="repeat_share needs the scores"):
+            async with running_env(Own, tmp_path, server, repeat_share=0.5):
+                pass
+
+
 def test_reply_continues_a_message_that_was_begun() -> None:
     begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Well,"}]
     assert with_reply(begun, " yes") == [begun[0], {"role": "assistant", "content": "Well, yes"}]
