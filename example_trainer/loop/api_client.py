@@ -29,6 +29,7 @@ from atroposlib.wire.batching import BatchReply, ScoredData
 from atroposlib.wire.routes import Route
 from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import Rejection
+from example_trainer.loop.held_out import HeldOut, held_out
 
 HEARTBEAT_S = 5.0
 MAX_REASON = 1000  # characters
@@ -183,9 +184,9 @@ class ApiClient:
         self._progress = wire.TrainerStep(step, policy_version)
         self._patiently(routes.TRAINER_STEP, self._progress, what="the step report")
 
-    def evaluation(self, policy_version: int, deadline_s: float) -> float | None:
-        """Mean held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s` seconds
-        have passed.
+    def evaluation(self, policy_version: int, deadline_s: float) -> HeldOut | None:
+        """Return the held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s`
+        seconds have passed.
 
         None without any. With `deadline_s` 0 nothing is waited for.
         """
@@ -210,8 +211,7 @@ class ApiClient:
                 ", ".join(found.pending),
                 deadline_s,
             )
-        accuracies = [result.accuracy for result in found.results if result.accuracy is not None]
-        return sum(accuracies) / len(accuracies) if accuracies else None
+        return held_out(found.results)
 
     def close(self) -> None:
         """Drop the connection."""

@@ -26,6 +26,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
+from example_trainer.loop.held_out import BestPolicies, HeldOut
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves
@@ -63,6 +64,7 @@ class Run:
     trained: TrainedModel = field(init=False)
     progress: Progress = field(init=False)
     bad_batches: BadBatches = field(init=False)
+    best: BestPolicies = field(init=False)
     early: EarlyGradients | None = None  # of the batch that is fetched
     proven: bool = False  # vLLM's weights by the probes, after an update
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
@@ -70,6 +72,7 @@ class Run:
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
+        self.best = BestPolicies(self.config, self.trained, self.progress.run)
 
     def start(self) -> None:
         """Have vLLM serve the start weights, and register with the API."""
@@ -92,8 +95,8 @@ class Run:
         with phase("sampling"):
             batch = self.trainable_batch()
             # of the untrained policy, if an environment evaluated it before it began to sample
-            if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
-                say(f"Before training | accuracy {100 * accuracy:.1f} %")
+            if step == 1 and (found := self.api.evaluation(0, deadline_s=0)) is not None:
+                say(f"Before training | accuracy {100 * found.accuracy:.1f} %")
         with phase("forward and backward"):
             updates = self.learn(batch, step)
         with phase("sync"):
@@ -102,14 +105,15 @@ class Run:
             self.api.report_step(step, sync.policy_version)
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
         with phase("evaluation"):
-            accuracy = self.accuracy(sync)
+            found = self.evaluation(sync)
         row = step_row(
             batch,
             updates.row(),
             sync,
             step=step,
             policy_version=self.progress.policy_version,
-            accuracy=accuracy,
+            accuracy=found.accuracy if found else None,
+            accuracy_stderr=found.stderr if found else None,
             updates=self.progress.updates,
             rejected_groups=self.rejections.total - rejected_before,
             bad_batches=self.bad_batches.total,
@@ -120,16 +124,20 @@ class Run:
         self.show_samples(step, batch)
         say(step_line(row, self.config.training_steps))
         with phase("save"):
+            if found is not None:
+                self.best.note(step, self.progress.policy_version, found)
             self.save_if_due(step)
 
     def finish(self) -> None:
-        """Write the trained model, with its card."""
+        """Write the trained model, with its card, and say how the last policy and the best one did."""
         self.exactness.expect_agreement()
         self.saves.complete()
         log.info("Writing the trained model to %s", self.config.save_path)
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
+        for line in self.best.lines():
+            say(line)
         self.api.acknowledge()
 
     def trainable_batch(self) -> Batch:
@@ -245,7 +253,7 @@ class Run:
         """Raise TrainerError if vLLM computes with other weights than this run's."""
         check_served(self.bridge, self.progress.policy_version, self.config, self.progress.kernels)
 
-    def accuracy(self, sync: SyncReport) -> float | None:
+    def evaluation(self, sync: SyncReport) -> HeldOut | None:
         """Wait for the evaluation of the new policy; None without one, and where vLLM does not serve that policy."""
         version = self.progress.policy_version
         return self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None

@@ -435,7 +435,7 @@ class OutputSettings(Config):
     """Checkpoints and metrics"""
 
     save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="directory of step_N/, final_model/ and `latest`"
+        Path("trained_model_checkpoints"), description="directory of step_N/, final_model/, best_model/ and `latest`"
     )
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
     checkpoint_format: Literal["auto", "hf", "sharded"] = Field(
@@ -447,6 +447,14 @@ class OutputSettings(Config):
         ),
     )
     keep_checkpoints: int = Field(2, ge=0, description="number of newest step_N/ directories to keep; 0 keeps all")
+    keep_best: int = Field(
+        1,
+        ge=0,
+        description=(
+            "number of policies with the best held-out accuracy to keep, as best_model_VERSION/ or "
+            "best_adapter_VERSION/; the link best_model names the best of them; 0 keeps none"
+        ),
+    )
     resume: str | None = Field(
         None,
         min_length=1,

@@ -148,6 +148,7 @@ def _write_adapter(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTo
 ADAPTER = Form(
     "adapter_step_",
     "final_adapter",
+    "best_adapter",
     _write_adapter,
     lambda model: sum(tensor.nbytes for tensor in adapter_tensors(model).values()),
 )

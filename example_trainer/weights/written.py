@@ -32,7 +32,10 @@ from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.source import WeightSource
 
-REMEDY = "earlier checkpoints are untouched. Free space, lower --keep-checkpoints, or choose another --save-path"
+REMEDY = (
+    "earlier checkpoints are untouched. Free space, lower --keep-checkpoints or --keep-best, or choose another"
+    " --save-path"
+)
 
 log = get_logger(__name__)
 
@@ -49,6 +52,7 @@ class Form:
 
     step_prefix: str
     final: str
+    best: str
     write: Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase | None], None]
     nbytes: Callable[[PreTrainedModel], int]
 
@@ -62,6 +66,7 @@ def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
 WHOLE_MODEL = Form(
     "step_",
     "final_model",
+    "best_model",
     _write_model,
     lambda model: sum(exact_value(parameter).nbytes for parameter in model.parameters()),
 )
@@ -185,7 +190,7 @@ def remove_leftovers(save_path: Path) -> None:
                 folder.rename(target)
         else:
             log.info("Removing %s, left by a process that has ended", folder)
-            if folder.is_dir():
+            if folder.is_dir() and not folder.is_symlink():
                 remove_folder(folder, remedy)
             else:
                 with reading(f"cannot remove {folder}", CheckpointError, remedy=remedy):

@@ -22,7 +22,7 @@ from tests.client import http
 from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]
-START_DEADLINE_S = 240
+START_DEADLINE_S = 600
 
 
 @dataclass

@@ -23,7 +23,7 @@ from atroposlib.processes.shared_memory import mapped_shared_memory
 from tests.client import http
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 LATEST_S = 90.0  # training continues by then, on two idle cores
 END_S = 12.0  # a run has 7 s to end, and Python some to exit

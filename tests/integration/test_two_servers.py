@@ -19,7 +19,7 @@ from atropos_launcher.services.records import Records
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_launcher_drills import processes_of
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 COMMAND = [sys.executable, "-m", "atropos_launcher"]
 SHORT_STEPS = [
@@ -27,7 +27,7 @@ SHORT_STEPS = [
     *("--trainer.checkpoint_interval", "0", "--env.group_size", "2", "--env.max_new_tokens", "16"),
     *("--env.steps_per_eval", "0", "--env.eval_at_start", "false"),
 ]
-START_S, BACK_S = 240.0, 240.0
+START_S, BACK_S = 600.0, 600.0
 
 
 class Run:

@@ -183,6 +183,7 @@ class FakeApi:
         self.registrations: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
         self.evaluations: dict[int, float] = {}
+        self.questions = 0  # of each evaluation; 0 where it does not count them
         self.pending: dict[int, int] = {}  # policy version -> how often it is still pending when asked
         self.forget_trainer = False
         self.batch_invariant = True  # what it answers as a vLLM server
@@ -217,12 +218,9 @@ class FakeApi:
         accuracy = self.evaluations.get(version)
         if accuracy is None:
             return {"results": [], "pending": []}
-        return {
-            "results": [
-                {"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": {}}
-            ],
-            "pending": [],
-        }
+        metrics = {"total": float(self.questions)} if self.questions else {}
+        result = {"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": metrics}
+        return {"results": [result], "pending": []}
 
 
 @contextlib.contextmanager

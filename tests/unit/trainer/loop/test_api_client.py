@@ -15,6 +15,7 @@ from atroposlib.wire.batching import Registration, ScoredData
 from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
+from example_trainer.loop.held_out import HeldOut
 from tests.client import http
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
@@ -115,7 +116,7 @@ def test_evaluation_waits_for_pending_environments_and_averages() -> None:
     api = FakeApi(batches)
     api.evaluations, api.pending = {3: 0.75}, {3: 2}
     with serve(api) as url:
-        assert client(url).evaluation(3, deadline_s=5) == 0.75
+        assert client(url).evaluation(3, deadline_s=5) == HeldOut(0.75)
 
 
 def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None:
@@ -128,7 +129,7 @@ def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None
         assert trainer.evaluation(3, deadline_s=0.2) is None
         assert len(pauses) > 1
         api.pending[3] = 0
-        assert trainer.evaluation(3, deadline_s=0) == 0.75
+        assert trainer.evaluation(3, deadline_s=0) == HeldOut(0.75)
 
 
 def test_a_server_that_is_not_the_api_is_named() -> None:

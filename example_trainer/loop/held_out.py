@@ -1,0 +1,156 @@
+"""Held-out results of a run's policies: how sure they are, and the best policies on the disk.
+
+SAVE_PATH/
+  best_model_8/    the policy of version 8, to serve or to train on, with evaluation.json: its accuracy
+  best_model       a link to the best of them (best_adapter with LoRA)
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from atroposlib.errors import reading
+from atroposlib.files import sync, write_whole
+from atroposlib.logs import get_logger
+from atroposlib.wire.batching import EvaluationResult
+from example_trainer.output.model_card import write_model_card
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
+
+EVALUATION = "evaluation.json"
+
+log = get_logger(__name__)
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """Held-out accuracy of one policy, 0 to 1: the mean over the environments that evaluated it.
+
+    `stderr` is its standard error and `questions` their number, None unless all environments count right answers.
+    """
+
+    accuracy: float
+    stderr: float | None = None
+    questions: int | None = None
+
+    def __str__(self) -> str:
+        """`98.4 % ± 1.4 (64 questions)`, with as much of it as is known."""
+        error = "" if self.stderr is None else f" ± {100 * self.stderr:.1f}"
+        return f"{100 * self.accuracy:.1f} %{error}" + (f" ({self.questions} questions)" if self.questions else "")
+
+
+class BestPolicy(msgspec.Struct, frozen=True):
+    """What evaluation.json has: whose weights lie beside it, and how they did."""
+
+    run: str
+    step: int
+    policy_version: int
+    held_out: HeldOut
+
+
+def held_out(results: Sequence[EvaluationResult]) -> HeldOut | None:
+    """Return the accuracy that the results of one policy version have in common; None without any."""
+    measured = [result for result in results if result.accuracy is not None]
+    if not measured:
+        return None
+    accuracies = [result.accuracy or 0.0 for result in measured]
+    counts = [round(result.metrics.get("total", 0)) for result in measured]
+    accuracy = math.fsum(accuracies) / len(measured)
+    if not all(counts):
+        return HeldOut(accuracy)
+    errors = [standard_error(*each) for each in zip(accuracies, counts, strict=True)]
+    return HeldOut(accuracy, math.hypot(*errors) / len(measured), sum(counts))
+
+
+def standard_error(accuracy: float, questions: int) -> float:
+    """Return half the width of Wilson's score interval (1927) at z = 1: about sqrt(p (1 - p) / n), and not 0 where all
+    answers are right, or none.
+    """
+    variance = accuracy * (1 - accuracy) / questions
+    return math.sqrt(variance + 1 / (4 * questions**2)) / (1 + 1 / questions)
+
+
+class BestPolicies:
+    """Keeps the `--keep-best` policies with the highest held-out accuracy; of equal ones the later ones.
+
+    A run that resumes knows those that it wrote before; those of other runs stay where they are.
+    """
+
+    def __init__(self, config: TrainerConfig, trained: TrainedModel, run: str) -> None:
+        self._config = config
+        self._trained = trained
+        self._run = run
+        self._link = config.save_path / trained.form.best
+        self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
+        self._last: BestPolicy | None = None  # the newest result
+        if self._kept:  # a process may have ended before it did this
+            self._point_to(self.folder(self._kept[0]))
+
+    @property
+    def best(self) -> BestPolicy | None:
+        """The best policy that is on the disk."""
+        return self._kept[0] if self._kept else None
+
+    def folder(self, policy: BestPolicy) -> Path:
+        """Return where a policy's weights are."""
+        return self._link.with_name(f"{self._link.name}_{policy.policy_version}")
+
+    def note(self, step: int, policy_version: int, found: HeldOut) -> None:
+        """Take the result of the policy that the trainer holds, and write the policy if it is among the best. Raises
+        CheckpointError.
+        """
+        policy = self._last = BestPolicy(self._run, step, policy_version, found)
+        others = [each for each in self._kept if each.policy_version != policy_version]
+        ranked = sorted([policy, *others], key=_rank, reverse=True)
+        kept, dropped = ranked[: self._config.keep_best], ranked[self._config.keep_best :]
+        if policy in dropped:
+            return
+        folder = self.folder(policy)
+        log.info("Writing the policy of version %d, held-out accuracy %s, to %s", policy_version, found, folder)
+        self._trained.write(folder, policy_version, also=partial(self._describe, policy))
+        self._kept = kept
+        self._point_to(self.folder(kept[0]))
+        for each in dropped:
+            remove_folder(self.folder(each), "remove it by hand, then resume the run")
+
+    def lines(self) -> list[str]:
+        """How the last policy and the best one did, for the end of a run; nothing without evaluations."""
+        named = {"Last policy": self._last, f"Best policy, in {self._link}": self.best}
+        return [
+            f"{name}: version {each.policy_version}, held-out accuracy {each.held_out}"
+            for name, each in named.items()
+            if each is not None
+        ]
+
+    def _describe(self, policy: BestPolicy, folder: Path) -> None:
+        write_whole(folder / EVALUATION, msgspec.json.format(msgspec.json.encode(policy)))
+        write_model_card(folder, self._config)
+
+    def _point_to(self, folder: Path) -> None:
+        """Have the link name a directory that is on the disk. Raises CheckpointError."""
+        new = self._link.with_name(f".{self._link.name}.partial-{os.getpid()}")
+        with reading(f"{folder} is written, but {self._link} does not name it", CheckpointError, remedy="free space"):
+            new.unlink(missing_ok=True)
+            new.symlink_to(folder.name)
+            new.replace(self._link)
+            sync(self._link.parent)
+
+    def _written(self) -> list[BestPolicy]:
+        """Return the policies that this run has written, as far as they are whole."""
+        found = []
+        for path in self._link.parent.glob(f"{self._link.name}_*/{EVALUATION}"):
+            try:
+                policy = msgspec.json.decode(path.read_bytes(), type=BestPolicy)
+            except (OSError, msgspec.DecodeError) as error:
+                log.warning("%s is not counted among the best policies: %s", path.parent, error)
+                continue
+            if policy.run == self._run and self.folder(policy) == path.parent:
+                found.append(policy)
+        return found
+
+
+def _rank(policy: BestPolicy) -> tuple[float, int]:
+    return policy.held_out.accuracy, policy.policy_version

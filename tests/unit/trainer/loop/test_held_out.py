@@ -1,0 +1,160 @@
+"""Held-out results: their standard error, and the best policies that a run keeps."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atroposlib.wire.batching import EvaluationResult
+from example_trainer import grpo
+from example_trainer.loop.held_out import BestPolicy, HeldOut, held_out, standard_error
+from example_trainer.settings.config import TrainerConfig
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(model: str, folder: Path, accuracies: dict[int, float], stop_at: int | None = None, **changes: Any) -> None:
+    """A run whose policy versions have these held-out accuracies, killed when it syncs version `stop_at`."""
+    first = int((folder / "checkpoints/latest").read_text().rpartition("_")[2]) if "resume" in changes else 0
+    api = FakeApi(lambda delivered: [item([1.0, 0.0, 0.0, 1.0], seed=10 + first + delivered)])
+    api.evaluations, api.questions = accuracies, 64
+    settings: dict[str, Any] = dict(
+        model_name=model,
+        training_steps=4,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        lr=1e-2,
+        save_path=folder / "checkpoints",
+        log_dir=folder / "logs",
+        checkpoint_interval=1,
+        keep_checkpoints=0,
+        api_timeout=5,
+        fetch_timeout=5,
+    )
+    killed = contextlib.nullcontext() if stop_at is None else pytest.raises(KeyboardInterrupt)
+    with serve(api) as url, killed:
+        grpo.run(TrainerConfig(**settings | {"atropos_url": url} | changes), RecordingBridge(fail_at=stop_at))
+
+
+def kept(folder: Path) -> tuple[str, list[str]]:
+    """What `best_model` names, and the directories of best policies."""
+    checkpoints = folder / "checkpoints"
+    return (checkpoints / "best_model").readlink().name, sorted(each.name for each in checkpoints.glob("best_model_*"))
+
+
+@pytest.mark.parametrize(("right", "questions"), [(64, 64), (0, 64), (32, 64), (63, 64), (1, 1), (700, 1319)])
+def test_the_standard_error_is_half_of_wilsons_interval(right: int, questions: int) -> None:
+    """The interval's ends are where a true share p is one standard deviation from what was seen."""
+    share = right / questions
+    error = standard_error(share, questions)
+    centre = (right + 0.5) / (questions + 1)
+    for end in (centre - error, centre + error):
+        assert (share - end) ** 2 == pytest.approx(end * (1 - end) / questions, abs=1e-12)
+    assert error > 0
+
+
+def result(accuracy: float | None, **metrics: float) -> EvaluationResult:
+    return EvaluationResult(0, "env", 3, accuracy, metrics)
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ([], None),
+        ([result(None, total=64.0)], None),
+        ([result(0.75)], HeldOut(0.75)),  # of an environment that counts nothing
+        ([result(0.5, total=64.0)], HeldOut(0.5, standard_error(0.5, 64), 64)),
+        ([result(0.5, total=64.0), result(1.0)], HeldOut(0.75)),
+        (
+            [result(0.5, total=64.0), result(1.0, total=16.0), result(None, total=8.0)],
+            HeldOut(0.75, math.hypot(standard_error(0.5, 64), standard_error(1.0, 16)) / 2, 80),
+        ),
+    ],
+)
+def test_the_results_of_environments_are_averaged_with_their_errors(
+    results: list[EvaluationResult], expected: HeldOut | None
+) -> None:
+    found = held_out(results)
+    assert (found and (found.accuracy, found.questions)) == (expected and (expected.accuracy, expected.questions))
+    assert (found and found.stderr) == pytest.approx(expected and expected.stderr)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "keep", "link", "folders"),
+    [
+        ({1: 0.5, 2: 0.75, 3: 0.625, 4: 0.5}, 1, "best_model_2", ["best_model_2"]),
+        ({1: 0.5, 2: 0.75, 3: 0.625, 4: 0.5}, 2, "best_model_2", ["best_model_2", "best_model_3"]),
+        ({2: 0.75, 4: 0.75}, 1, "best_model_4", ["best_model_4"]),  # a tie goes to the later one
+        ({0: 0.875, 3: 0.25}, 1, "best_model_3", ["best_model_3"]),  # what was there before training is --model-name
+    ],
+)
+def test_a_run_keeps_the_best_policies(
+    model: str, tmp_path: Path, accuracies: dict[int, float], keep: int, link: str, folders: list[str]
+) -> None:
+    train(model, tmp_path, accuracies, keep_best=keep)
+    assert kept(tmp_path) == (link, folders)
+    checkpoints = tmp_path / "checkpoints"
+    for folder in folders:
+        version = int(folder.rpartition("_")[2])
+        best, then = (load_file(checkpoints / name / "model.safetensors") for name in (folder, f"step_{version}"))
+        assert all(torch.equal(best[name], then[name]) for name in then)
+        told = msgspec.json.decode((checkpoints / folder / "evaluation.json").read_bytes(), type=BestPolicy)
+        assert (told.step, told.policy_version, told.held_out.accuracy) == (version, version, accuracies[version])
+        assert told.held_out.questions == 64
+
+
+def test_the_end_of_a_run_tells_last_and_best(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(model, tmp_path, {2: 0.75, 4: 0.5})
+    said = capsys.readouterr().out
+    assert "Last policy: version 4, held-out accuracy 50.0 % ± 6.2 (64 questions)" in said
+    best = tmp_path / "checkpoints/best_model"
+    assert f"Best policy, in {best}: version 2, held-out accuracy 75.0 % ± 5.4 (64 questions)" in said
+
+
+@pytest.mark.parametrize(("accuracies", "keep"), [({}, 1), ({2: 0.5}, 0)])
+def test_nothing_is_kept_without_evaluations_or_where_none_is_asked_for(
+    model: str, tmp_path: Path, accuracies: dict[int, float], keep: int
+) -> None:
+    train(model, tmp_path, accuracies, training_steps=2, keep_best=keep)
+    assert not list((tmp_path / "checkpoints").glob("best_*"))
+
+
+def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3)
+    checkpoints = tmp_path / "checkpoints"
+    foreign = BestPolicy("another run", 9, 9, HeldOut(1.0))
+    for name, content in {"best_model_9": msgspec.json.encode(foreign), "best_model_8": b"{"}.items():
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "evaluation.json").write_bytes(content)
+    (checkpoints / "best_model").unlink()  # a kill between the directory and the link
+    train(model, tmp_path, {3: 0.625, 4: 0.75}, resume="latest", training_steps=3)
+    assert kept(tmp_path) == ("best_model_1", ["best_model_1", "best_model_8", "best_model_9"])
+    train(model, tmp_path, {3: 0.625, 4: 0.75}, resume="latest")
+    assert kept(tmp_path) == ("best_model_4", ["best_model_4", "best_model_8", "best_model_9"])
+
+
+def test_a_link_that_a_killed_process_had_begun_is_removed(model: str, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "best_model_1").mkdir(parents=True)
+    (checkpoints / ".best_model.partial-99999999").symlink_to("best_model_1")
+    train(model, tmp_path, {}, training_steps=1)
+    assert not list(checkpoints.glob(".*"))
+    assert (checkpoints / "best_model_1").is_dir()
