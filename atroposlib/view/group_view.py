@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw
 
+from atroposlib.row_files.images import image_of_part, image_url
 from atroposlib.view.run_data.rows import (
     FailedRollout,
     HeldOut,
@@ -83,6 +84,7 @@ def whole(
                 "finish_reason": _at(row.finish_reasons, last),
                 "error": None,
                 "messages": _conversation(_at(row.messages, last)),
+                "images": _images(row, last),
                 "sequences": sequences,
             }
         )
@@ -138,6 +140,16 @@ def whole_held_out(row: HeldOut) -> dict[str, Any]:
         "shortened": False,
         "rollouts": [rollout],
     }
+
+
+def _images(row: Sample, place: int) -> list[str]:
+    """Return the images of a sequence. An entry of a list as long as there are sequences is its own, all else is
+    everyone's.
+    """
+    images = decoded(row.images, object)
+    if isinstance(images, list) and len(images) == max(len(row.tokens), len(row.scores), len(row.messages)):
+        images = images[place]
+    return [url for each in (images if isinstance(images, list) else [images]) if (url := image_url(each))]
 
 
 def _places(row: Sample) -> list[list[int]]:
@@ -254,7 +266,9 @@ def _said(row: HeldOut) -> list[dict[str, object]] | None:
 
 
 def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
-    """Messages whose `content` is a string, null if there are none. What else a message has stays as it is."""
+    """Messages whose `content` is a string, and `images` those of its parts; null if there are none. What else a
+    message has stays as it is.
+    """
     value = decoded(raw, Any)
     if isinstance(value, str):
         return [{"role": "text", "content": value}]
@@ -263,8 +277,10 @@ def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
     found = []
     for message in value:
         message = message if isinstance(message, Mapping) else {"role": "text", "content": message}
-        content = _text(message.get("content"))
-        found.append({**message, "role": str(message.get("role") or "text"), "content": content})
+        given = message.get("content")
+        known = {"role": str(message.get("role") or "text"), "content": _text(given)}
+        images = [url for part in given if (url := image_of_part(part))] if isinstance(given, list) else []
+        found.append({**message, **known, **({"images": images} if images or "images" in message else {})})
     return found
 
 
@@ -275,7 +291,7 @@ def _text(content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part(part) for part in content)
+        return "\n".join(_part(part) for part in content if not image_of_part(part))
     return msgspec.json.encode(content).decode()
 
 

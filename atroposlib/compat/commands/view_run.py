@@ -1,57 +1,42 @@
 """`view-run`, also `view-run-multimodal`: a window on a run.
 
     view-run RUN_DIRECTORY...     the window of `atropos view`, on the run's files
-    view-run --api-url URL        the last groups of a live run whose files are elsewhere
+    view-run --api-url URL        the same window, on the last groups of a live run whose files are elsewhere
 
-The latter asks the batching API for its latest example again and again (GET /latest_example), and adds what is new to
-the page. It neither resets the run nor takes anything from it.
+The latter asks the batching API for its latest example again and again (GET /latest_example), and keeps what is new as
+the files of a run directory, which goes when the command ends. It neither resets the run nor takes anything from it.
 """
 
-import asyncio
-import contextlib
-import html
+import os
+import re
 import sys
+import tempfile
+import threading
+import time
 from argparse import Namespace
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
-import uvicorn
-from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse
+import msgspec
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from atroposlib.envs.files.html_report import STYLE, group_html
 from atroposlib.errors import one_line_errors
-from atroposlib.http_guard import HostGuard, HostName, OwnHosts
+from atroposlib.http_guard import HostName
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.processes.identity import boot_id, first_ticks
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.view.run_data.run_end import LAUNCHER
+from atroposlib.view.run_data.run_files import ProcessRecord
 from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.serve import page_of, run
 
 log = get_logger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-# Adds new groups above the others and leaves those alone, so that what is opened stays open.
-SCRIPT = """
-let last = LAST;
-const note = document.getElementById('note'), groups = document.getElementById('groups');
-async function look() {
-  try {
-    const found = await (await fetch('new?after=' + last)).json();
-    if (found.last < last) location.reload();
-    note.textContent = found.note;
-    groups.insertAdjacentHTML('afterbegin', found.html);
-    last = found.last;
-    for (const old of [...groups.children].slice(MOST)) if (!old.open) old.remove();
-  } catch { note.textContent = 'view-run does not answer'; }
-  setTimeout(look, INTERVAL);
-}
-setTimeout(look, INTERVAL);
-"""
+SHOWN = ("scores", "tokens", "messages", "images", "rollouts")
 
 
 class ViewConfig(Config):
@@ -78,103 +63,80 @@ class ViewConfig(Config):
 
 
 class Watcher:
-    """The last groups of a run, newest first, and what is wrong when the API cannot be asked."""
+    """Keeps the last groups of a run in `directory`, one file for each, so that a group keeps its address in the window
+    while older ones go.
+    """
 
-    def __init__(self, config: ViewConfig) -> None:
-        self.config = config
-        self.groups: deque[dict[str, Any]] = deque(maxlen=config.groups)
+    def __init__(self, config: ViewConfig, directory: Path) -> None:
+        self.config, self.directory = config, directory
         self.seen = 0
-        self.problem = "nothing asked yet"
+        self.note = ""
+        self._last: dict[str, object] | None = None
         self._tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+        mark_running(directory)
+        self._tell("nothing asked yet")
 
-    async def look(self, client: httpx.AsyncClient) -> None:
-        """Ask once, and keep the group if it is a new one."""
+    def look(self, client: httpx.Client) -> None:
+        """Ask once, and keep the group if it is a new one. What is wrong becomes the run's log."""
         try:
-            reply = await client.get(f"{self.config.api_url.rstrip('/')}/latest_example")
+            reply = client.get(f"{self.config.api_url.rstrip('/')}/latest_example")
             reply.raise_for_status()
-            group = reply.json()
+            self._keep(msgspec.json.decode(reply.content, type=dict[str, object]))
         except (httpx.HTTPError, ValueError) as error:
-            self.problem = f"{self.config.api_url} does not answer: {error or type(error).__name__}"
+            self._tell(f"{self.config.api_url} does not answer: {error or type(error).__name__}")
+        except OSError as error:
+            self._tell(f"a group cannot be kept in {self.directory}: {error.strerror}")
+        else:
+            self._tell(f"{self.seen} different groups seen at {self.config.api_url}")
+
+    def watch(self, stopped: threading.Event) -> None:
+        """Look again and again until the event is set."""
+        headers = {"Authorization": f"Bearer {self.config.token}"} if self.config.token else {}
+        with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+            self.look(client)
+            while not stopped.wait(self.config.interval):
+                self.look(client)
+
+    def _keep(self, group: dict[str, object]) -> None:
+        shown = {name: group.get(name) for name in SHOWN}
+        if not shown["scores"] or shown == self._last:
             return
-        self.problem = ""
-        shown = {
-            "scores": group["scores"],
-            "tokens": group["tokens"],
-            "messages": group.get("messages"),
-            "images": group.get("images"),
-            "rollouts": group.get("rollouts"),
-        }
-        if shown["scores"] and (not self.groups or shown != {key: self.groups[0][key] for key in shown}):
-            self.seen += 1
-            self.groups.appendleft({**shown, "number": self.seen})
+        row = msgspec.json.encode({**self._cut(self._with_text(shown)), "time": time.time()})
+        path = self.directory / f"samples_{self.seen + 1}.jsonl"
+        path.with_suffix(".new").write_bytes(row + b"\n")
+        path.with_suffix(".new").rename(path)
+        self.seen, self._last = self.seen + 1, shown
+        (self.directory / f"samples_{self.seen - self.config.groups}.jsonl").unlink(missing_ok=True)
 
-    def page(self) -> str:
-        """The page, which asks for what is new."""
-        interval = max(500, round(1000 * self.config.interval))
-        script = SCRIPT.replace("LAST", str(self.seen)).replace("MOST", str(self.config.groups))
-        return (
-            f"<!doctype html><meta charset=utf-8><title>view-run</title><style>{STYLE}</style><h1>Latest groups</h1>"
-            f"<p id=note>{html.escape(self.note())}</p><div id=groups>{self.groups_after(0)}</div>"
-            f"<script>{script.replace('INTERVAL', str(interval))}</script>"
-        )
-
-    def note(self) -> str:
-        """Say how many groups there were, or what is wrong."""
-        return self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
-
-    def groups_after(self, number: int) -> str:
-        """The sections of the groups after this one, newest first."""
-        return "".join(
-            group_html(self._cut(self._with_text(group)), group["number"])
-            for group in self.groups
-            if group["number"] > number
-        )
-
-    def _cut(self, group: dict[str, Any]) -> dict[str, object]:
+    def _cut(self, group: dict[str, object]) -> dict[str, object]:
         """The first samples, as many as are asked for: of each list that has one entry per sample."""
-        size, count = self.config.group_size, len(group["scores"])
-        return group | {
-            name: values[:size] for name, values in group.items() if isinstance(values, list) and len(values) == count
+        size, count = self.config.group_size, _length(group["scores"])
+        return {
+            name: values[:size] if isinstance(values, list) and len(values) == count else values
+            for name, values in group.items()
         }
 
-    def _with_text(self, group: dict[str, Any]) -> dict[str, object]:
-        if group["messages"] or self._tokenizer is None:
+    def _with_text(self, group: dict[str, object]) -> dict[str, object]:
+        if group["messages"] or self._tokenizer is None or not isinstance(group["tokens"], list):
             return group
         return group | {"messages": [self._tokenizer.decode(tokens) for tokens in group["tokens"]]}
 
+    def _tell(self, note: str) -> None:
+        if note == self.note:
+            return
+        self.note = note
+        log.info("%s", note)
+        with suppress(OSError):  # a full disk, of which the terminal has been told
+            (self.directory / f"{LAUNCHER}.log").write_text(f"{note}\n", encoding="utf-8")
 
-def create_app(watcher: Watcher) -> FastAPI:
-    """The page's server; it looks while it is up."""
 
-    async def watch() -> None:
-        async with httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {watcher.config.token}"} if watcher.config.token else {},
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
-        ) as client:
-            while True:
-                await watcher.look(client)
-                await asyncio.sleep(watcher.config.interval)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(watch())
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(HostGuard, hosts=OwnHosts.of(watcher.config.host, watcher.config.allowed_host))
-
-    @app.get("/")
-    async def page() -> HTMLResponse:
-        return HTMLResponse(watcher.page())
-
-    @app.get("/new")
-    async def new(after: int = 0) -> JSONResponse:
-        return JSONResponse({"last": watcher.seen, "note": watcher.note(), "html": watcher.groups_after(after)})
-
-    return app
+def mark_running(directory: Path) -> None:
+    """Make the window show this directory as a run that goes on as long as this process."""
+    (directory / "pids").mkdir(parents=True)
+    start = first_ticks(os.getpid())
+    assert start is not None
+    record = msgspec.json.encode(ProcessRecord(os.getpid(), start, boot_id()))
+    (directory / "pids" / LAUNCHER).write_bytes(record)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,10 +149,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors("view-run", OSError):
         if directories:
             show_files(directories, config)
-            return
-        app = create_app(Watcher(config))
-    log.info("Open http://%s:%d", config.host, config.port)
-    uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
+        else:
+            show_live(config)
 
 
 def show_files(directories: Sequence[Path], config: ViewConfig) -> None:
@@ -199,8 +159,29 @@ def show_files(directories: Sequence[Path], config: ViewConfig) -> None:
         if not directory.is_dir():
             raise NotADirectoryError(f"{directory} is not a directory: name a run's, or --api-url")
     runs = Runs(directories)
-    where = Namespace(host=config.host, port=config.port, allowed_host=config.allowed_host, open=False)
-    run(where, runs, page_of(list(runs.all())))
+    _serve(config, runs, page_of(list(runs.all())))
+
+
+def show_live(config: ViewConfig) -> None:
+    """The window on the last groups of a run that its API knows. Raises OSError, CannotServe."""
+    name = re.sub(r"[^\w.-]+", "_", config.api_url.partition("://")[2] or config.api_url)[:100].strip("_.") or "run"
+    with tempfile.TemporaryDirectory(prefix="view-run-") as parent:
+        watcher, stopped = Watcher(config, Path(parent) / name), threading.Event()
+        thread = threading.Thread(target=watcher.watch, args=[stopped], daemon=True)
+        thread.start()
+        try:
+            _serve(config, Runs([watcher.directory]), f"{page_of([name])}/groups")
+        finally:
+            stopped.set()
+            thread.join(REQUEST_TIMEOUT_S)
+
+
+def _serve(config: ViewConfig, runs: Runs, page: str) -> None:
+    run(Namespace(host=config.host, port=config.port, allowed_host=config.allowed_host, open=False), runs, page)
+
+
+def _length(values: object) -> int:
+    return len(values) if isinstance(values, list) else -1
 
 
 if __name__ == "__main__":

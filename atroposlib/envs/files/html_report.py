@@ -1,5 +1,6 @@
 """Turns a JSONL file of groups, or of an evaluation's samples, into a page: every sample's messages, images and score.
-All text is escaped, and nothing is fetched.
+All text is escaped, and nothing is fetched. The page is one file for people who have no run directory and no server:
+`atroposlib/view/` shows a run.
 
     groups.jsonl   {"messages": [...], "scores": [...]}                    a section for each line
     samples.jsonl  {"question": 3, "messages": [...], "score": 1.0, ...}   a section for each question
@@ -7,12 +8,12 @@ All text is escaped, and nothing is fetched.
 
 import html
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from atroposlib.files import open_regular
+from atroposlib.row_files.images import image_of_part, image_url
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
@@ -22,10 +23,6 @@ summary { cursor: pointer; } .role { color: #666; font-size: 85%; margin: .6rem 
 pre { white-space: pre-wrap; margin: .2rem 0; }
 img { max-width: 100%; max-height: 24rem; display: block; }
 """
-
-IMAGE_URL = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
-# How the first bytes of each kind of image look in base64.
-IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 
 
 def write_html(jsonl: Path, page: Path, head: str = "") -> None:
@@ -161,7 +158,8 @@ def _sample_html(
     error: str | None,
 ) -> str:
     parts = [_message_html(message) for message in messages]
-    shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
+    urls = map(image_url, images if isinstance(images, list) else [images])
+    shown = "".join(f"<img src='{url}'>" for url in urls if url)
     named = ", ".join(f"{name} {value:g}" for name, value in (rewards or {}).items())
     told = f"score {score:g}{f' ({html.escape(named)})' if named else ''}" if score is not None else "no score"
     told += f": {html.escape(error or 'not scored')}" if score is None else ""
@@ -184,17 +182,8 @@ def _content_html(content: object) -> str:
     return f"<pre>{html.escape(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))}</pre>"
 
 
-def _part_html(part: Mapping[str, Any]) -> str:
+def _part_html(part: Mapping[str, object]) -> str:
     if part.get("type") == "text":
         return f"<pre>{html.escape(str(part.get('text')))}</pre>"
-    image = _image_html((part.get("image_url") or {}).get("url") if part.get("type") == "image_url" else None)
-    return image or f"<pre>{html.escape(json.dumps(part, ensure_ascii=False))}</pre>"
-
-
-def _image_html(image: object) -> str:
-    """An image that stands in the data itself, as a data URL or in base64; nothing for any other."""
-    if not isinstance(image, str):
-        return ""
-    kind = next((kind for start, kind in IMAGE_STARTS.items() if image.startswith(start)), None)
-    url = image if kind is None else f"data:image/{kind};base64,{image}"
-    return f"<img src='{url}'>" if IMAGE_URL.fullmatch(url) else ""
+    url = image_of_part(part)
+    return f"<img src='{url}'>" if url else f"<pre>{html.escape(json.dumps(part, ensure_ascii=False))}</pre>"

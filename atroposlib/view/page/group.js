@@ -34,7 +34,9 @@ function parts(text, open) {
 	});
 }
 
-function message({ role, content, reasoning_content, tool_calls }, open) {
+const pictures = (urls) => (urls ?? []).map((src, i) => h("img", { src, alt: `Image ${i + 1}` }));
+
+function message({ role, content, images, reasoning_content, tool_calls }, open) {
 	const text = textOf(content).trim();
 	const calls = [tool_calls ?? []].flat().map((made) => made?.function ?? made ?? {});
 	return h(
@@ -43,11 +45,13 @@ function message({ role, content, reasoning_content, tool_calls }, open) {
 		h("small.role.muted", own(ROLES, role, textOf(role))),
 		reasoning_content && thought(textOf(reasoning_content), open),
 		role === "assistant" ? parts(text, open) : h("p.text", text),
+		pictures(images),
 		calls.map((made) => call(made.name, made.arguments)),
 	);
 }
 
-const said = ({ messages, error }, from, open) => [
+const said = ({ messages, images, error }, from, open) => [
+	pictures(images),
 	error && h("p.text.bad", error),
 	messages ? messages.slice(from).map((one) => message(one, open)) : empty("No messages were recorded."),
 ];

@@ -104,6 +104,7 @@ class SampleLine(SampleNumbers):
     inference_logprobs: Raw = Raw()
     messages: Raw = Raw()
     texts: Raw = Raw()
+    images: Raw = Raw()
     policy_versions: Raw = Raw()
     version_spans: Raw = Raw()
     rewards: Raw = Raw()
@@ -126,6 +127,7 @@ class Sample:
     masks: list[Raw]
     logprobs: list[Raw]
     messages: list[Raw]
+    images: Raw
     policy_versions: list[Raw]
     version_spans: list[Raw]
     rewards: list[Raw]
@@ -207,6 +209,7 @@ def read_sample(line: bytes) -> Sample:
         masks=_each(row.masks),
         logprobs=_each(row.inference_logprobs),
         messages=_each(row.messages) or _each(row.texts),
+        images=row.images,
         policy_versions=_each(row.policy_versions),
         version_spans=_each(row.version_spans),
         rewards=_each(row.rewards),

@@ -1,10 +1,14 @@
 import asyncio
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
+import uvicorn
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp
 
 from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.commands import view_run as view_run_module
@@ -13,62 +17,89 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.client import http
 from tests.unit.compat.test_generation import group
 from tests.unit.envs.fakes import Trainer, running_api
+from tests.unit.view.support import client, get
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+IMAGE = f"data:image/png;base64,{PIXEL}"
+
+
+class Live:
+    """A watcher of an API, with the window on what it keeps."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.watcher = Watcher(ViewConfig(**settings), folder / "live")
+        self._http = httpx.Client(trust_env=False)
+
+    @property
+    def window(self) -> TestClient:
+        """A new one each time, because one looks for new files a few times a second only."""
+        return client(self.watcher.directory)
+
+    async def look(self) -> None:
+        await asyncio.to_thread(self.watcher.look, self._http)
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = get(self.window, "/api/runs/live/groups")["rows"]
+        return rows
+
+    def whole(self, row: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = get(self.window, f"/api/runs/live/groups/{row['n']}")
+        return found
 
 
 async def test_live_run_is_shown_and_keeps_everything(tmp_path: Path) -> None:
-    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
-        watcher = Watcher(ViewConfig(api_url=api.url, tokenizer=str(save_tiny_tokenizer(tmp_path / "tokenizer"))))
-        await watcher.look(client)
-        assert "0 different groups" in watcher.page()
+    async with running_api() as api:
+        live = Live(tmp_path, api_url=api.url, tokenizer=str(save_tiny_tokenizer(tmp_path / "tokenizer")))
+        await live.look()
+        assert live.rows() == []
         trainer = Trainer(api.url, batch_size=4)
         await trainer.register()
         for scores in ((0.0, 1.0), (1.0, 0.5)):
             await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(*scores))
-            await watcher.look(client)
-            await watcher.look(client)
-        page = watcher.page()
-        assert "2 different groups" in page
-        assert "ask ask ask 1" in page
-        assert page.index("Group 2") < page.index("Group 1")
+            await live.look()
+            await live.look()
+        assert [row["scores"] for row in live.rows()] == [[1.0, 0.5], [0.0, 1.0]]
+        assert live.rows()[0]["question"] == "ask ask ask 0"
+        (run,) = get(live.window, "/api/runs")["runs"]
+        assert (run["state"], run["problems"]) == ("running", [])
+        (line,) = get(live.window, "/api/runs/live/logs", service="launcher")["lines"]
+        assert line == f"2 different groups seen at {api.url}"
         assert len(await asyncio.wait_for(trainer.fetch(), 30)) == 2
 
 
-async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetched() -> None:
-    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetched(tmp_path: Path) -> None:
     parts = [
         {"type": "text", "text": "What is <this>?"},
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pixel}"}},
+        {"type": "image_url", "image_url": {"url": IMAGE}},
         {"type": "image_url", "image_url": {"url": "https://elsewhere/tracker.png"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,x' onerror='alert(1)"}},
     ]
     said = [[{"role": "user", "content": parts}, {"role": "assistant", "content": "A pixel."}] for _ in range(2)]
-    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
-        watcher = Watcher(ViewConfig(api_url=api.url))
-        trainer = Trainer(api.url, batch_size=4)
-        await trainer.register()
-        body = group(0.0, 1.0) | {"messages": said, "images": [pixel, "no image"]}
-        await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=body)
-        await watcher.look(client)
-    page = watcher.page()
-    assert page.count(f"<img src='data:image/png;base64,{pixel}'>") == 3 == page.count("<img ")
-    assert "What is &lt;this&gt;?" in page
-    assert "https://elsewhere/tracker.png" in page
-    assert "onerror='" not in page
-
-
-async def test_what_is_open_stays_open_because_only_new_groups_are_added() -> None:
-    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
-        watcher = Watcher(ViewConfig(api_url=api.url))
+    async with running_api() as api:
+        live = Live(tmp_path, api_url=api.url)
         await Trainer(api.url, batch_size=4).register()
-        page = TestClient(view_run.create_app(watcher), base_url="http://127.0.0.1")
-        for number in (1, 2):
+        body = group(0.0, 1.0) | {"messages": said, "images": [PIXEL, "no image"]}
+        await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=body)
+        await live.look()
+    first, second = live.whole(live.rows()[0])["rollouts"]
+    assert (first["images"], second["images"]) == ([IMAGE], [])
+    for one in (first, second):
+        assert one["messages"][0]["images"] == [IMAGE]
+        assert one["messages"][0]["content"].startswith("What is <this>?\n[image_url, ")
+        assert "images" not in one["messages"][1]
+
+
+async def test_a_group_keeps_its_address_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    async with running_api() as api:
+        live = Live(tmp_path, api_url=api.url, groups=2)
+        await Trainer(api.url, batch_size=4).register()
+        seen: list[dict[str, Any]] = []
+        for number in (1, 2, 3):
             await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.0, float(number)))
-            await watcher.look(client)
-            found = page.get("/new", params={"after": number - 1}).json()
-            assert found["last"] == number
-            assert found["html"].count("<details><summary>Group ") == 1
-        assert page.get("/new", params={"after": 2}).json()["html"] == ""
-    assert "http-equiv" not in watcher.page()
+            await live.look()
+            seen.append(live.rows()[0])
+    assert live.rows() == seen[:0:-1]
+    assert live.whole(seen[1])["rollouts"][1]["score"] == 2.0
 
 
 def test_with_a_run_directory_it_opens_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,31 +123,47 @@ def test_command_of_the_ancestor_is_the_same_program() -> None:
 
 
 async def test_flags_of_the_ancestor_are_taken_and_the_group_size_limits_what_is_shown(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[Watcher] = []
-    monkeypatch.setattr(view_run_module, "create_app", built.append)
-    monkeypatch.setattr("uvicorn.run", lambda app, **options: None)
-    view_run.main("--port 9123 --group-size 1 --max-token-len 64".split())
-    (watcher,) = built
-    assert (watcher.config.port, watcher.config.api_url) == (9123, "http://localhost:8000")
-    body = {"scores": [0.25, 0.75], "tokens": [[1], [2]], "messages": None, "images": None, "rollouts": None}
-    watcher.groups.appendleft({**body, "number": 1})
-    assert "score 0.25" in watcher.page()
-    assert "score 0.75" not in watcher.page()
-    watcher.config.group_size = None
-    assert "score 0.75" in watcher.page()
+    served: list[tuple[Any, Any, str]] = []
+    monkeypatch.setattr(view_run_module, "run", lambda *given: served.append(given))
+    view_run.main("--port 9123 --group-size 1 --max-token-len 64 --api-url http://127.0.0.1:1".split())
+    ((options, runs, page),) = served
+    assert (options.port, list(runs.all()), page) == (9123, ["127.0.0.1_1"], "#/run/127.0.0.1_1/groups")
+    async with running_api() as api:
+        await Trainer(api.url, batch_size=4).register()
+        await asyncio.to_thread(http.post, f"{api.url}/scored_data", json=group(0.25, 0.75))
+        for size, scores in ((1, [0.25]), (None, [0.25, 0.75])):
+            live = Live(tmp_path / str(size), api_url=api.url, group_size=size)
+            await live.look()
+            assert live.rows()[0]["scores"] == scores
 
 
-async def test_api_that_is_away_is_said_on_the_page() -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        watcher = Watcher(ViewConfig(api_url="http://127.0.0.1:1"))
-        await watcher.look(client)
-    assert "http://127.0.0.1:1 does not answer" in watcher.page()
+async def test_api_that_is_away_is_said_on_the_page(tmp_path: Path) -> None:
+    live = Live(tmp_path, api_url="http://127.0.0.1:1")
+    await live.look()
+    (line,) = get(live.window, "/api/runs/live/logs", service="launcher")["lines"]
+    assert line.startswith("http://127.0.0.1:1 does not answer")
 
 
-def test_the_page_is_shown_under_its_own_names_only() -> None:
-    config = ViewConfig(api_url="http://127.0.0.1:1", allowed_host=["runs.example"])
-    client = TestClient(view_run.create_app(Watcher(config)))
-    assert client.get("/", headers={"Host": "runs.example"}).status_code == 200
-    assert client.get("/", headers={"Host": "evil.test:9002"}).status_code == 403
+def test_the_page_is_shown_under_its_own_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    apps: list[ASGIApp] = []
+    monkeypatch.setattr(uvicorn, "Config", lambda app, **options: apps.append(app))
+    monkeypatch.setattr(uvicorn, "Server", lambda config: SimpleNamespace(run=lambda sockets: None))
+    view_run.main("--port 0 --allowed-host runs.example --api-url http://127.0.0.1:1".split())
+    window = TestClient(apps[0])
+    assert window.get("/", headers={"Host": "runs.example"}).status_code == 200
+    assert window.get("/", headers={"Host": "evil.test:9002"}).status_code == 403
+
+
+def test_what_a_live_run_left_on_the_disk_goes_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    during: list[list[str]] = []
+    monkeypatch.setattr(
+        view_run_module, "run", lambda *given: during.append([path.name for path in tmp_path.iterdir()])
+    )
+    view_run.main(["--api-url", "http://127.0.0.1:1"])
+    assert [len(names) for names in during] == [1]
+    assert list(tmp_path.iterdir()) == []

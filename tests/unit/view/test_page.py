@@ -31,6 +31,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 DEADLINE_MS = 20_000
 WIDE = {"width": 1600, "height": 900}
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 NARROW = {"width": 390, "height": 844}
 
 # Controls and pictures of which a screen reader could not say what they are.
@@ -119,7 +120,7 @@ class Tab:
         return self.page
 
     def close(self, expected: str = "") -> None:
-        origins = {urlsplit(url).netloc for url in self.asked}
+        origins = {urlsplit(url).netloc for url in self.asked if not url.startswith("data:")}
         self.context.close()
         assert len(origins) <= 1, origins
         assert [text for text in self.said if not (expected and expected in text)] == []
@@ -172,6 +173,23 @@ def test_a_hostile_answer_stays_text(tab: Tab, window: Window) -> None:
     page.get_by_text("There is no run named <img").wait_for()
     assert page.locator("main img, main script").count() == 0
     assert "owned" not in page.title().split("<")[0]
+
+
+def test_images_of_the_data_are_drawn_and_no_others(tab: Tab, live: Window) -> None:
+    elsewhere = "https://elsewhere.example/x.png"
+    row = sample(3, 9, "What is this?", ["A pixel."], [1.0]) | {"images": [PIXEL]}
+    urls = [f"data:image/png;base64,{PIXEL}", elsewhere]
+    row["messages"][0][0]["content"] = [
+        {"type": "text", "text": "Look closely."},
+        *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+    ]
+    row["messages"][0][1]["images"] = [elsewhere]
+    append(live.runs / "first" / "samples.jsonl", row)
+    page = tab.open(live, "#/run/first/groups?q=closely")
+    page.get_by_role("link", name="Look closely.").click()
+    page.locator(".answer img").first.wait_for()
+    widths = page.locator("main img").evaluate_all("images => images.map(image => image.naturalWidth)")
+    assert widths == [1, 1]
 
 
 def test_the_keyboard_reaches_everything(tab: Tab, window: Window) -> None:
