@@ -131,7 +131,7 @@ class Watcher:
 
 
 def mark_running(directory: Path) -> None:
-    """Make the window show this directory as a run that goes on as long as this process."""
+    """Make the window show this directory as a run that continues as long as this process."""
     (directory / "pids").mkdir(parents=True)
     start = first_ticks(os.getpid())
     assert start is not None
