@@ -83,7 +83,7 @@ class CalculatorEnv(QuestionEnv):
         """Hold questions out."""
         self.held_out = [
             make_question(Random(f"{self.config.seed} held out {n}"), self.config)
-            for n in range(self.config.heldout_size)
+            for n in range(self.config.held_out_limit)
         ]
         # With tool_cost a right answer may score less than 1; one that cost everything scores as a wrong one.
         self.right_from = max(MIN_RIGHT, 1.0 - self.config.tool_cost * (self.config.max_turns - 1))

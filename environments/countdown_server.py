@@ -73,15 +73,16 @@ class CountdownEnv(QuestionEnv):
         config: CountdownConfig = self.config
         self.puzzles = read_puzzles(Path(config.dataset_path)) if config.dataset_path is not None else []
         if self.puzzles:
-            if config.heldout_size >= len(self.puzzles):
+            if config.held_out_limit >= len(self.puzzles):
                 raise DataError(
                     f"{config.dataset_path} has {len(self.puzzles)} puzzles: --env.heldout_size must be below that"
                 )
             Random(config.seed).shuffle(self.puzzles)
-            self.held_out, self.puzzles = self.puzzles[: config.heldout_size], self.puzzles[config.heldout_size :]
+            self.held_out, self.puzzles = self.puzzles[: config.held_out_limit], self.puzzles[config.held_out_limit :]
         else:
             self.held_out = [
-                make_puzzle(Random(f"{config.seed} held out {number}"), config) for number in range(config.heldout_size)
+                make_puzzle(Random(f"{config.seed} held out {number}"), config)
+                for number in range(config.held_out_limit)
             ]
 
     async def training_item(self, number: int) -> Puzzle:

@@ -112,7 +112,7 @@ class GSM8kEnv(QuestionEnv):
                 read_problem_set(
                     Path(config.dataset_path),
                     Path(config.dataset_test_path) if config.dataset_test_path else None,
-                    config.heldout_size,
+                    config.held_out_limit,
                     config.seed,
                     overlap=config.overlap,
                 ),
@@ -122,7 +122,7 @@ class GSM8kEnv(QuestionEnv):
             try:
                 return (
                     await hub_problem_set(
-                        *HUB_DATASET, config.heldout_size, config.seed, config.hub_timeout, overlap=config.overlap
+                        *HUB_DATASET, config.held_out_limit, config.seed, config.hub_timeout, overlap=config.overlap
                     ),
                     "gsm8k",
                 )
@@ -130,7 +130,7 @@ class GSM8kEnv(QuestionEnv):
                 if config.dataset == "gsm8k":
                     raise
                 log.warning("Using the built-in arithmetic problems instead of GSM8K: %s", error)
-        return arithmetic_problems(config.heldout_size), "arithmetic"
+        return arithmetic_problems(config.held_out_limit), "arithmetic"
 
     async def training_item(self, number: int) -> Problem:
         """The training set again and again, each time in another order."""

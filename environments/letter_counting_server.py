@@ -68,7 +68,7 @@ class LetterCountingEnv(QuestionEnv):
         config: LetterCountingConfig = self.config
         self.words = read_words(Path(config.words_path)) if config.words_path is not None else []
         self.held_out = [
-            self._question(Random(f"{config.seed} held out {number}")) for number in range(config.heldout_size)
+            self._question(Random(f"{config.seed} held out {number}")) for number in range(config.held_out_limit)
         ]
 
     async def training_item(self, number: int) -> Question:

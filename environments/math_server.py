@@ -87,7 +87,7 @@ class MathEnv(QuestionEnv):
             return read_problem_set(
                 Path(config.dataset_path),
                 Path(config.dataset_test_path) if config.dataset_test_path else None,
-                config.heldout_size,
+                config.held_out_limit,
                 config.seed,
                 fields,
                 config.overlap,
@@ -96,14 +96,14 @@ class MathEnv(QuestionEnv):
             return await hub_problem_set(
                 config.dataset,
                 config.dataset_config,
-                config.heldout_size,
+                config.held_out_limit,
                 config.seed,
                 config.hub_timeout,
                 fields,
                 config.overlap,
             )
         made = dict.fromkeys(make_problem(Random(f"{config.seed} {number}")) for number in range(GENERATED_PROBLEMS))
-        return split(list(made), config.heldout_size, config.seed, "the generated set")
+        return split(list(made), config.held_out_limit, config.seed, "the generated set")
 
     async def training_item(self, number: int) -> Problem:
         """The training set again and again, each time in another order."""

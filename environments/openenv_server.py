@@ -255,16 +255,16 @@ class OpenEnv(QuestionEnv):
     def _hold_out(self) -> None:
         config = self.config
         if config.resets_path is None:
-            self.held_out = [self._seeded(SEEDS + n) for n in range(config.heldout_size)]
+            self.held_out = [self._seeded(SEEDS + n) for n in range(config.held_out_limit)]
             return
         resets = read_resets(Path(config.resets_path))
-        if config.heldout_size >= len(resets):
+        if config.held_out_limit >= len(resets):
             raise DataError(
-                f"{config.resets_path} has {len(resets)} lines, of which heldout_size {config.heldout_size} leaves none"
-                " to train on; lower it"
+                f"{config.resets_path} has {len(resets)} lines, of which heldout_size {config.held_out_limit} leaves"
+                " none to train on; lower it"
             )
         shuffled = random.Random(config.seed).sample(resets, len(resets))
-        held_out, self.resets = shuffled[: config.heldout_size], shuffled[config.heldout_size :]
+        held_out, self.resets = shuffled[: config.held_out_limit], shuffled[config.held_out_limit :]
         self.held_out = [self._seeded(SEEDS + n) | reset for n, reset in enumerate(held_out)]
 
     async def training_item(self, number: int) -> Arguments:

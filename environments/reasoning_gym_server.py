@@ -110,7 +110,7 @@ class ReasoningGymEnv(QuestionEnv):
                 raise DataError(f"reasoning-gym has no task '{name}'{nearest(name, known)}")
         if not sandbox.holds and not config.allow_unsandboxed_scorers:
             self._leave_out_evaluated_tasks(sandbox)
-        self.held_out = [await self._task(f"held out {number}", number) for number in range(config.heldout_size)]
+        self.held_out = [await self._task(f"held out {number}", number) for number in range(config.held_out_limit)]
         log.info("Tasks: %d, %d entries held out", len(self.weights), len(self.held_out))
 
     def _leave_out_evaluated_tasks(self, sandbox: SandboxReport) -> None:
@@ -128,7 +128,7 @@ class ReasoningGymEnv(QuestionEnv):
 
     async def training_item(self, number: int) -> Task:
         """Entry `number`; its index is not among those held out."""
-        return await self._task(str(number), self.config.heldout_size + number)
+        return await self._task(str(number), self.config.held_out_limit + number)
 
     async def _task(self, key: str, index: int) -> Task:
         name = Random(f"{self.config.seed} {key}").choices(list(self.weights), list(self.weights.values()))[0]

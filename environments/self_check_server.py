@@ -56,7 +56,7 @@ class SelfCheckEnv(QuestionEnv):
 
     async def setup(self) -> None:
         """Read or make the problems, and hold some out."""
-        path, held_out, seed = self.config.dataset_path, self.config.heldout_size, self.config.seed
+        path, held_out, seed = self.config.dataset_path, self.config.held_out_limit, self.config.seed
         problems = arithmetic_problems(held_out) if path is None else read_problem_set(Path(path), None, held_out, seed)
         self.stream, self.held_out = ProblemStream(problems.train, seed), problems.held_out
 

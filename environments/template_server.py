@@ -27,7 +27,7 @@ class LargerNumberEnv(QuestionEnv):
 
     async def setup(self) -> None:
         """Load data here. `held_out` are the questions that the policy is measured with."""
-        self.held_out = [self.pair(f"held out {number}") for number in range(self.config.heldout_size)]
+        self.held_out = [self.pair(f"held out {number}") for number in range(self.config.held_out_limit)]
 
     async def training_item(self, number: int) -> list[int]:
         """Question 0, 1, 2, ..."""

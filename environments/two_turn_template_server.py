@@ -36,7 +36,7 @@ class GuessEnv(QuestionEnv):
 
     async def setup(self) -> None:
         """Numbers that the policy is measured with."""
-        self.held_out = [self.secret(f"held out {number}") for number in range(self.config.heldout_size)]
+        self.held_out = [self.secret(f"held out {number}") for number in range(self.config.held_out_limit)]
 
     async def training_item(self, number: int) -> int:
         """Question 0, 1, 2, ..."""

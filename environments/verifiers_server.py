@@ -204,7 +204,7 @@ class VerifiersEnv(QuestionEnv):
         except RolloutFailed as error:
             raise EnvError(str(error)) from error
         self.train_tasks, self.held_out = split_tasks(
-            self.process.loaded.tasks, config.heldout_size, config.seed, config.taskset
+            self.process.loaded.tasks, config.held_out_limit, config.seed, config.taskset
         )
 
     async def close(self) -> None:

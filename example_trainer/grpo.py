@@ -64,8 +64,8 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
             return
         run = resources.enter_context(open_run(learner, lambda final: prepare or make_bridge(final)))
         run.start()
-        for step in range(run.progress.step + 1, config.training_steps + 1):
-            run.step(step)
+        while run.progress.step < run.last_step:
+            run.step(run.progress.step + 1)
         run.finish()
 
 

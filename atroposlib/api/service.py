@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from atroposlib.api.groups.group_checks import flaw
 from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
@@ -51,6 +52,7 @@ from atroposlib.wire.batching import (
     Registration,
     RejectionTaken,
     SetAside,
+    TrainerStep,
 )
 
 COMPACT_FROM = 20_000  # changes since the last snapshot
@@ -219,9 +221,9 @@ class RolloutService:
         async with self._turn_of(trainer, Outcome("failure", "no trainer is registered")):
             pass
 
-    async def report_step(self, step: int, policy_version: int) -> None:
-        """The trainer finished `step`; vLLM serves `policy_version`."""
-        await self._submit(changes.TrainerReported(step, policy_version))
+    async def report_step(self, report: TrainerStep) -> None:
+        """Record what the trainer has finished, and what vLLM serves."""
+        await self._submit(changes.TrainerReported(*astuple(report)))
 
     @asynccontextmanager
     async def _turn_of(self, trainer: int, unless_registered: Struct) -> AsyncIterator[None]:
@@ -447,7 +449,7 @@ class RolloutService:
             journal_error=self.journal_error,
             current_step=queue.current_step,
             trained_steps=queue.status().trained_steps,
-            num_steps=run.num_steps if run is not None else -1,
+            num_steps=queue.num_steps,
             environments=[*starting, *known],
             more_environments=len(queue.environments) - len(known),
         )

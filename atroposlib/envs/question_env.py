@@ -49,7 +49,7 @@ from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cance
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
-from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire.batching import FINAL, NOT_TRAINED
 
 log = get_logger(__name__)
 
@@ -82,6 +82,14 @@ class QuestionEnvConfig(BaseEnvConfig):
 
     seed: int = Field(default=0, description="Seed that decides which questions are asked, and in what order.")
     heldout_size: int = Field(default=64, ge=1, description="Limit of held-out questions to evaluate with.")
+    final_heldout_size: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Held-out questions to ask the last policy, and the best one, at the end of a run; no more than those of "
+            "every evaluation if it is not above heldout_size."
+        ),
+    )
     max_new_tokens: int = Field(default=512, ge=1, description="Most tokens of one answer.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
     top_p: float = Field(
@@ -112,6 +120,16 @@ class QuestionEnvConfig(BaseEnvConfig):
             "Last tokens of max_new_tokens over which the reward of a training sample falls evenly by 1; 0: none."
         ),
     )
+
+    @property
+    def asks_more_at_the_end(self) -> bool:
+        """Return whether the last evaluation has further questions."""
+        return self.final_heldout_size > self.heldout_size
+
+    @property
+    def held_out_limit(self) -> int:
+        """The limit of questions to hold out: those of every evaluation, and those of the last one after them."""
+        return max(self.heldout_size, self.final_heldout_size)
 
     @model_validator(mode="after")
     def _buffer_is_part_of_the_answer(self) -> Self:
@@ -319,14 +337,23 @@ class QuestionEnv(BaseEnv):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Greedy accuracy on the held-out questions. One that fails, or could not be scored, is left out and counted by
-        its cause. Raises EvaluationFailed where more are left out than `max_unscored` allows.
+        its cause. At the end of a run the further questions of `final_heldout_size` are asked besides, and what is
+        measured of all together has names that begin with `final_`. Raises EvaluationFailed where more are left out
+        than `max_unscored` allows.
         """
-        counter, started = _Evaluated(len(self.held_out)), time.time()
-        if not self.held_out:
+        asked_always = self.held_out[: self.config.heldout_size] if self.config.asks_more_at_the_end else self.held_out
+        questions = self.held_out if self._env_run.is_last else asked_always
+        started = time.time()
+        counter = _Evaluated(len(questions))
+        if not questions:
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
-        results = await gather_or_cancel([self._evaluate_one(*each, counter) for each in enumerate(self.held_out)])
-        unscored = Unanswered.of([result.failure for result in results])
-        metrics = self._summary([result.scored for result in results]) | {"temperature": 0.0} | unscored.metrics
+        results = await gather_or_cancel([self._evaluate_one(*each, counter) for each in enumerate(questions)])
+        usual = results[: len(asked_always)]
+        unscored = Unanswered.of([result.failure for result in usual])
+        metrics = self._summary([result.scored for result in usual]) | {"temperature": 0.0} | unscored.metrics
+        if len(results) > len(usual):
+            found = self._summary([result.scored for result in results])
+            metrics |= {f"{FINAL}{name}": found[name] for name in ("accuracy", "correct", "total") if name in found}
         if self.config.data_dir_to_save_evals is not None:
             await self.evaluate_log(
                 metrics,

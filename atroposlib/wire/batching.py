@@ -24,6 +24,7 @@ WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
 # Why a sample has no score: it ran out of time, a server or sandbox failed, its scorer failed, or other code did.
 Cause = Literal["timeout", "infrastructure", "scorer", "environment"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+FINAL = "final_"  # before the names of metrics of an evaluation with further questions, at the end of a run
 FinishReason = Annotated[str, Meta(min_length=1, max_length=64)]
 CUT = "length"  # the finish reason of an answer that reached its limit of tokens
 
@@ -66,7 +67,8 @@ class Registration(GroupRequirements):
     tokens.
 
     `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
-    those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged.
+    those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged. With
+    `says_done` environments stay after the last step until /trainer-step says `done`.
     """
 
     wandb_group: str
@@ -79,6 +81,7 @@ class Registration(GroupRequirements):
     num_steps: Integer
     run: Annotated[str, Meta(max_length=200)] | None = None
     trained_leases: list[Integer] = []
+    says_done: bool = False
 
 
 class Registered(Struct):
@@ -176,6 +179,8 @@ class EnvStatus(Struct):
     instance: str = ""
     policy_version: int | UnsetType = UNSET
     trained_steps: int | UnsetType = UNSET
+    weights_of: int | None = None
+    more_versions: bool = False  # one may be served after the last step
 
     @property
     def version(self) -> int:
@@ -362,11 +367,18 @@ class Activity(Struct, omit_defaults=True):
     more_environments: int = 0
 
 
-class TrainerStep(Struct):
-    """The trainer finished `step`, and vLLM serves `policy_version` from now on."""
+class TrainerStep(Struct, omit_defaults=True):
+    """The trainer finished `step`, and vLLM serves `policy_version` from now on.
+
+    `num_steps` replaces the registered number of a run that ends earlier. A version after the last step has the weights
+    of version `weights_of`, and is served to be evaluated. No version follows one that is `done`.
+    """
 
     step: Step
     policy_version: Step
+    num_steps: Step | None = None
+    weights_of: Step | None = None
+    done: bool = False
 
 
 class Evaluation(Struct):

@@ -126,7 +126,7 @@ class ApiClient:
                 done = self._progress
                 self.register(self._registration.starting_step if done is None else done.step)
                 if done is not None:
-                    self.report_step(done.step, done.policy_version)
+                    self.report_step(done)
             elif isinstance(reply.batch, list) and reply.batch:
                 self.ids = reply.ids if isinstance(reply.ids, list) else []
                 self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
@@ -179,9 +179,9 @@ class ApiClient:
             self._patiently(routes.ACKNOWLEDGE, wire.Acknowledgement(self._trainer, done), what="the acknowledgement")
             self.holding = [lease for lease in self.holding if lease not in done]
 
-    def report_step(self, step: int, policy_version: int) -> None:
-        """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""
-        self._progress = wire.TrainerStep(step, policy_version)
+    def report_step(self, report: wire.TrainerStep) -> None:
+        """POST /trainer-step: what is done and what vLLM serves."""
+        self._progress = report
         self._patiently(routes.TRAINER_STEP, self._progress, what="the step report")
 
     def evaluation(self, policy_version: int, deadline_s: float) -> HeldOut | None:

@@ -16,7 +16,7 @@ import msgspec
 from atroposlib.errors import reading
 from atroposlib.files import sync, write_whole
 from atroposlib.logs import get_logger
-from atroposlib.wire.batching import EvaluationResult
+from atroposlib.wire.batching import FINAL, EvaluationResult
 from example_trainer.output.model_card import write_model_card
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
@@ -30,11 +30,13 @@ class HeldOut(msgspec.Struct, frozen=True):
     """Held-out accuracy of one policy, 0 to 1: the mean over the environments that evaluated it.
 
     `stderr` is its standard error and `questions` their number, None unless all environments count right answers.
+    `final` is the accuracy with the further questions that environments ask at the end of a run, if any.
     """
 
     accuracy: float
     stderr: float | None = None
     questions: int | None = None
+    final: "HeldOut | None" = None
 
     def __str__(self) -> str:
         """`98.4 % ± 1.4 (64 questions)`, with as much of it as is known."""
@@ -53,16 +55,21 @@ class BestPolicy(msgspec.Struct, frozen=True):
 
 def held_out(results: Sequence[EvaluationResult]) -> HeldOut | None:
     """Return the accuracy that the results of one policy version have in common; None without any."""
-    measured = [result for result in results if result.accuracy is not None]
+    found = _mean([(each.accuracy, each.metrics.get("total", 0)) for each in results])
+    final = _mean([(each.metrics.get(f"{FINAL}accuracy"), each.metrics.get(f"{FINAL}total", 0)) for each in results])
+    return found and msgspec.structs.replace(found, final=final)
+
+
+def _mean(results: Sequence[tuple[float | None, float]]) -> HeldOut | None:
+    """Of accuracies and numbers of questions (0: not known), one pair for each environment."""
+    measured = [(accuracy, round(count)) for accuracy, count in results if accuracy is not None]
     if not measured:
         return None
-    accuracies = [result.accuracy or 0.0 for result in measured]
-    counts = [round(result.metrics.get("total", 0)) for result in measured]
-    accuracy = math.fsum(accuracies) / len(measured)
-    if not all(counts):
+    accuracy = math.fsum(accuracy for accuracy, _ in measured) / len(measured)
+    if not all(count for _, count in measured):
         return HeldOut(accuracy)
-    errors = [standard_error(*each) for each in zip(accuracies, counts, strict=True)]
-    return HeldOut(accuracy, math.hypot(*errors) / len(measured), sum(counts))
+    errors = [standard_error(*each) for each in measured]
+    return HeldOut(accuracy, math.hypot(*errors) / len(measured), sum(count for _, count in measured))
 
 
 def standard_error(accuracy: float, questions: int) -> float:
@@ -86,6 +93,8 @@ class BestPolicies:
         self._link = config.save_path / trained.form.best
         self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
         self._last: BestPolicy | None = None  # the newest result
+        self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
+        self.without_gain = 0  # evaluations in a row that were not the best
         if self._kept:  # a process may have ended before it did this
             self._point_to(self.folder(self._kept[0]))
 
@@ -102,7 +111,10 @@ class BestPolicies:
         """Take the result of the policy that the trainer holds, and write the policy if it is among the best. Raises
         CheckpointError.
         """
-        policy = self._last = BestPolicy(self._run, step, policy_version, found)
+        policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(found, final=None))
+        self.note_final(policy_version, found)
+        gains = self.best is None or _rank(policy) > _rank(self.best)
+        self.without_gain = 0 if gains else self.without_gain + 1
         others = [each for each in self._kept if each.policy_version != policy_version]
         ranked = sorted([policy, *others], key=_rank, reverse=True)
         kept, dropped = ranked[: self._config.keep_best], ranked[self._config.keep_best :]
@@ -116,11 +128,25 @@ class BestPolicies:
         for each in dropped:
             remove_folder(self.folder(each), "remove it by hand, then resume the run")
 
+    def note_final(self, policy_version: int, found: HeldOut) -> None:
+        """Take what an evaluation at the end of the run found with further questions, if it asked any."""
+        if found.final is not None:
+            self._final[policy_version] = found.final
+
+    @property
+    def to_serve_again(self) -> BestPolicy | None:
+        """The best policy, where it is not the last one, and the last one was asked further questions."""
+        last, best = self._last, self.best
+        if last is None or best is None or best.policy_version == last.policy_version:
+            return None
+        return best if last.policy_version in self._final else None
+
     def lines(self) -> list[str]:
         """How the last policy and the best one did, for the end of a run; nothing without evaluations."""
         named = {"Last policy": self._last, f"Best policy, in {self._link}": self.best}
         return [
-            f"{name}: version {each.policy_version}, held-out accuracy {each.held_out}"
+            f"{name}: version {each.policy_version}, held-out accuracy"
+            f" {self._final.get(each.policy_version, each.held_out)}"
             for name, each in named.items()
             if each is not None
         ]

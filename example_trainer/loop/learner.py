@@ -41,7 +41,7 @@ from example_trainer.weights.by_rank import LiveModel, RankCopy, SharedRanks
 from example_trainer.weights.checkpoint import Progress, restore, resumed
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, reshard
 from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
-from example_trainer.weights.load import load_sharded, load_trained, start_policy
+from example_trainer.weights.load import load_sharded, load_trained, read_into, start_policy
 from example_trainer.weights.optimizer_state import State, parts, whole
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
@@ -226,6 +226,13 @@ class Learner:
         if mesh is not None and has_tp(mesh):
             sum_partial_gradients(self.trained.model, mesh)
         return clip_gradients(self.optimizer, self.config.max_grad_norm, mesh)
+
+    @collective
+    def load_weights(self, folder: str) -> None:
+        """Give the weights the values that a directory of this run's has, for good. Raises ModelError or
+        AdapterError.
+        """
+        read_into(self.trained.model, Path(folder))
 
     @collective
     def divide(self, divisor: float) -> None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from msgspec.structs import asdict
+from msgspec.structs import replace as replace_struct
 
 from atroposlib.logs import get_logger, say
-from atroposlib.wire.batching import GroupRequirements
+from atroposlib.wire.batching import GroupRequirements, TrainerStep
 from example_trainer.bridges import SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.errors import TrainerError
@@ -65,7 +66,9 @@ class Run:
     progress: Progress = field(init=False)
     bad_batches: BadBatches = field(init=False)
     best: BestPolicies = field(init=False)
+    reported: TrainerStep = field(init=False)
     early: EarlyGradients | None = None  # of the batch that is fetched
+    ends_early_after: int | None = None  # the last step of a run that does not do all --training-steps
     proven: bool = False  # vLLM's weights by the probes, after an update
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
 
@@ -82,11 +85,12 @@ class Run:
         self.check_served()
         self.api.register(
             starting_step=progress.step,
+            says_done=True,
             run=progress.run,
             trained_leases=progress.leases,
             **asdict(self.needs),
         )
-        self.api.report_step(progress.step, progress.policy_version)
+        self.report(TrainerStep(progress.step, progress.policy_version))
         self.timeline.begin()
 
     def step(self, step: int) -> None:
@@ -102,7 +106,7 @@ class Run:
         with phase("sync"):
             sync = self.hand_over(step, updates)
         with phase("report"):
-            self.api.report_step(step, sync.policy_version)
+            self.report(TrainerStep(step, sync.policy_version, num_steps=self.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
         with phase("evaluation"):
             found = self.evaluation(sync)
@@ -126,6 +130,7 @@ class Run:
         with phase("save"):
             if found is not None:
                 self.best.note(step, self.progress.policy_version, found)
+                self.stop_if_flat(step)
             self.save_if_due(step)
 
     def finish(self) -> None:
@@ -136,6 +141,7 @@ class Run:
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
+        self.serve_best_again()
         for line in self.best.lines():
             say(line)
         self.api.acknowledge()
@@ -257,6 +263,38 @@ class Run:
         """Wait for the evaluation of the new policy; None without one, and where vLLM does not serve that policy."""
         version = self.progress.policy_version
         return self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None
+
+    def stop_if_flat(self, step: int) -> None:
+        """Let the next step be the last one where --stop-when-flat says so."""
+        flat, limit = self.best.without_gain, self.config.stop_when_flat
+        if limit and flat >= limit and step + 1 < self.last_step:
+            self.ends_early_after = step + 1
+            say(f"No better policy in {flat} evaluations: step {step + 1} is the last (--stop-when-flat {limit})")
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.ends_early_after or self.config.training_steps
+
+    def serve_best_again(self) -> None:
+        """Have the best policy evaluated on further questions, as the last one was, and tell environments that the run
+        is over.
+        """
+        last, best = self.reported, self.best.to_serve_again
+        if best is not None and not self.config.bridge.owns_vllm:
+            version, folder = last.policy_version + 1, self.best.folder(best)
+            log.info("Serving the best policy, of version %d, to be asked further questions", best.policy_version)
+            self.bridge.sync(version, partial(self.learner.load_weights, str(folder)))
+            self.report(replace_struct(last, policy_version=version, weights_of=best.policy_version))
+            found = self.api.evaluation(version, self.config.eval_deadline)
+            if found is not None:
+                self.best.note_final(best.policy_version, found)
+        self.report(replace_struct(self.reported, done=True))
+
+    def report(self, report: TrainerStep) -> None:
+        """Tell environments what is done and what vLLM serves."""
+        self.reported = report
+        self.api.report_step(report)
 
     def keep_trained(self, step: int, batch: Batch, updates: Updates, left_out: str | None) -> None:
         """Write the step's rows of trained.jsonl, if they are asked for."""

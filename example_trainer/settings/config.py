@@ -455,6 +455,14 @@ class OutputSettings(Config):
             "best_adapter_VERSION/; the link best_model names the best of them; 0 keeps none"
         ),
     )
+    stop_when_flat: int = Field(
+        0,
+        ge=0,
+        description=(
+            "end the run one step after so many evaluations in a row without a new best policy; 0 does all"
+            " --training-steps"
+        ),
+    )
     resume: str | None = Field(
         None,
         min_length=1,

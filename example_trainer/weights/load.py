@@ -18,11 +18,20 @@ from example_trainer.model.loading import (
     prepare_for_training,
 )
 from example_trainer.model.policy import Policy
+from example_trainer.optim.bf16_masters import MasteredParameter, set_value
+from example_trainer.ranks.partition import Part, local, part
 from example_trainer.ranks.ranks import compute_dtype
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, load_shards, shard
 from example_trainer.weights.gathered import Gather, RankSends, ShardedModel, adapter_of_ranks, whole_model
-from example_trainer.weights.lora import ADAPTER, load_adapted_model, meta_adapted_model
+from example_trainer.weights.lora import (
+    ADAPTER,
+    CONFIG,
+    load_adapted_model,
+    meta_adapted_model,
+    read_adapter,
+    saved_name,
+)
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
@@ -44,6 +53,32 @@ def load_trained(
         model = meta_model(source)
         bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing, longest=config.seq_len)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)
+
+
+@torch.no_grad()
+def read_into(model: PreTrainedModel, folder: Path) -> None:
+    """Give the trained parameters, or this rank's part of them, the values that a directory of the same run has, where
+    they are. Every rank calls it. Raises ModelError or AdapterError.
+    """
+    value = _adapter_values(folder, model) if (folder / CONFIG).is_file() else _file_values(folder)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        found = value(name, part(parameter))
+        if isinstance(parameter, MasteredParameter):
+            set_value(parameter, found)
+        else:
+            local(parameter).copy_(found)
+
+
+def _adapter_values(folder: Path, model: PreTrainedModel) -> Callable[[str, Part], Tensor]:
+    saved = read_adapter(folder, model)
+    return lambda name, own: own.of(saved[saved_name(name)])
+
+
+def _file_values(folder: Path) -> Callable[[str, Part], Tensor]:
+    files = open_weights(str(folder))
+    return lambda name, own: files.block(name, own.rows, own.columns)
 
 
 def _of_shards(source: str, device: torch.device, config: TrainerConfig) -> PreTrainedModel:

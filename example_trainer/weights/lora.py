@@ -157,6 +157,15 @@ ADAPTER = Form(
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the tensors of an adapter directory into the model's adapter. Raises AdapterError if they do not fit."""
+    saved = read_adapter(folder, model)
+    for name, parameter in adapter_tensors(model).items():
+        parameter.copy_(saved[name])
+
+
+def read_adapter(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of an adapter directory by the names PEFT saves them under. Raises AdapterError if they do not
+    fit the model's adapter.
+    """
     with reading(
         f"{folder / WEIGHTS} cannot be read",
         AdapterError,
@@ -171,8 +180,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         raise AdapterError(
             f"{folder} contains an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}"
         )
-    for name, parameter in own.items():
-        parameter.copy_(saved[name])
+    return saved
 
 
 def _check_settings(folder: Path, config: TrainerConfig) -> None:

@@ -154,7 +154,7 @@ async def reject(request: Request) -> Response:
 async def trainer_step(request: Request) -> Response:
     """Tell environments which step is finished and which policy version vLLM serves from now on."""
     report = await read_record(request, wire.TrainerStep)
-    await service_of(request).report_step(report.step, report.policy_version)
+    await service_of(request).report_step(report)
     return reply(wire.Outcome("success"))
 
 

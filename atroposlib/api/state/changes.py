@@ -54,10 +54,13 @@ class TrainerPolled(Change):
 
 
 class TrainerReported(Change):
-    """The trainer finished a step, and vLLM serves a policy version."""
+    """The trainer finished a step, and vLLM serves a policy version; see `TrainerStep`."""
 
     step: int
     policy_version: int
+    num_steps: int | None = None
+    weights_of: int | None = None
+    done: bool = False
 
 
 class EnvironmentJoined(Change):

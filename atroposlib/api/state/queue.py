@@ -28,6 +28,7 @@ from atroposlib.wire.batching import (
     Evaluations,
     Registration,
     Status,
+    TrainerStep,
 )
 
 MAX_OVERTAKEN = 4  # batches with a younger group that may pass a waiting group before it goes first
@@ -76,7 +77,7 @@ class Environment:
         every = self.request.steps_per_eval
         if policy_version == 0:
             return self.request.eval_at_start
-        return every is not None and every > 0 and (policy_version % every == 0 or policy_version == num_steps)
+        return every is not None and every > 0 and (policy_version % every == 0 or policy_version >= num_steps)
 
 
 class QueueDump(Struct, Generic[R], array_like=True):
@@ -94,6 +95,7 @@ class QueueDump(Struct, Generic[R], array_like=True):
     evaluations: list[Evaluation]
     identities: list[tuple[int, str]] = []  # id and name of each environment; without them they count from 0
     next_env_id: int = 0
+    report: TrainerStep | None = None  # with what `progress` has not
 
 
 class BatchQueue(Generic[R]):
@@ -108,7 +110,7 @@ class BatchQueue(Generic[R]):
         self._namesakes: Counter[str] = Counter()
         self.current_step = 0
         self.started = False
-        self.progress: tuple[int, int] | None = None  # trained steps, policy version
+        self.report: TrainerStep | None = None  # the trainer's last
         self.lanes: Lanes[R] = Lanes()
         self._buffers: dict[int, Lanes[R]] = {}  # groups that together will fill the group size of their environment
         self._arrivals = 0
@@ -129,7 +131,7 @@ class BatchQueue(Generic[R]):
         last_kept = registration.starting_step if is_resumed else -1
         self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= last_kept}
         self.current_step = registration.starting_step
-        self.progress = None
+        self.report = None
         self.started = False
         self._exhausted = False
 
@@ -332,6 +334,18 @@ class BatchQueue(Generic[R]):
         steps, version = self.progress or (UNSET, UNSET)
         return Status(self.current_step, self.lanes.groups, policy_version=version, trained_steps=steps)
 
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """The trained steps and the policy version that the trainer last reported."""
+        return None if self.report is None else (self.report.step, self.report.policy_version)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the run; -1 without a trainer."""
+        if self.report is not None and self.report.num_steps is not None:
+            return self.report.num_steps
+        return -1 if self.registration is None else self.registration.num_steps
+
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
         environment = self.environment(env_id)
@@ -348,10 +362,14 @@ class BatchQueue(Generic[R]):
             self_queue_size=own // own_size,
             max_group_size=largest,
             env_weight=1.0 if environment.request.weight < 0 else max(MIN_ENV_WEIGHT, share),
-            num_steps=self.registration.num_steps if self.registration is not None else -1,
+            num_steps=self.num_steps,
             instance=self.instance,
             policy_version=version,
             trained_steps=steps,
+            weights_of=None if self.report is None else self.report.weights_of,
+            more_versions=self.registration is not None
+            and self.registration.says_done
+            and not (self.report is not None and self.report.done),
         )
 
     def _available_from_others(self, env_id: int, largest: int, minimums: dict[int, float]) -> int:
@@ -386,7 +404,7 @@ class BatchQueue(Generic[R]):
     def evaluations(self, policy_version: int) -> Evaluations:
         """Results of a policy version, and the connected environments whose announced result is still missing."""
         posted = {env_id: value for (version, env_id), value in self._evaluations.items() if version == policy_version}
-        num_steps = self.registration.num_steps if self.registration is not None else 0
+        num_steps = max(0, self.num_steps)
         return Evaluations(
             results=[
                 EvaluationResult(env_id, self.name_of(env_id), policy_version, one.accuracy, one.metrics)
@@ -411,6 +429,7 @@ class BatchQueue(Generic[R]):
             current_step=self.current_step,
             started=self.started,
             progress=self.progress,
+            report=self.report,
             arrivals=self._arrivals,
             overtakers=list(self._overtakers),
             waiting=sorted(self.lanes),
@@ -431,7 +450,8 @@ class BatchQueue(Generic[R]):
                 self._add_environment(request).connected = connected
         self._next_env_id = max(self._next_env_id, dump.next_env_id)
         self.current_step, self.started = dump.current_step, dump.started
-        self.progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
+        self._arrivals, self._overtakers = dump.arrivals, dump.overtakers
+        self.report = dump.report or (TrainerStep(*dump.progress) if dump.progress is not None else None)
         self.lanes = Lanes(dump.waiting)
         for group in dump.buffered:
             assert group.env_id is not None

@@ -9,13 +9,15 @@ state. Posts may come between changes that were decided one after the other; pos
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+from msgspec.structs import astuple
+
 from atroposlib.api.state import changes
 from atroposlib.api.state.changes import Change, GroupsPosted, StoredGroup
 from atroposlib.api.state.leases import Lease, LeaseBook
 from atroposlib.api.state.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
 from atroposlib.api.state.selection import Group
 from atroposlib.api.state.staleness import WaitingVersions
-from atroposlib.wire.batching import Registration
+from atroposlib.wire.batching import Registration, TrainerStep
 
 MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones
 REFUSALS = (UnknownEnvironment, GroupTooLarge)  # of a change that came too late; the state is as before
@@ -64,7 +66,7 @@ class RolloutState:
             case changes.TrainerPolled():
                 self.queue.started = True
             case changes.TrainerReported():
-                self.queue.progress = (change.step, change.policy_version)
+                self.queue.report = TrainerStep(*astuple(change))
             case changes.EnvironmentJoined():
                 return self.queue.register_env(change.request)  # None while no trainer has polled
             case changes.EnvironmentLeft():

@@ -158,7 +158,7 @@ class ServeLoop:
                 )
                 await self._join_again()
             await self._follow(status)
-            if status.version >= self.run.total_steps:
+            if status.version >= self.run.total_steps and not self._more_may_come(status):
                 break
             self._status, self._counted, self._sending, self._batches_seen = status, in_flight, sending, batches
             await self.env.add_train_workers()
@@ -172,6 +172,16 @@ class ServeLoop:
         await self.pool.cancel_all()
         await self._finish_evaluations()
         log.info("Done: policy version %d of %d; %s", status.version, self.run.total_steps, dict(self.run.counts))
+
+    def _more_may_come(self, status: EnvStatus) -> bool:
+        """Return whether the trainer may serve one more version, to be evaluated, after its last step."""
+        if not status.more_versions:
+            return False
+        waited_s, limit_s = time.monotonic() - self._moved_at, self.env.config.startup_timeout
+        if self._evaluation is not None or waited_s < limit_s:
+            return True
+        log.warning("The trainer has not said within %.0f s that it is done (--env.startup_timeout): leaving", limit_s)
+        return False
 
     async def __aenter__(self) -> "ServeLoop":
         return self
@@ -344,6 +354,10 @@ class ServeLoop:
 
     async def _follow(self, status: EnvStatus) -> None:
         env, run = self.env, self.run
+        if 0 < status.num_steps < run.total_steps:
+            log.info("The run ends after step %d, not %d", status.num_steps, run.total_steps)
+            run.total_steps = self.schedule.last_version = status.num_steps
+        run.weights_of = status.weights_of
         old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, run.policy_version)
         run.policy_version = status.version
         due = self.schedule.advance(status.version)
@@ -386,12 +400,12 @@ class ServeLoop:
         self._evaluation = self.run.evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
 
     async def _evaluate(self, version: int) -> None:
-        env = self.env
+        env, self.run.is_last = self.env, version >= self.run.total_steps
         evaluation = await self._evaluation_of(version)
         path = evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals)
         if path is not None:
-            self.run.record(path, evaluation.record(self.run.display_name))
-        self.run.write_held_out(version)
+            self.run.record(path, evaluation.record(self.run.display_name, self.run.weights_of))
+        self.run.write_held_out(version if self.run.weights_of is None else self.run.weights_of)
         await self.link.post_evaluation(
             version, evaluation.accuracy, evaluation.metrics | {"served_version": float(evaluation.served_version)}
         )

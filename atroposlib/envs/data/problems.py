@@ -70,8 +70,8 @@ ProblemStream = ItemStream[Problem]
 
 
 def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSet:
-    """The 145 questions a + b (1..9) and a * b (2..9), shuffled by `seed`, the first `held_out` of them held out."""
-    sums = [_arithmetic_problem(a, "+", b, a + b) for a in range(1, 10) for b in range(1, 10)]
+    """The 464 questions a + b (1..20) and a * b (2..9), shuffled by `seed`, the first `held_out` of them held out."""
+    sums = [_arithmetic_problem(a, "+", b, a + b) for a in range(1, 21) for b in range(1, 21)]
     products = [_arithmetic_problem(a, "*", b, a * b) for a in range(2, 10) for b in range(2, 10)]
     return split([*sums, *products], held_out, seed, "the arithmetic set")
 

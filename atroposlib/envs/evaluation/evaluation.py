@@ -14,7 +14,7 @@ from atroposlib.envs.failures import Failure
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.row_files.json_text import encode
-from atroposlib.wire.batching import CAUSES, Cause
+from atroposlib.wire.batching import CAUSES, FINAL, Cause
 
 UNSCORED = "unscored"  # the metric that counts held-out questions without a score; with "_CAUSE" after it, by cause
 # Where the environments of the ancestor put their accuracy.
@@ -104,8 +104,12 @@ class Evaluation:
         )
         result = "Evaluated" if self.accuracy is None else f"Held-out accuracy {100 * self.accuracy:.1f} %{count}"
         late = "" if self.served_version == self.policy_version else f" (with version {self.served_version} served)"
+        right, asked = (self.metrics.get(f"{FINAL}{name}") for name in ("correct", "total"))
+        more = (
+            "" if right is None or not asked else f"; {100 * right / asked:.1f} % ({right:.0f}/{asked:.0f}) with more"
+        )
         decoding = "greedy, " if self.metrics.get("temperature") == 0 else ""
-        return f"{result} at policy version {self.policy_version}{late} ({decoding}{self.seconds:.1f} s)"
+        return f"{result} at policy version {self.policy_version}{late} ({decoding}{self.seconds:.1f} s){more}"
 
     @property
     def _left_out(self) -> str:
@@ -117,12 +121,14 @@ class Evaluation:
         causes = ", ".join(f"{count:.0f} {cause}" for cause, count in counts.items() if count)
         return f"; {unscored:.0f} unscored{f': {causes}' if causes else ''}"
 
-    def record(self, env_name: str) -> dict[str, object]:
-        """Return the evaluation's line in evaluations.jsonl."""
+    def record(self, env_name: str, weights_of: int | None = None) -> dict[str, object]:
+        """Return the evaluation's line in evaluations.jsonl, under the version `weights_of` where that one is served
+        again.
+        """
         return {
             "time": time.time(),
             "env": env_name,
-            "policy_version": self.policy_version,
+            "policy_version": self.policy_version if weights_of is None else weights_of,
             "served_version": self.served_version,
             "accuracy": self.accuracy,
             "seconds": round(self.seconds, 3),

@@ -454,6 +454,8 @@ class EnvRun:
         # What the API and the trainer said last.
         self.policy_version = 0
         self.total_steps: int = env.config.total_steps
+        self.weights_of: int | None = None  # the version that is served again, after the last step
+        self.is_last = False  # an evaluation of the last policy, or of what is served after it
         self.needs = GroupRequirements()
         self.wandb_info = WandbInfo(None, None)
         self.registered_name = self.display_name

@@ -82,7 +82,8 @@ def evaluation_interval(config: BaseEnvConfig) -> int | None:
 
 @dataclass
 class EvaluationSchedule:
-    """Chooses the policy versions to evaluate: every multiple of `interval`, the last one, and 0 if `at_start`.
+    """Chooses the policy versions to evaluate: every multiple of `interval`, the last one, what is served after it,
+    and 0 if `at_start`.
 
     The same rule is announced to the API, so that a trainer knows whose evaluation to wait for.
     """
@@ -96,7 +97,7 @@ class EvaluationSchedule:
         """Return whether `version` is one that is evaluated."""
         if version == 0:
             return self.at_start
-        return self.interval is not None and (version % self.interval == 0 or version == self.last_version)
+        return self.interval is not None and (version % self.interval == 0 or version >= self.last_version)
 
     def went_back(self, version: int) -> bool:
         """Return whether `version` is earlier than one that was served: another trainer, or one that resumed."""

@@ -249,6 +249,25 @@ async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path
             assert [*taken, await env.get_next_item()] == ["0", "1", "2", "3"]
 
 
+async def test_the_last_policy_is_asked_further_questions(tmp_path: Path) -> None:
+    class Many(EchoEnv):
+        async def setup(self) -> None:
+            self.held_out = [str(number) for number in range(self.config.held_out_limit)]
+
+    few = {"heldout_size": 4, "final_heldout_size": 10}
+    async with FakeInferenceServer(lambda prompt: "2 3 9") as server:
+        async with running_env(Many, tmp_path, server, **few) as env:
+            usual = await env.evaluate()
+            env._env_run.is_last = True
+            last = await env.evaluate()
+        async with running_env(Many, tmp_path, server, **few | {"final_heldout_size": 0}) as env:
+            env._env_run.is_last = True
+            only = await env.evaluate()
+    assert usual == only
+    assert (usual["accuracy"], usual["total"]) == (0.5, 4)
+    assert last == {**usual, "final_accuracy": 0.3, "final_correct": 3, "final_total": 10}
+
+
 async def test_a_half_solved_question_is_asked_again_also_after_a_resume(tmp_path: Path) -> None:
     async def ask(env: EchoEnv) -> str:
         item = await env.get_next_item()

@@ -133,6 +133,13 @@ def learn(job: dict[str, Any], config: TrainerConfig, learner: Learner, saves: S
     saves.complete()
     if job.get("out"):
         learner.trained.write(Path(job["out"]))
+    if job.get("taken_back"):  # one more update, undone
+        learner.gradients(*sequences(1))
+        learner.clip()
+        learner.update(config.lr)
+        learner.trained.write(Path(job["moved"]))
+        learner.load_weights(job["out"])
+        learner.trained.write(Path(job["taken_back"]))
     return {"losses": losses, "leases": saves.saved_leases}
 
 

@@ -139,6 +139,7 @@ class RecordingBridge(WeightBridge):
         return Prepared(self.connect, self.close)
 
     def connect(self, trained: TrainedModel) -> WeightBridge:
+        self.trained = trained
         parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
         flat = torch.empty(sum(parameter.numel() for parameter in parameters))
         start = 0
@@ -184,6 +185,7 @@ class FakeApi:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: dict[int, float] = {}
         self.questions = 0  # of each evaluation; 0 where it does not count them
+        self.final: dict[int, float] = {}  # accuracy with further questions, 256 in all
         self.pending: dict[int, int] = {}  # policy version -> how often it is still pending when asked
         self.forget_trainer = False
         self.batch_invariant = True  # what it answers as a vLLM server
@@ -219,6 +221,8 @@ class FakeApi:
         if accuracy is None:
             return {"results": [], "pending": []}
         metrics = {"total": float(self.questions)} if self.questions else {}
+        if version in self.final:
+            metrics |= {"final_accuracy": self.final[version], "final_total": 256.0}
         result = {"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": metrics}
         return {"results": [result], "pending": []}
 

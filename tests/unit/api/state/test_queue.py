@@ -20,7 +20,7 @@ from atroposlib.api.state.queue import (
     UnknownEnvironment,
 )
 from atroposlib.api.state.selection import R
-from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
+from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration, TrainerStep
 
 
 def run(batch_size: int = 8, **other: Any) -> Registration:
@@ -294,7 +294,7 @@ def test_progress_is_absent_until_reported_and_again_after_a_new_registration() 
     queue = started()
     queue.register_env(env())
     assert queue.status().policy_version is UNSET
-    queue.progress = (3, 4)
+    queue.report = TrainerStep(3, 4)
     assert (queue.status().trained_steps, queue.env_status(0).policy_version) == (3, 4)
     queue.register(run())
     assert queue.status().trained_steps is UNSET
@@ -324,6 +324,25 @@ def test_pending_names_connected_environments_that_announced_the_version() -> No
     assert [(result.env_name, result.accuracy, result.metrics) for result in found.results] == [
         ("math_0", 0.5, {"loss": 1.0})
     ]
+
+
+def test_what_is_served_after_the_last_step_is_evaluated_and_a_run_may_end_early() -> None:
+    queue = started(num_steps=7, says_done=True)
+    queue.register_env(env(steps_per_eval=5))
+    queue.register_env(env())
+    assert queue.env_status(0).more_versions
+    queue.report = TrainerStep(7, 8, weights_of=5)
+    assert queue.evaluations(8).pending == ["math_0"]
+    assert queue.env_status(0).weights_of == 5
+    queue.report = TrainerStep(7, 8, done=True)
+    assert not queue.env_status(0).more_versions
+    queue.report = TrainerStep(2, 2, num_steps=2)
+    assert (queue.env_status(0).num_steps, queue.evaluations(2).pending) == (2, ["math_0"])
+    after = BatchQueue[str](queue.instance)
+    after.load(queue.dump())
+    assert after.env_status(0) == queue.env_status(0)
+    queue.register(run())  # another trainer, which says nothing of all this
+    assert not queue.env_status(0).more_versions
 
 
 def test_evaluations_with_many_metrics_are_bounded_together() -> None:

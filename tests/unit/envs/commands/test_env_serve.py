@@ -166,6 +166,63 @@ async def test_nothing_is_sampled_while_an_evaluation_runs(
     assert env._env_run.counts["evaluations_failed"] == 0
 
 
+async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under_its_own_number(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
+    class Asking(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            run = self._env_run
+            return {"accuracy": run.policy_version / 8} | ({"final_accuracy": 0.5} if run.is_last else {})
+
+    env = build(tmp_path, api, inference, Asking, evaluations_path=str(tmp_path / "e.jsonl"))
+    trainer = Trainer(api.url, num_steps=3)
+    trainer.registration["says_done"] = True
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(3)
+    assert not serving.done()
+    await trainer.call("POST", "/trainer-step", {"step": 3, "policy_version": 4, "weights_of": 2})
+    await trainer.evaluation(4)
+    assert not serving.done()
+    await trainer.call("POST", "/trainer-step", {"step": 3, "policy_version": 4, "done": True})
+    await asyncio.wait_for(serving, 10)
+    assert trainer.accuracies == {1: None, 2: 0.25, 3: 0.375, 4: 0.5}
+    rows = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    assert [(row["policy_version"], row["served_version"], "final_accuracy" in row["metrics"]) for row in rows] == [
+        (2, 2, False),
+        (3, 3, True),
+        (2, 4, True),
+    ]
+
+
+async def test_a_run_that_ends_early_ends_its_environments(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
+    env = build(tmp_path, api, inference)
+    trainer = Trainer(api.url, num_steps=100)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await trainer.fetch()
+    await trainer.call("POST", "/trainer-step", {"step": 3, "policy_version": 3, "num_steps": 3})
+    await trainer.evaluation(3)
+    await asyncio.wait_for(serving, 10)
+    assert env.evaluated == [2, 3]
+
+
+async def test_a_trainer_that_never_says_that_it_is_done_is_left(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = build(tmp_path, api, inference, startup_timeout=2)
+    trainer = Trainer(api.url, num_steps=1)
+    trainer.registration["says_done"] = True
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(1)
+    await asyncio.wait_for(serving, 20)
+    assert "The trainer has not said within 2 s that it is done (--env.startup_timeout): leaving" in caplog.text
+
+
 async def test_api_restart_loses_no_rollout_and_no_evaluation(
     tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from atroposlib.wire.batching import Registration, ScoredData
+from atroposlib.wire.batching import Registration, ScoredData, TrainerStep
 from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
@@ -85,7 +85,7 @@ def test_an_api_that_forgot_its_trainer_is_registered_with_again_from_the_step_r
     with serve(api) as url:
         trainer = client(url)
         trainer.register(0)
-        trainer.report_step(2, 2)
+        trainer.report_step(TrainerStep(2, 2))
         api.forget_trainer = True
         assert trainer.fetch_batch(5)
     assert [entry["starting_step"] for entry in api.registrations] == [0, 2]
@@ -246,7 +246,7 @@ def test_an_api_that_takes_no_more_for_now_is_asked_again(monkeypatch: pytest.Mo
     with real_api(settings=api_settings(max_requests_per_second=5)) as url:
         trainer, _ = trainer_of(url)
         for step in range(3):
-            trainer.report_step(step, step)
+            trainer.report_step(TrainerStep(step, step))
 
 
 # --- waiting for a batch in the API ---------------------------------------------------------------------------------

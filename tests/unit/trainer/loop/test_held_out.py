@@ -31,11 +31,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def train(model: str, folder: Path, accuracies: dict[int, float], stop_at: int | None = None, **changes: Any) -> None:
-    """A run whose policy versions have these held-out accuracies, killed when it syncs version `stop_at`."""
+def train(
+    model: str,
+    folder: Path,
+    accuracies: dict[int, float],
+    stop_at: int | None = None,
+    final: dict[int, float] | None = None,
+    **changes: Any,
+) -> tuple[FakeApi, RecordingBridge]:
+    """A run whose policy versions have these held-out accuracies, and `final` ones with further questions, killed when
+    it syncs version `stop_at`.
+    """
     first = int((folder / "checkpoints/latest").read_text().rpartition("_")[2]) if "resume" in changes else 0
     api = FakeApi(lambda delivered: [item([1.0, 0.0, 0.0, 1.0], seed=10 + first + delivered)])
-    api.evaluations, api.questions = accuracies, 64
+    api.evaluations, api.questions, api.final = accuracies, 64, final or {}
+    bridge = RecordingBridge(fail_at=stop_at)
     settings: dict[str, Any] = dict(
         model_name=model,
         training_steps=4,
@@ -44,6 +54,8 @@ def train(model: str, folder: Path, accuracies: dict[int, float], stop_at: int |
         lr=1e-2,
         save_path=folder / "checkpoints",
         log_dir=folder / "logs",
+        weight_bridge_mode="shared_vllm",
+        use_shared_memory=True,
         checkpoint_interval=1,
         keep_checkpoints=0,
         api_timeout=5,
@@ -51,7 +63,8 @@ def train(model: str, folder: Path, accuracies: dict[int, float], stop_at: int |
     )
     killed = contextlib.nullcontext() if stop_at is None else pytest.raises(KeyboardInterrupt)
     with serve(api) as url, killed:
-        grpo.run(TrainerConfig(**settings | {"atropos_url": url} | changes), RecordingBridge(fail_at=stop_at))
+        grpo.run(TrainerConfig(**settings | {"atropos_url": url} | changes), bridge)
+    return api, bridge
 
 
 def kept(folder: Path) -> tuple[str, list[str]]:
@@ -84,6 +97,10 @@ def result(accuracy: float | None, **metrics: float) -> EvaluationResult:
         ([result(0.5, total=64.0)], HeldOut(0.5, standard_error(0.5, 64), 64)),
         ([result(0.5, total=64.0), result(1.0)], HeldOut(0.75)),
         (
+            [result(0.5, final_accuracy=0.75, final_total=256.0), result(1.0)],
+            HeldOut(0.75, final=HeldOut(0.75, standard_error(0.75, 256), 256)),
+        ),
+        (
             [result(0.5, total=64.0), result(1.0, total=16.0), result(None, total=8.0)],
             HeldOut(0.75, math.hypot(standard_error(0.5, 64), standard_error(1.0, 16)) / 2, 80),
         ),
@@ -95,6 +112,7 @@ def test_the_results_of_environments_are_averaged_with_their_errors(
     found = held_out(results)
     assert (found and (found.accuracy, found.questions)) == (expected and (expected.accuracy, expected.questions))
     assert (found and found.stderr) == pytest.approx(expected and expected.stderr)
+    assert (found and found.final) == (expected and expected.final)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +153,64 @@ def test_nothing_is_kept_without_evaluations_or_where_none_is_asked_for(
 ) -> None:
     train(model, tmp_path, accuracies, training_steps=2, keep_best=keep)
     assert not list((tmp_path / "checkpoints").glob("best_*"))
+
+
+def test_the_best_policy_is_served_again_and_asked_what_the_last_one_was_asked(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies = {2: 0.75, 4: 0.5, 5: 0.75}
+    api, bridge = train(model, tmp_path, accuracies, final={4: 0.53125, 5: 0.71875})
+    assert api.registrations[0]["says_done"]
+    assert api.steps[-3:] == [
+        {"step": 4, "policy_version": 4},
+        {"step": 4, "policy_version": 5, "weights_of": 2},
+        {"step": 4, "policy_version": 5, "weights_of": 2, "done": True},
+    ]
+    assert bridge.versions == [0, 1, 2, 3, 4, 5]
+    checkpoints, served = tmp_path / "checkpoints", dict(bridge.trained.model.named_parameters())
+    best = load_file(checkpoints / "best_model/model.safetensors")
+    last = load_file(checkpoints / "final_model/model.safetensors")
+    assert all(torch.equal(best[name], served[name]) for name in best)
+    assert not all(torch.equal(last[name], served[name]) for name in last)
+    said = capsys.readouterr().out
+    assert "Last policy: version 4, held-out accuracy 53.1 % ± 3.1 (256 questions)" in said
+    assert "version 2, held-out accuracy 71.9 % ± 2.8 (256 questions)" in said
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "final"),
+    [
+        ({2: 0.5, 4: 0.75}, {4: 0.75}),  # the last is the best
+        ({2: 0.75, 4: 0.5}, {}),  # no further questions
+        ({}, {}),
+    ],
+)
+def test_nothing_is_served_again_that_tells_nothing(
+    model: str, tmp_path: Path, accuracies: dict[int, float], final: dict[int, float]
+) -> None:
+    api, bridge = train(model, tmp_path, accuracies, final=final)
+    assert bridge.versions == [0, 1, 2, 3, 4]
+    assert api.steps[-1] == {"step": 4, "policy_version": 4, "done": True}
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "limit", "steps"),
+    [
+        ({1: 0.75, 2: 0.5, 3: 0.5, 4: 0.875}, 2, 4),
+        ({1: 0.75, 2: 0.5, 3: 0.75, 4: 0.5, 5: 0.5}, 2, 6),  # a tie is a new best policy
+        ({1: 0.75, 2: 0.5, 3: 0.5}, 0, 8),
+        ({1: 0.75, 2: 0.5, 3: 0.5}, 3, 8),
+        ({6: 0.75, 7: 0.5}, 1, 8),  # the next step is the last anyway
+    ],
+)
+def test_a_run_ends_when_it_is_flat(
+    model: str, tmp_path: Path, accuracies: dict[int, float], limit: int, steps: int
+) -> None:
+    api, bridge = train(model, tmp_path, accuracies, stop_when_flat=limit, training_steps=8)
+    assert bridge.versions == list(range(steps + 1))
+    shorter = {"num_steps": steps} if steps < 8 else {}
+    assert api.steps[-1] == {"step": steps, "policy_version": steps, "done": True} | shorter
+    assert (tmp_path / "checkpoints/final_model").is_dir()
 
 
 def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     assert api.registrations[0]["num_steps"] == 4
     assert api.registrations[0]["starting_step"] == 0
     assert api.registrations[0]["vocab_size"] == VOCAB
-    assert api.steps == [{"step": step, "policy_version": step} for step in range(5)]
+    reported = [{"step": step, "policy_version": step} for step in range(5)]
+    assert api.steps == [*reported, reported[-1] | {"done": True}]
 
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
@@ -206,6 +207,7 @@ def test_a_bridge_that_serves_some_versions_only_reports_what_vllm_serves(model:
         (1, 0),
         (2, 2),
         (3, 2),
+        (4, 4),
         (4, 4),
     ]
     assert [(row["policy_version"], row["served_version"], row["accuracy"]) for row in rows(tmp_path)] == [

@@ -141,6 +141,23 @@ def test_a_head_that_both_ranks_hold_is_written_once_and_goes_to_one_process_and
     assert all(torch.equal(exported[name], whole[name]) for name in whole)
 
 
+def test_any_ranks_take_the_weights_of_an_earlier_directory_back(folder: Path, tmp_path: Path) -> None:
+    """As for the best policy of a run, which is served again."""
+    adapter = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lr": 1e-2}
+    runs = {"one": (1, {}), "fsdp": (2, {}), "tp": (2, TP), "adapter": (1, adapter), "adapter fsdp": (2, adapter)}
+    jobs = jobs_of(tmp_path, runs, {})
+    for name, job in jobs.items():
+        places = {key: str(tmp_path / f"{name} {key}") for key in ("out", "moved", "taken_back")}
+        job |= places | {"steps": 2, "save": []}
+    results = train(tmp_path, jobs)
+    for name in runs:
+        assert results[name]["status"][0] == 0, results["stderr"]
+        file = "adapter_model.safetensors" if "adapter" in name else "model.safetensors"
+        then, moved, now = (load_file(tmp_path / f"{name} {key}" / file) for key in ("out", "moved", "taken_back"))
+        assert all(torch.equal(then[each], now[each]) for each in then), name
+        assert not any(torch.equal(then[each], moved[each]) for each in then if "norm" not in each), name
+
+
 @pytest.mark.nightly
 def test_two_by_two_ranks_save_and_resume(folder: Path) -> None:
     runs = {"one": (1, SHARDED), "2x2": (4, TP), "2x2 hf": (4, TP | WHOLE)}
