@@ -18,6 +18,7 @@ arrays. The check reads each list once.
 
 import hashlib
 import numbers
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from atroposlib.wire.batching import CAUSES, NOT_TRAINED, GroupRequirements, Sco
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
 MAX_MAGNITUDE = 1e9  # of a score or an advantage; squares and sums of them are still finite in float32
+MOST_MASS = 1.01  # of a teacher's probabilities at a position, whose sum is at most 1, but for rounding
 SHOWN = 80  # characters of a wrong value that are repeated
 
 CHECKED_FIELDS = (
@@ -56,13 +58,16 @@ CHECKED_FIELDS = (
     "images",
 )
 _NO_TEACHER = (
-    "which this trainer does not train on; sample without the teacher (drop --env.teacher_enabled), or post to a"
-    " trainer that distils"
+    "which this trainer does not train on; give the trainer --distill-coef, sample without the teacher (drop"
+    " --env.teacher_enabled), or post to a trainer that distils"
 )
-# What is carried for other trainers and would be lost here without a word: what it is, and what to do.
-NOT_TRAINED_ON = {
+OF_TEACHER = {
     "distill_token_ids": f"a teacher's tokens, {_NO_TEACHER}",
     "distill_logprobs": f"a teacher's log-probabilities, {_NO_TEACHER}",
+}
+# What is carried for other trainers and would be lost here without a word: what it is, and what to do. A trainer that
+# distils takes what is of a teacher.
+NOT_TRAINED_ON = OF_TEACHER | {
     "images": "images, and this trainer reads text alone; post groups without images, or to a trainer that reads them",
 }
 Location = tuple[str | int, ...]
@@ -164,7 +169,9 @@ def _check_trainable(group: Mapping[str, object], needs: GroupRequirements) -> N
             _check_logprobs(logprobs, sampled)
     _check_advantages(group, tokens)
     _check_settings(group, tokens)
-    _refuse_what_is_not_trained_on(group)
+    _refuse_what_is_not_trained_on(group, needs)
+    if needs.teacher_top_k is not None:
+        _check_teacher(group, tokens, sampled, needs)
     _check_versions(group, tokens)
     _check_spans(group, tokens)
     _check_finish_reasons(group, tokens)
@@ -337,12 +344,82 @@ def _check_settings(group: Mapping[str, object], tokens: _Rows) -> None:
             _check_object(override, "overrides", index)
 
 
-def _refuse_what_is_not_trained_on(group: Mapping[str, object]) -> None:
+def _refuse_what_is_not_trained_on(group: Mapping[str, object], needs: GroupRequirements) -> None:
     for name, what in NOT_TRAINED_ON.items():
+        if name in OF_TEACHER and needs.teacher_top_k is not None:
+            continue
         value = group.get(name)
         entries = value if isinstance(value, (list, tuple)) else [value]  # environments send [] for "none"
         if any(entry is not None and not (isinstance(entry, list) and not entry) for entry in entries):
             raise Untrainable(what, name)
+
+
+def _check_teacher(
+    group: Mapping[str, object], tokens: _Rows, sampled: NDArray[np.bool_], needs: GroupRequirements
+) -> None:
+    """Check a teacher's tokens at each position, the position's own first, and their log-probabilities."""
+    fields = {name: _given(group, name) for name in OF_TEACHER}
+    for name, given in fields.items():
+        if given is None:
+            raise Untrainable(
+                "missing: the trainer distils (--distill-coef); sample with a teacher (`teacher:` in the run file, or "
+                "--env.teacher_enabled and --teacher.base_url), or start the trainer without --distill-coef",
+                name,
+            )
+        expect_count(name, len(given), len(tokens.lengths))
+    starts = tokens.lengths.cumsum() - tokens.lengths
+    for index, (start, length) in enumerate(zip(starts.tolist(), tokens.lengths.tolist(), strict=True)):
+        places = slice(start, start + length)
+        said = {name: _list(given[index], name, index) for name, given in fields.items() if given is not None}
+        try:
+            _check_said(said, tokens.values[places], sampled[places], needs)
+        except Untrainable as error:
+            name = str(error.where[0])
+            raise Untrainable(error.message, name, index, *error.where[1:]) from None
+
+
+def _check_said(
+    said: Mapping[str, list[Any]], own: NDArray[Any], sampled: NDArray[np.bool_], needs: GroupRequirements
+) -> None:
+    """Check what a teacher said of one sequence, whose tokens are `own`."""
+    for name, positions in said.items():
+        if len(positions) != len(own):
+            raise Untrainable(f"{len(positions)} entries for the {len(own)} tokens of this sequence", name)
+    of_ids, of_logprobs = said
+    named_rows, rows = _rows(of_ids, said[of_ids], "q"), _rows(of_logprobs, said[of_logprobs], "d")
+    for position in np.flatnonzero(named_rows.lengths != rows.lengths)[:1].tolist():
+        raise Untrainable(
+            f"{rows.lengths[position]} log-probabilities of {named_rows.lengths[position]} tokens",
+            of_logprobs,
+            position,
+        )
+    least = max(1, min(needs.teacher_top_k or 0, needs.vocab_size or sys.maxsize))
+    for position in np.flatnonzero(sampled & (rows.lengths < least))[:1].tolist():
+        raise Untrainable(
+            f"{rows.lengths[position]} tokens, and where one was sampled the trainer needs {least} of the teacher's"
+            " likeliest (--distill-top-k)",
+            of_ids,
+            position,
+        )
+    _check_ids(named_rows, needs.vocab_size)
+    rows.expect(
+        (rows.values >= MIN_LOGPROB) & (rows.values <= MAX_LOGPROB),
+        f"is not a teacher's log-probability, which is from {MIN_LOGPROB:g} to 0",
+    )
+    at = np.repeat(np.arange(len(own)), rows.lengths)
+    total = np.bincount(at, weights=np.exp(rows.values), minlength=len(own))
+    for position in np.flatnonzero(total > MOST_MASS)[:1].tolist():
+        raise Untrainable(f"probabilities that add up to {total[position]:.4g}, above 1", of_logprobs, position)
+    there = np.flatnonzero(rows.lengths)
+    first = named_rows.values[(rows.lengths.cumsum() - rows.lengths)[there]]
+    for place in np.flatnonzero(first != own[there])[:1].tolist():
+        position = int(there[place])
+        raise Untrainable(
+            f"{first[place]} is not the token of this position, {own[position]}, which comes first", of_ids, position, 0
+        )
+    pairs = np.stack([at, named_rows.values])[:, np.lexsort((named_rows.values, at))]
+    for place in np.flatnonzero((pairs[:, 1:] == pairs[:, :-1]).all(0))[:1].tolist():
+        raise Untrainable(f"{pairs[1, place]} is named twice", of_ids, int(pairs[0, place]))
 
 
 def _check_object(settings: object, *where: str | int) -> None:

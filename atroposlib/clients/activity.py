@@ -15,6 +15,7 @@ GRADER_FAILED = "the grader failed"
 CODE_FAILED = "the environment's code failed"
 SERVER_FAILED = "the inference server failed"
 ROLLOUTS_FAILED = "too many rollouts failed"
+TEACHER_FAILED = "the teacher failed"
 # What to do about the reason that most groups of an environment were dropped for.
 _ADVICE = {
     EQUAL_SCORES: "every answer of a group scores the same, so there is nothing to learn: look at the answers, make the"
@@ -23,6 +24,7 @@ _ADVICE = {
     CODE_FAILED: "look for the traceback in the environment's log",
     ROLLOUTS_FAILED: "look for its warnings about rollouts in its log; --env.rollout_timeout limits the time of one",
     SERVER_FAILED: "look at the inference server's log",
+    TEACHER_FAILED: "look at the teacher's log, and for its errors in the environment's log",
 }
 
 

@@ -17,6 +17,7 @@ MSGPACK = "application/msgpack"
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Failures = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopK = Annotated[int, Meta(ge=0, le=1000)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 ReportText = Annotated[str, Meta(max_length=300)]
 Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON reader
@@ -45,7 +46,8 @@ class GroupRequirements(Struct, kw_only=True):
     Token ids must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
     `atroposlib/groups.py`; others are refused or set aside. With `logprobs_optional` groups without
     `inference_logprobs` pass it. `routing` is the shape of a mixture-of-experts model, which `routed_experts` of a
-    group must have; with `routing_required` groups without them do not pass.
+    group must have; with `routing_required` groups without them do not pass. A trainer that distils registers
+    `teacher_top_k`: how many of its likeliest tokens a teacher names at each sampled position, beside the sampled one.
 
     Trainers of the archived ancestor send none of these and get groups without log-probabilities, as they always did:
     not all of them read any. One that is `trainable_only` and does not say more, as ours once were, needs them.
@@ -56,6 +58,7 @@ class GroupRequirements(Struct, kw_only=True):
     logprobs_optional: bool = False
     routing: RoutingShape | None = None
     routing_required: bool = False
+    teacher_top_k: TopK | None = None
 
     def requirements(self) -> "GroupRequirements":
         """Return the requirements alone, out of a record that has more."""
@@ -438,14 +441,15 @@ class ScoredData(Struct):
     /batch.
 
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
-    `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
-    `[sequence][position][top_k]`. `policy_versions` is the first and last policy version that a sequence was sampled
-    under, `version_spans` gives the version of each token: [start, version] pairs, each for the sampled tokens
-    from position `start` to the next pair's. `finish_reasons` is why its last answer ended ("length": it was cut).
-    `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
-    sequence is a rollout of its own. `failed` counts the rollouts that have no score and no sequence here, by cause; in
-    a batch each takes the place of one. `routed_experts` are the experts that a mixture-of-experts model read each
-    token with, as `atroposlib/routing.py` writes them. An item has these six only if they were posted.
+    `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are `[sequence][position][k]`:
+    tokens that a teacher names, the position's own first, and their log-probabilities. `policy_versions` is the first
+    and last policy version that a sequence was sampled under, `version_spans` gives the version of each token: [start,
+    version] pairs, each for the sampled tokens from position `start` to the next pair's. `finish_reasons` is why its
+    last answer ended ("length": it was cut). `rollouts` is the number of the rollout that a sequence belongs to,
+    counted from 0 in order; without it each sequence is a rollout of its own. `failed` counts the rollouts that have no
+    score and no sequence here, by cause; in a batch each takes the place of one. `routed_experts` are the experts that
+    a mixture-of-experts model read each token with, as `atroposlib/routing.py` writes them. An item has these six only
+    if they were posted.
     """
 
     tokens: list[list[int]]

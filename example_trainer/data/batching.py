@@ -28,6 +28,7 @@ from atroposlib.routing import unpack
 from atroposlib.wire.batching import CUT, NOT_TRAINED, GroupRequirements, ScoredData
 from example_trainer.data.advantages import group_advantages, has_signal
 from example_trainer.data.loss_weights import token_weights
+from example_trainer.data.said_by_teacher import said_by_teacher
 from example_trainer.data.staleness import sampled_staleness, staleness_weights
 from example_trainer.settings.config import LossSettings
 from example_trainer.settings.objectives import Advantage
@@ -53,6 +54,8 @@ class Sequence:
     old_logprobs: NDArray[np.float32] | None = None  # under the policy before this batch's first update, if recomputed
     routed_experts: NDArray[np.uint16] | None = None  # the sampler's, [length - 1, layers, top_k]; None if unknown
     weight: float = 1.0  # of each trained token in the mean that the step minimises (loss_weights.py)
+    teacher_ids: NDArray[np.int64] | None = None  # that a teacher names, the token itself first, [length, k]
+    teacher_logprobs: NDArray[np.float32] | None = None  # of them by the teacher
 
     @property
     def trained_tokens(self) -> int:
@@ -125,7 +128,8 @@ def make_batch(
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts, and `needs`
     are what the trainer registered.
 
-    Groups without a signal give sequences only where the loss has a KL or entropy term; their advantages are 0.
+    Groups without a signal give sequences only where the loss has a teacher, a KL or entropy term; their advantages
+    are 0.
     """
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
@@ -160,6 +164,7 @@ def make_batch(
         advantages = _advantages(group, loss.advantage, policy_version)
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
+        advantages = [np.float32(loss.reward_coef) * row for row in advantages]
         places: list[int | None] = [None] * len(group.tokens)
         computed = signal or loss.has_penalties
         if computed:
@@ -167,8 +172,7 @@ def make_batch(
                 if loss.mask_truncated and ends and ends[index] == CUT:
                     continue
                 sequence = _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
-                if needs.routing is not None:
-                    sequence = replace(sequence, routed_experts=_routed_experts(group, index, seq_len))
+                sequence = _with_what_is_needed(sequence, group, index, seq_len, needs)
                 if sequence.trained_tokens:
                     places[index] = len(sequences)
                     sequences.append(sequence)
@@ -248,6 +252,18 @@ def _sequence(
         rollout=rollout,
         weight=weight,
     )
+
+
+def _with_what_is_needed(
+    sequence: Sequence, item: ScoredData, index: int, seq_len: int, needs: GroupRequirements
+) -> Sequence:
+    """The sequence with what its teacher said, and its experts, where the trainer reads them."""
+    if needs.teacher_top_k is not None:
+        ids, logprobs = said_by_teacher(item, index, seq_len, needs.teacher_top_k)
+        sequence = replace(sequence, teacher_ids=ids, teacher_logprobs=logprobs)
+    if needs.routing is not None:
+        sequence = replace(sequence, routed_experts=_routed_experts(item, index, seq_len))
+    return sequence
 
 
 def _routed_experts(item: ScoredData, index: int, seq_len: int) -> NDArray[np.uint16] | None:

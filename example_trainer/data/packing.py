@@ -48,6 +48,8 @@ class MicroBatch:
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
     parents: tuple[int, ...] | None = None  # the segment that each one continues, or -1; None: all are whole sequences
     counts: tuple[int, ...] = ()  # trained tokens of each sequence; their sum is R
+    teacher_logprobs: Tensor | None = None  # [R], of each target; None where there is no teacher
+    teacher_named: tuple[Tensor, Tensor] | None = None  # ids and log-probabilities, [R, k] each, where it names others
 
 
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
@@ -245,6 +247,7 @@ def _micro_batch(sequences: list[Sequence], device: torch.device, share: bool) -
         )
 
     known = [sequence.sampler_logprobs is not None for sequence in sequences]
+    of_teacher = _of_teacher(sequences, trained)
     routing = _routing(sequences, row.lengths)  # which then share nothing
     return MicroBatch(
         input_ids=tensor([row.gather(fed)])[None],
@@ -274,7 +277,28 @@ def _micro_batch(sequences: list[Sequence], device: torch.device, share: bool) -
             if any(sequence.top_k or sequence.top_p < 1 for sequence in sequences)
             else None
         ),
+        teacher_logprobs=None if of_teacher is None else tensor([of_teacher[1][:, 0]]),
+        teacher_named=(
+            (tensor([of_teacher[0]]), tensor([of_teacher[1]]))
+            if of_teacher is not None and of_teacher[0].shape[1] > 1
+            else None
+        ),
     )
+
+
+def _of_teacher(
+    sequences: list[Sequence], trained: list[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+    """What the teacher said of the trained tokens, ids and log-probabilities [R, k]; None without one."""
+    said = [
+        (sequence.teacher_ids[positions], sequence.teacher_logprobs[positions])
+        for sequence, positions in zip(sequences, trained, strict=True)
+        if sequence.teacher_ids is not None and sequence.teacher_logprobs is not None
+    ]
+    if not said:
+        return None
+    ids, logprobs = zip(*said, strict=True)
+    return np.concatenate(ids), np.concatenate(logprobs)
 
 
 def _end_to_end(fed: list[NDArray[np.int64]]) -> Row:

@@ -73,6 +73,7 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
             logprobs_optional=not config.needs_sampler_logprobs,
             routing=shape_of(model),
             routing_required=config.routing_replay == "required",
+            teacher_top_k=config.teacher_top_k,
         )
         timeline = Timeline(vllm_clients(config))
         yield Run(config, api, learner, bridge, exactness, saves, rejections, metrics, trained_file, needs, timeline)

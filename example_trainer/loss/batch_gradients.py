@@ -2,9 +2,9 @@
 accumulation is exact.
 
 What each token counts is decided with the batch (data/loss_weights.py). Groups of equal scores count in the divisor.
-Their policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few
-groups still teach something therefore has a smaller gradient. AdamW does not depend on the gradient's scale, so its
-step is not smaller in proportion (benchmarks/few_groups.py, docs/trainer.md).
+Their policy gradient is zero, so they are not computed unless the loss has a teacher, a KL or entropy term. A batch in
+which few groups still teach something therefore has a smaller gradient. AdamW does not depend on the gradient's scale,
+so its step is not smaller in proportion (benchmarks/few_groups.py, docs/trainer.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from example_trainer.exact.check import Comparison
 from example_trainer.loss.base import kl_estimate, load_objective
 from example_trainer.loss.metric import Metric, added, divided, over_ranks
 from example_trainer.loss.terms import TokenTerms
-from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
+from example_trainer.model.policy import Named, Policy, accumulate_gradients, token_logprobs
 from example_trainer.ranks.ranks import ALONE, Ranks
 from example_trainer.settings.config import LossSettings
 
@@ -87,10 +87,18 @@ class _Loss:
     comparison: Comparison | None
     measured: dict[str, Metric] = field(default_factory=dict)  # kept on the device until the batch is over
 
-    def of_chunk(self, batch: MicroBatch, terms: TokenTerms, logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+    def of_chunk(
+        self,
+        batch: MicroBatch,
+        terms: TokenTerms,
+        logprobs: Tensor,
+        entropy: Tensor,
+        chunk: slice,
+        named: Named | None = None,
+    ) -> Tensor:
         """Return the loss of the chunk's tokens, none in a batch that does not count, and measure those that do."""
         sampler, weights = batch.sampler_logprobs[chunk], batch.weights[chunk]
-        total, of_policy, own = terms(logprobs, entropy, chunk)
+        total, of_policy, own = terms(logprobs, entropy, chunk, named)
         total = total * weights
         if self.comparison is not None and batch.counted:
             self.comparison.add(batch.targets[chunk], sampler, logprobs)

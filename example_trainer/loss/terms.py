@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from example_trainer.data.packing import MicroBatch
+from example_trainer.loss import forward_kl, reverse_kl
 from example_trainer.loss.base import TokenLoss, as_metrics, kl_estimate, with_penalties
 from example_trainer.loss.corrections import importance_weights, too_far_off_policy
 from example_trainer.loss.metric import Metric
 from example_trainer.loss.ratios import Sequences, log_ratios, of_sequences
+from example_trainer.model.policy import Named
 from example_trainer.settings.config import LossSettings
 
 
@@ -44,13 +46,18 @@ class TokenTerms:
         if settings.off_policy_mask:
             self._lost = sequences.mean(batch.sampler_logprobs - now)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, chunk: slice) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, chunk: slice, named: Named | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         """The loss of each token of the chunk, its part that is the policy's, and the metrics."""
         settings = self._settings
         kl = self._kl(logprobs, chunk)
         advantages = self._batch.advantages[chunk]
         if kl is not None and settings.kl_in == "reward":
             advantages = advantages - settings.kl_coef * kl
+        to_teacher = self._to_teacher(chunk, named)
+        if to_teacher is not None and settings.distill == "reverse_kl":
+            advantages = advantages - settings.distill_coef * to_teacher
         of_sequence = None if self._ratio is None else (self._ratio[0][chunk], self._ratio[1][chunk])
         log_ratio = log_ratios(logprobs, self._old[chunk], settings.log_ratio_limit, of_sequence)
         policy, own = self._token_loss(logprobs, log_ratio, advantages, settings)
@@ -63,7 +70,24 @@ class TokenTerms:
         }
         if kl is not None:
             metrics["kl"] = Metric.mean(kl)
-        return with_penalties(policy, kl, entropy, settings), policy, metrics
+        total = with_penalties(policy, kl, entropy, settings)
+        if to_teacher is not None:
+            metrics["teacher_kl"] = Metric.mean(to_teacher)
+            if settings.distill == "forward_kl":
+                total = total + settings.distill_coef * to_teacher
+        return total, policy, metrics
+
+    def _to_teacher(self, chunk: slice, named: Named | None) -> Tensor | None:
+        """The KL to the teacher that --distill asks for, at each token; None without a teacher."""
+        settings, batch = self._settings, self._batch
+        if settings.distill_coef == 0:
+            return None
+        if settings.distill == "forward_kl":
+            assert named is not None
+            assert batch.teacher_named is not None
+            return forward_kl.token_loss(*named, batch.teacher_named[1][chunk])
+        assert batch.teacher_logprobs is not None
+        return reverse_kl.estimate(self._old[chunk], batch.teacher_logprobs[chunk], settings.log_ratio_limit)
 
     def _kl(self, logprobs: Tensor, chunk: slice) -> Tensor | None:
         """Estimate the KL of the current policy, with gradient; in the reward that of the old one, which earned it."""

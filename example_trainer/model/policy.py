@@ -9,7 +9,7 @@ entropies are float32.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,39 +20,76 @@ from transformers import PreTrainedModel
 from example_trainer.data.packing import MicroBatch
 from example_trainer.data.routing_replay import Routing
 
-ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+ChunkLoss = Callable[..., Tensor]  # of log-probabilities, entropy, chunk, and where a teacher names tokens, Named
 See = Callable[[Tensor], None]
+LEAST_REST = 1e-30  # of a probability, so that its logarithm and its inverse are finite in float32
+
+
+class Named(NamedTuple):
+    """What the policy gives the tokens that a teacher names."""
+
+    logprobs: Tensor  # [rows, k]
+    rest: Tensor  # [rows], the log of its mass of all others
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     """Fused log-softmax, gather and entropy of logits [rows, vocab]; keeps one buffer of that size for its one
-    backward pass.
+    backward pass. With `named` ids [rows, k], in which an id may be repeated, their log-probabilities too, and the log
+    of the mass of all others.
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, logits: Tensor, targets: Tensor, named: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
         all_logprobs = logits.log_softmax(-1)
         logprobs = all_logprobs.gather(1, targets[:, None])[:, 0]
+        of_named = None if named is None else all_logprobs.gather(1, named)
         log_total = logits.gather(1, targets[:, None])[:, 0] - logprobs
         probabilities = all_logprobs.exp_()
         entropy = log_total - torch.linalg.vecdot(probabilities, logits)
-        ctx.save_for_backward(probabilities, targets, entropy)
-        return logprobs, entropy
+        if named is None or of_named is None:
+            ctx.save_for_backward(probabilities, targets, entropy)
+            return logprobs, entropy
+        # a sum of its own: 1 less the named ones would be rounding where they are nearly all
+        kept = probabilities.gather(1, named)
+        rest = probabilities.scatter_(1, named, 0.0).sum(1).clamp_(min=LEAST_REST)
+        probabilities.scatter_(1, named, kept)
+        ctx.save_for_backward(probabilities, targets, entropy, named, rest)
+        return logprobs, entropy, of_named, rest.log()
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:
-        probabilities, targets, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, *grad_named: Tensor
+    ) -> tuple[Tensor, None, None]:
+        probabilities, targets, entropy, *with_named = ctx.saved_tensors
+        of_entropy = None
         if grad_entropy.any():
             of_entropy = (
                 torch.xlogy(probabilities, probabilities)
                 .addcmul_(probabilities, entropy[:, None])
                 .mul_(-grad_entropy[:, None])
             )
-            grad = probabilities.mul_(-grad_logprobs[:, None]).add_(of_entropy)
+        if with_named:
+            grad = _with_named(probabilities, grad_logprobs, *with_named, *grad_named)
         else:
             grad = probabilities.mul_(-grad_logprobs[:, None])
-        return grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None]), None
+        if of_entropy is not None:
+            grad.add_(of_entropy)
+        return grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None]), None, None
+
+
+def _with_named(
+    probabilities: Tensor, grad_logprobs: Tensor, named: Tensor, rest: Tensor, grad_named: Tensor, grad_rest: Tensor
+) -> Tensor:
+    """The gradient for the logits, in the buffer of their probabilities, but for the targets' own part. A named token
+    has no part of the rest: d rest / d logit is p / r - p of the others, and -p of the named ones.
+    """
+    factor = -(grad_logprobs + grad_named.sum(1) + grad_rest)[:, None]
+    of_named = probabilities.gather(1, named) * factor
+    grad = probabilities.mul_(factor + (grad_rest / rest)[:, None])
+    return grad.scatter_(1, named, of_named).scatter_add_(1, named, grad_named)
 
 
 def logprobs_and_entropy(
@@ -64,12 +101,29 @@ def logprobs_and_entropy(
     That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept tokens
     alone.
     """
+    return of_tokens(logits, targets, temperatures, truncation)[:2]
+
+
+def of_tokens(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    truncation: tuple[Tensor, Tensor] | None = None,
+    named: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Named | None]:
+    """The same, and what the policy gives the tokens `named` by a teacher [rows, k]: of softmax(logits / temperature),
+    since one that the sampler's truncation left out would have no log-probability.
+    """
     logits = logits.float()
     if bool((temperatures != 1).any()):
         logits = logits / temperatures[:, None]
-    if truncation is not None:
-        logits = logits.masked_fill(_dropped(logits, targets, *truncation), torch.finfo(torch.float32).min)
-    return cast(tuple[Tensor, Tensor], _LogprobsAndEntropy.apply(logits, targets))
+    apply = cast(Callable[..., tuple[Tensor, ...]], _LogprobsAndEntropy.apply)
+    if truncation is None:
+        logprobs, entropy, *of_named = apply(logits, targets, named)
+        return logprobs, entropy, Named(*of_named) if of_named else None
+    masked = logits.masked_fill(_dropped(logits, targets, *truncation), torch.finfo(torch.float32).min)
+    logprobs, entropy = apply(masked, targets)
+    return logprobs, entropy, None if named is None else Named(*apply(logits, targets, named)[2:])
 
 
 @torch.no_grad()
@@ -87,9 +141,11 @@ def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) ->
     return torch.empty_like(excluded).scatter_(1, order, excluded).scatter_(1, targets[:, None], False)
 
 
-def _of_chunk(batch: MicroBatch, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+def _of_chunk(
+    batch: MicroBatch, logits: Tensor, chunk: slice, named: Tensor | None = None
+) -> tuple[Tensor, Tensor, Named | None]:
     truncation = None if batch.truncation is None else (batch.truncation[0][chunk], batch.truncation[1][chunk])
-    return logprobs_and_entropy(logits, batch.targets[chunk], batch.temperatures[chunk], truncation)
+    return of_tokens(logits, batch.targets[chunk], batch.temperatures[chunk], truncation, named)
 
 
 def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -146,8 +202,10 @@ class Policy(nn.Module):
                 see(logprobs_of(cut))
         cut.requires_grad_()
         for chunk in _chunks(len(cut), head, chunk_mb):
-            logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
-            chunk_loss(logprobs, entropy, chunk).backward()
+            ids = None if batch.teacher_named is None else batch.teacher_named[0][chunk]
+            logprobs, entropy, named = _of_chunk(batch, head(cut[chunk]), chunk, ids)
+            more = () if named is None else (named,)
+            chunk_loss(logprobs, entropy, chunk, *more).backward()
         return hidden, cut.grad
 
     def logits_both_ways(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -179,8 +237,9 @@ def accumulate_gradients(
 ) -> None:
     """Add the gradient of the summed `chunk_loss(logprobs, entropy, chunk)` to the parameters' `.grad`.
 
-    `chunk` are the places, among the R trained tokens, of the two [chunk] tensors; the result is a scalar. `see` is
-    given the log-probabilities of all R before.
+    `chunk` are the places, among the R trained tokens, of the two [chunk] tensors; the result is a scalar. Where a
+    teacher names tokens, what the policy gives them is one more argument. `see` is given the log-probabilities of all R
+    before.
     """
     hidden, gradient = policy(batch, chunk_mb, chunk_loss, see)
     hidden.backward(gradient)

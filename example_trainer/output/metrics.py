@@ -97,11 +97,13 @@ def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int |
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """A row on the console: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
     accuracy, loss, staleness = row["accuracy"], row.get("loss"), row["staleness_mean"]
+    to_teacher = row.get("teacher_kl")
     parts = [
         f"Step {row['step']}/{steps}",
         f"reward {row['reward_mean']:.3f}",
         None if accuracy is None else f"accuracy {100 * accuracy:.1f} %",
         "no update" if loss is None else f"loss {loss:+.4f}",
+        None if to_teacher is None else f"teacher KL {to_teacher:.4f}",
         f"{row['completion_tokens'] / row['step_s']:.0f} tokens/s",
         f"stall {1000 * row['sync_stall_s']:.0f} ms",
         None if staleness is None else f"staleness {staleness:.1f}",

@@ -18,6 +18,7 @@ from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import AnyBridge, Mode, choose
 from example_trainer.settings.cpu_cores import parse_cores, shown_cores
+from example_trainer.settings.distillation import DistillationSettings
 from example_trainer.settings.objectives import (
     OBJECTIVES,
     PRESETS,
@@ -168,7 +169,7 @@ class OptimizationSettings(Config):
         return value
 
 
-class LossSettings(Config):
+class LossSettings(DistillationSettings):
     """Loss"""
 
     algorithm: Algorithm = Field(
@@ -294,8 +295,8 @@ class LossSettings(Config):
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether a KL or entropy term acts on every sampled token, whatever its advantage."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        """Return whether a teacher, a KL or entropy term acts on every sampled token, whatever its advantage."""
+        return self.kl_coef > 0 or self.entropy_coef > 0 or self.distill_coef > 0
 
     @property
     def clip_high(self) -> float:

@@ -3,7 +3,7 @@ exit code.
 
     --env.<field>        the environment's configuration
     --openai.<field>     that of its one inference server
-    --teacher.<field>    that of a teacher, for environments with one (`teacher_distillation_env.py`)
+    --teacher.<field>    that of a teacher, which any environment can have (`teacher_distillation_env.py`)
     --slurm, --testing   how the inference servers are found
     --compat             accept what 0.4.0 accepted (`compat_mode.py`)
     --config FILE.yaml   keys env, openai (or a list), slurm, testing, compat
@@ -16,6 +16,7 @@ and terminated.
 import asyncio
 import inspect
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -49,6 +50,7 @@ from atroposlib.utils.tokenizers import NO_TOKENIZER
 log = get_logger(__name__)
 
 STOP_LIMIT_S = 4.5
+TEACHER = "teacher"
 COMMANDS_HELP = """\
 Commands:
   serve      feed the trainer until its last step
@@ -130,6 +132,7 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
     prog = Path(sys.argv[0]).name
     with one_line_errors(prog):
         command = _command(arguments, default_command)
+        env_cls = with_teacher_if_given(env_cls, arguments)
     tree = load_tree(env_cls, command, arguments, prog)
     with one_line_errors(prog):
         author_checks.check_class(env_cls, command)
@@ -169,6 +172,19 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
         log.error("%s", error)
         return error.exit_status if isinstance(error, EnvError) else 1
     return 0
+
+
+def with_teacher_if_given(env_cls: type[Environment], arguments: Sequence[str]) -> type[Environment]:
+    """The class, or one that also asks a teacher where YAML or flags give one and it knows of none. Raises
+    ConfigError.
+    """
+    if env_cls._further_servers() or not (
+        split(arguments, sections=(TEACHER,)).sections[TEACHER] or read_config_file(arguments).get(TEACHER)
+    ):
+        return env_cls
+    # by its name: it extends the class that has these commands
+    made: type[Environment] = pkgutil.resolve_name("atroposlib.envs.teacher_distillation_env:with_teacher")(env_cls)
+    return made
 
 
 def _need_no_tokens(tree: EnvTree) -> None:

@@ -23,7 +23,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
 from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
@@ -208,8 +208,17 @@ class Environment(FormerAttributes, ABC):
         return
 
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        """An accepted group as it is to be kept and sent."""
+        """An accepted group as it is to be kept and sent. Raises GroupLost for one that cannot be."""
         return group
+
+    def _awaits_teacher(self, group: ScoredDataGroup) -> bool:
+        """Return whether `_before_sending` adds what a teacher says."""
+        return False
+
+    async def _expect_teacher(self) -> None:
+        """Called before anything is sampled, once the trainer's limits are known. Raises WrongSetting for a teacher
+        that cannot read what is sampled.
+        """
 
     async def _evaluate_samples(self, asked: SamplingFields) -> None:
         """`evaluate --samples`, which a `QuestionEnv` can do. Raises EnvError."""
@@ -525,6 +534,7 @@ class EnvRun:
             await self.env._leave_out_long(self.data, self.env.max_token_len, "of the trainer", held_out_too=False)
         if [report.as_json() for report in self.data.reports] != before:
             self.tell_data()
+        await self.env._expect_teacher()
 
     def tell_data(self) -> None:
         """Log what the look at the data has found, and write it to the run's record."""
@@ -650,7 +660,11 @@ class EnvRun:
 
     def _with_settings(self, group: ScoredDataGroup) -> tuple[ScoredDataGroup, str | None]:
         """The group with what it does not say of its sampling, or why that cannot be trained on."""
-        if (found := defect(group, self.needs)) is not None:
+        needs = self.needs
+        if self.env._awaits_teacher(group):
+            needs = structs.replace(needs, teacher_top_k=None)
+            group = ScoredDataGroup(**{**group, "distill_token_ids": None, "distill_logprobs": None})
+        if (found := defect(group, needs)) is not None:
             return group, found
         try:
             found_settings = self.sampled_with(group)
@@ -660,16 +674,29 @@ class EnvRun:
             group = with_settings(group, found_settings)
         except NotReplayed as error:
             return group, str(error)
-        return group, defect(group, self.needs)  # with what was added
+        return group, defect(group, needs)  # with what was added
 
     async def _send_all(self, chosen: Sequence[Sampled], send: bool = True) -> None:
         """Keep groups in the files and tables, and send them."""
-        kept = [replace(sampled, group=await self.env._before_sending(sampled.group)) for sampled in chosen]
+        kept = []
+        for sampled in chosen:
+            try:
+                kept.append(replace(sampled, group=await self.env._before_sending(sampled.group)))
+            except GroupLost as error:  # the others are sent
+                self._note_lost(sampled, error)
         for sampled in kept:
             await self.env.add_rollouts_for_wandb(sampled.group, sampled.item)
             self._remember(sampled)
-        if send:
+        if send and kept:
             await self._send(kept)
+
+    def _note_lost(self, sampled: Sampled, error: GroupLost) -> None:
+        """Count a whole group that cannot be sent."""
+        self.counts[error.count] += 1
+        self._note_thrown_away(sampled.group)
+        self.outcomes.note_dropped(error.kind, str(error))
+        log.warning("Dropped a group of the item %s: %s", shown(sampled.item), error)
+        self.samples.write(sampled, str(error))
 
     @property
     def groups_per_batch(self) -> int:
@@ -838,11 +865,15 @@ class EnvRun:
     # --- the peers' view ------------------------------------------------------------------------------------------
 
     async def wait_for_inference(self) -> None:
-        """Return when one of the environment's inference servers answers; those without a health check count as
-        answering.
+        """Return when one of the environment's inference servers answers."""
+        await self.wait_for(self.env.server.servers, "inference server", "--openai.base_url")
+
+    async def wait_for(self, asked: Sequence[APIServer], what: str, flag: str) -> None:
+        """Return when one of these servers answers; those without a health check count as answering. Raises PeerError
+        for none within --env.startup_timeout.
         """
-        servers = [server for server in self.env.server.servers if server.config.health_check]
-        if len(servers) < len(self.env.server.servers):
+        servers = [server for server in asked if server.config.health_check]
+        if len(servers) < len(asked):
             return
         names = ", ".join(server.name for server in servers)
 
@@ -850,15 +881,15 @@ class EnvRun:
             problems = await asyncio.gather(*(server.probe() for server in servers))
             if all(problem is not None for problem in problems):
                 told = "; ".join(str(problem) for problem in problems)
-                self.waits_for = f"the inference server at {names} ({told})"
+                self.waits_for = f"the {what} at {names} ({told})"
                 raise NotYet(told)
 
         await wait_for_peer(
-            "an answer of the inference server",
+            f"an answer of the {what}",
             names,
             attempt,
             timeout_s=self.env.config.startup_timeout,
-            remedy="start the inference server, or correct --openai.base_url",
+            remedy=f"start the {what}, or correct {flag}",
         )
 
     @property

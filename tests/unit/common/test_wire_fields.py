@@ -14,6 +14,7 @@ from atroposlib.groups import CHECKED_FIELDS, NOT_TRAINED_ON, Untrainable, check
 from atroposlib.wire import batching
 from atroposlib.wire.batching import GroupRequirements, PostedData, ScoredData
 from example_trainer.data.batching import make_batch
+from example_trainer.settings.config import LossSettings
 from tests.unit.trainer.fakes import as_records, item
 
 ROOT = Path(__file__).parents[3]
@@ -37,8 +38,13 @@ USED: dict[str, Any] = {
     "failed": {"timeout": 1},
     "routed_experts": ["?", "?"],
 }
+# refused too, unless the trainer distils
+OF_TEACHER: dict[str, Any] = {
+    "distill_token_ids": [[[], *([each] for each in tokens)] for tokens in ([6, 7, 8, 9, 10], [6, 7, 8, 11, 12])],
+    "distill_logprobs": [[[], *[[-0.25]] * 5]] * 2,
+}
 NOT_READ = {"messages": [[], []], "env_id": 3}  # as docs/api.md says
-REFUSED = {"distill_token_ids": [[[1]], [[2]]], "distill_logprobs": [[[-1.0]], [[-1.0]]], "images": ["x", None]}
+REFUSED = OF_TEACHER | {"images": ["x", None]}
 
 
 def plain() -> dict[str, Any]:
@@ -79,6 +85,22 @@ def test_a_field_that_is_used_changes_what_is_trained(field: str) -> None:
         assert cut.cut_answers == 1
     else:
         assert outcome(group | {field: USED[field]}) != outcome(group)
+
+
+def test_a_trainer_that_distils_uses_what_a_teacher_says() -> None:
+    needs = GroupRequirements(trainable_only=True, teacher_top_k=0)
+    loss = LossSettings(distill_coef=1.0)
+    for name in OF_TEACHER:
+        group = plain() | OF_TEACHER | {name: None}
+        with pytest.raises(Untrainable, match=rf"^{name}: missing: the trainer distils .*teacher_enabled.*, or start"):
+            check(group, needs)
+    batch = make_batch(as_records([plain() | OF_TEACHER]), seq_len=64, policy_version=3, loss=loss, needs=needs)
+    assert not batch.rejected
+    for sequence, tokens in zip(batch.sequences, plain()["tokens"], strict=True):
+        assert sequence.teacher_ids is not None
+        assert sequence.teacher_logprobs is not None
+        assert sequence.teacher_ids[:, 0].tolist() == tokens
+        assert sequence.teacher_logprobs[1:, 0].tolist() == [-0.25] * 5
 
 
 @pytest.mark.parametrize("field", NOT_READ)

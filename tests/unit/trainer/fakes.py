@@ -105,6 +105,21 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
     return group | fields
 
 
+def with_made_up_teacher(group: dict[str, Any], top_k: int) -> dict[str, Any]:
+    """The group with a teacher that names each token, and others beside it, with probabilities of its own."""
+    generator = np.random.default_rng(len(group["tokens"][0]))
+
+    def names(token: int) -> tuple[list[int], list[float]]:
+        ids = [(token + 5 * each) % VOCAB for each in range(top_k + 1)]
+        return ids, np.log(generator.dirichlet(np.ones(top_k + 2))[:-1]).astype(np.float32).tolist()
+
+    said = [[names(token) for token in tokens] for tokens in group["tokens"]]
+    return group | {
+        "distill_token_ids": [[ids for ids, _ in sequence] for sequence in said],
+        "distill_logprobs": [[logprobs for _, logprobs in sequence] for sequence in said],
+    }
+
+
 def as_records(items: Sequence[Any]) -> list[ScoredData | Untrainable]:
     """A batch as the trainer's client reads it from JSON."""
 

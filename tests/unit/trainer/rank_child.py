@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.processes.identity import this_process
+from atroposlib.wire.batching import GroupRequirements
 from atroposlib.wire.bridge import SharedRank, SingleCopyOffer
 from example_trainer.bridges import single_copy
 from example_trainer.bridges.session import Session, offered_by_us
@@ -53,7 +54,7 @@ from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.bridges.test_single_copy_bridge import FakeVllm
-from tests.unit.trainer.fakes import as_records, item
+from tests.unit.trainer.fakes import as_records, item, with_made_up_teacher
 from tests.unit.trainer.process_memory import anonymous_memory
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
@@ -90,7 +91,10 @@ def sequences(
     ]
     if given:
         made[0]["ref_logprobs"] = [[-1.5] * len(tokens) for tokens in made[0]["tokens"]]
-    batch = make_batch(as_records(made), seq_len=seq_len, policy_version=0, loss=loss)
+    needs = GroupRequirements(trainable_only=True, teacher_top_k=loss.teacher_top_k)
+    if needs.teacher_top_k is not None:
+        made = [with_made_up_teacher(group, needs.teacher_top_k) for group in made]
+    batch = make_batch(as_records(made), seq_len=seq_len, policy_version=0, loss=loss, needs=needs)
     return batch.sequences, batch.loss_divisor
 
 

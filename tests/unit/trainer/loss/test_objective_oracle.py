@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from atroposlib.wire.batching import GroupRequirements
 from example_trainer.data.batching import Batch, make_batch
 from example_trainer.data.packing import micro_batches
 from example_trainer.loss.batch_gradients import batch_gradients
@@ -32,7 +33,8 @@ CPU = torch.device("cpu")
 ORACLE = 1e-5  # relative, of float32 losses to float64 ones
 INVARIANT = 1e-6
 SEQ_LEN = 40
-NUMBERS = {"llama": 0, "reference": 9}
+NUMBERS = {"llama": 0, "reference": 9, "teacher": 7}
+NAMED = 5  # tokens that the teacher names at each position, beside the sampled one
 
 Group = dict[str, Any]
 Figures = dict[str, float]
@@ -62,6 +64,26 @@ CASES: dict[str, dict[str, Any]] = {
         for place in ("loss", "reward")
     },
     "entropy": {"entropy_coef": 0.01, "loss_mean": "sequence"},
+    "teacher, sampled tokens": {"distill_coef": 0.3},
+    "teacher's tokens alone": {"distill_coef": 0.3, "reward_coef": 0.0, "loss_mean": "sequence"},
+    "teacher in cispo, less reward": {"algorithm": "cispo", "distill_coef": 1.0, "reward_coef": 0.5},
+    "teacher in gspo": {"algorithm": "gspo", "distill_coef": 0.3},
+    "teacher, near": {"distill_coef": 0.3, "log_ratio_limit": 0.5, "dual_clip": 0, "clip_eps": 0.5},
+    "teacher, masked": {"distill_coef": 0.3, "importance": "mask", "importance_bounds": (0.8, 1.2)},
+    "teacher's distribution": {"distill_coef": 0.3, "distill": "forward_kl", "distill_top_k": NAMED},
+    "teacher's distribution alone": {
+        "distill_coef": 2.0,
+        "distill": "forward_kl",
+        "distill_top_k": NAMED,
+        "reward_coef": 0.0,
+        "kl_coef": 0.1,
+    },
+    "teacher's distribution, dr_grpo": {
+        "algorithm": "dr_grpo",
+        "distill_coef": 1.0,
+        "distill": "forward_kl",
+        "distill_top_k": NAMED,
+    },
     **CORRECTED,
     "gspo, sequences masked": {"algorithm": "gspo"} | CORRECTED["sequences masked"],
 }
@@ -113,8 +135,36 @@ def groups() -> list[Group]:
     return made
 
 
+def log_distributions(policy: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Log-probabilities of all tokens at each position but the first, [length - 1, vocab]."""
+    with torch.no_grad():
+        return policy(input_ids=torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+
+
+def with_teacher(group: Group, teacher: PreTrainedModel, top_k: int) -> Group:
+    """The group with the likeliest tokens of a teacher at each position, the position's own first."""
+    ids: list[Any] = []
+    logprobs: list[Any] = []
+    for tokens in group["tokens"]:
+        ids.append([[]])
+        logprobs.append([[]])
+        for own, row in zip(tokens[1:], log_distributions(teacher, tokens), strict=True):
+            likeliest = row.topk(top_k).indices.tolist() if top_k else []
+            named = [own, *(each for each in likeliest if each != own)]
+            ids[-1].append(named)
+            logprobs[-1].append([float(np.float32(row[each])) for each in named])
+    return group | {"distill_token_ids": ids, "distill_logprobs": logprobs}
+
+
+@cache
+def taught_groups(top_k: int) -> list[Group]:
+    return [with_teacher(group, model("teacher"), top_k) for group in groups()]
+
+
 def batch_of(settings: LossSettings, recomputed: bool) -> Batch:
-    batch = make_batch(as_records(groups()), seq_len=SEQ_LEN, loss=settings, policy_version=0)
+    needs = GroupRequirements(trainable_only=True, teacher_top_k=settings.teacher_top_k)
+    of_run = groups() if needs.teacher_top_k is None else taught_groups(needs.teacher_top_k)
+    batch = make_batch(as_records(of_run), seq_len=SEQ_LEN, loss=settings, policy_version=0, needs=needs)
     if not recomputed:
         return batch
     sequences = [
@@ -164,6 +214,28 @@ def naive_kl(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
     return {"k1": -gap, "k2": 0.5 * gap**2, "k3": gap.exp() - gap - 1}[kind]
 
 
+def naive_from_teacher(tokens: list[int], place: int, old: Tensor, s: LossSettings) -> float:
+    """What the teacher adds to the advantage of the token at `place`."""
+    if not s.distill_coef or s.distill != "reverse_kl":
+        return 0.0
+    likely = log_distributions(model("teacher"), tokens)[place - 1, tokens[place]]
+    return s.distill_coef * limited(likely - old, s.log_ratio_limit).item()
+
+
+def naive_forward_kl(policy: PreTrainedModel, tokens: list[int], place: int, s: LossSettings) -> Tensor:
+    """The KL of the two distributions over each of the named tokens, and all others together, times the weight."""
+    if not s.distill_coef or s.distill != "forward_kl":
+        return torch.zeros(())
+    teacher = log_distributions(model("teacher"), tokens)[place - 1]
+    now = policy(input_ids=torch.tensor([tokens])).logits[0, place - 1].double().log_softmax(-1)
+    named = {tokens[place], *teacher.topk(NAMED).indices.tolist()}
+    others = [each for each in range(len(now)) if each not in named]
+    of_teacher = [*(teacher[each].exp() for each in named), teacher[others].exp().sum()]
+    of_policy = [*(now[each].exp() for each in named), now[others].exp().sum()]
+    kl = torch.stack([p * (p / q).log() for p, q in zip(of_teacher, of_policy, strict=True)]).sum()
+    return s.distill_coef * kl
+
+
 def limited(value: Tensor, limit: float) -> Tensor:
     return value if abs(value.item()) <= limit else torch.tensor(math.copysign(limit, value.item())).double()
 
@@ -196,7 +268,10 @@ def naive_loss(policy: PreTrainedModel, s: LossSettings, recomputed: bool) -> Te
             }[s.ratio]
             for t in range(len(now)):
                 log_ratio = now[t] - old[t] if of_sequence is None else of_sequence
-                earned = advantage
+                if s.distill_coef and of_sequence is not None:  # GSPO-token, for advantages of tokens
+                    log_ratio = of_sequence.detach() + now[t] - now[t].detach()
+                earned = s.reward_coef * advantage
+                earned += naive_from_teacher(group["tokens"][index], places[t], old[t], s)
                 if s.kl_coef and s.kl_in == "reward":
                     earned -= s.kl_coef * naive_kl(old[t], reference[t], s.kl).item()
                 loss = naive_token_loss(limited(log_ratio, s.log_ratio_limit).exp(), now[t], earned, s)
@@ -211,6 +286,7 @@ def naive_loss(policy: PreTrainedModel, s: LossSettings, recomputed: bool) -> Te
                     loss = loss * 0.0
                 if s.kl_coef and s.kl_in == "loss":
                     loss = loss + s.kl_coef * naive_kl(now[t], reference[t], s.kl)
+                loss = loss + naive_forward_kl(policy, group["tokens"][index], places[t], s)
                 loss = loss - s.entropy_coef * entropies[index][t]
                 total = total + loss / (sizes[ids[index]] if s.loss_mean == "sequence" else 1)
     constant = rollouts * (s.loss_constant or SEQ_LEN)
@@ -299,7 +375,11 @@ def planted(nats: float, **settings: Any) -> tuple[Figures, Tensor]:
         tell_sampler(group, rows)
     made[3]["inference_logprobs"][1][4] -= nats
     loss = LossSettings(**settings)
-    batch = make_batch(as_records(made), seq_len=64, loss=loss, policy_version=0)
+    needs = GroupRequirements(trainable_only=True, teacher_top_k=loss.teacher_top_k)
+    if needs.teacher_top_k is not None:
+        made = [with_teacher(group, model("teacher"), needs.teacher_top_k) for group in made]
+        made[5]["distill_logprobs"][1][4][0] = -1e4  # impossible, to the teacher
+    batch = make_batch(as_records(made), seq_len=64, loss=loss, policy_version=0, needs=needs)
     assert batch.trained_tokens > 500
     figures = values(batch_gradients(Policy(policy), micro_batches(batch.sequences, 200, CPU), loss))
     return {key: value for key, value in figures.items() if value is not None}, gradient_of(policy)

@@ -42,6 +42,8 @@ RUNS: dict[str, Job] = {  # two ranks that split layers, each beside the same ru
     "offload all": Job("qwen3", settings={"offload": "all"}),
     "offload moments": Job("qwen3", settings={"offload": "moments"}),
     "oneDNN": Job("llama", settings={"kernels": "onednn"}),
+    "taught": Job("qwen3", settings={"distill_coef": 0.5}),
+    "taught by top k": Job("qwen3", settings={"distill_coef": 0.5, "distill": "forward_kl", "distill_top_k": 4}),
     "penalties": Job("qwen3", settings={"kl_coef": 0.1, "entropy_coef": 0.01}, more={"batch": {"given": True}}),
     "recomputed": Job("qwen2", settings={"old_logprobs": "recomputed"}, more={"batch": {"top_p": 0.8}}),
     "lora": Job("qwen3", settings=LORA),

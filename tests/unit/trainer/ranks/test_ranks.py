@@ -33,6 +33,8 @@ BF16 = {"compute_dtype": "bfloat16"}
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
 CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
+TAUGHT = {"distill_coef": 0.5, "entropy_coef": 0.01}
+TAUGHT_TOP_K = TAUGHT | {"distill": "forward_kl", "distill_top_k": 4}
 RECOMPUTED = {"old_logprobs": "recomputed"}
 GSPO = {
     "algorithm": "gspo",
@@ -66,7 +68,15 @@ SAME_RESULT = {  # ways to spread a run that must not change it
     "in two parts, one sum of gradients": Job("llama", settings={"sync_gradients": "last"}, more={"parts": True}),
     "in two parts, all in host memory": Job("llama", settings={"offload": "all"}, more={"parts": True}),
 }
-SHARED_TOO = ("penalties", "clipped", "sequences' ratios", "token's corrections", "recomputed")
+SHARED_TOO = (
+    "penalties",
+    "clipped",
+    "sequences' ratios",
+    "token's corrections",
+    "recomputed",
+    "taught",
+    "taught by top k",
+)
 BIG = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -108,6 +118,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             f"sequences' ratios {ranks}": Job("llama", ranks, 2, GSPO, {"batch": {"given": True}}),
             f"token's corrections {ranks}": Job("llama", ranks, 2, CORRECTED),
             f"recomputed {ranks}": Job("llama", ranks, 2, RECOMPUTED, {"batch": {"top_p": 0.8}}),
+            f"taught {ranks}": Job("llama", ranks, 2, TAUGHT),
+            f"taught by top k {ranks}": Job("llama", ranks, 2, TAUGHT_TOP_K, {"batch": {"top_p": 0.8}}),
+            f"lora taught by top k {ranks}": Job("llama", ranks, 2, LORA | TAUGHT_TOP_K),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora, prefixes once {ranks}": Job("llama", ranks, 2, LORA | {"share_prefixes": True}),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1/model")}, "lora 1"),
@@ -245,9 +258,20 @@ def test_objectives_and_corrections_agree(done: Runs, name: str) -> None:
 def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: Runs, name: str) -> None:
     whole, shared = done[f"{name} 1"], done[f"{name}, prefixes once"]
     expect_agreement(whole, shared, weights=3 * WEIGHTS)
-    for column in ("ratio_max", "ratio_mean", "pg_loss", "entropy", "kl", "importance_masked_frac"):
+    for column in ("ratio_max", "ratio_mean", "pg_loss", "entropy", "kl", "importance_masked_frac", "teacher_kl"):
         if whole.results["steps"][0].get(column) is not None:
             assert shared.column(column) == pytest.approx(whole.column(column), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["taught", "taught by top k", "lora taught by top k"])
+def test_what_a_teacher_says_reaches_every_rank(done: Runs, name: str) -> None:
+    one, two = done[f"{name} 1"], done[f"{name} 2"]
+    if name.startswith("lora"):
+        expect_agreement(one, two, weights=LORA_WEIGHTS, path=ADAPTER)
+    else:
+        expect_agreement(one, two)
+    assert two.column("teacher_kl") == pytest.approx(one.column("teacher_kl"), rel=1e-5)
 
 
 @pytest.mark.rotating
