@@ -298,8 +298,9 @@ def _lost(reason: str) -> GroupLost:
 def with_teacher(env_cls: type[Environment]) -> type[Environment]:
     """An environment that knows of no teacher, with one: what `--teacher.*` makes of it."""
     given, _ = env_cls.config_init()
-    of_env = type(given)
-    config_cls = create_model(of_env.__name__, __base__=(of_env, TeacherDistillationConfig), __doc__=of_env.__doc__)
+    of_env, ours = type(given), TeacherDistillationConfig
+    bases = (ours,) if issubclass(ours, of_env) else (of_env, ours)
+    config_cls = create_model(of_env.__name__, __base__=bases, __doc__=of_env.__doc__)
 
     def config_init(cls: type[Environment]) -> tuple[BaseEnvConfig, ServerConfigs]:
         config, servers = env_cls.config_init.__func__(cls)  # type: ignore[attr-defined]

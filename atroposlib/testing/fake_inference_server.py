@@ -62,6 +62,11 @@ def fake_experts(tokens: list[int], shape: RoutingShape) -> str:
     return pack((np.asarray(tokens[:-1])[:, None, None] + layers + ranks) % shape.experts)
 
 
+def fake_prompt_logprob(rank: int) -> float:
+    """Make what this server gives the `rank`-th likeliest token of a prompt's position: together less than 1."""
+    return -0.5 * (rank + 1) if rank < 2 else -4.0 - rank
+
+
 TOKENIZE = "/tokenize"
 ASIDE = (ROUTE, TOKENIZE)  # requests that are neither recorded nor made to fail
 
@@ -98,6 +103,7 @@ class FakeInferenceServer:
         self.delay_s = 0.0
         self.healthy = True
         self.heeds_n = True
+        self.max_model_len: int | None = None  # that /v1/models lists
         self.routing: RoutingShape | None = None  # of a model with experts, whose choices are then returned
         self.requests: list[tuple[str, Any]] = []
         self.sessions: list[str | None] = []  # the header X-Session-ID of each request
@@ -196,6 +202,8 @@ class FakeInferenceServer:
         root = self.tokenizer_folder or self.model_name
         shown = FakeModel(FAKE, isinstance(self.answer, Right))
         model = {"id": self.model_name, "root": root, "object": "model", **msgspec.to_builtins(shown)}
+        if self.max_model_len is not None:
+            model["max_model_len"] = self.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
     async def _told(self, request: web.Request) -> web.Response:
@@ -238,7 +246,8 @@ class FakeInferenceServer:
         if body.get("prompt_logprobs") is not None:
             ranked = range(max(1, body["prompt_logprobs"]))
             reply["prompt_logprobs"] = [
-                [{token + rank: -0.5 * (rank + 1)} for rank in ranked] if at else [] for at, token in enumerate(ids)
+                [{token + rank: fake_prompt_logprob(rank)} for rank in ranked] if at else []
+                for at, token in enumerate(ids)
             ]
         return web.json_response(reply)
 

@@ -40,6 +40,14 @@ def shortened(field: str, *place: int) -> Callable[[Group], None]:
     return change
 
 
+def both(one: Callable[[Group], None], other: Callable[[Group], None]) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        one(group)
+        other(group)
+
+    return change
+
+
 NONSENSE: dict[str, tuple[Callable[[Group], None], str]] = {
     "not a number": (
         changed("distill_logprobs", float("nan"), 1, 2, 1),
@@ -60,7 +68,7 @@ NONSENSE: dict[str, tuple[Callable[[Group], None], str]] = {
     "fewer sequences": (shortened("distill_token_ids"), r"distill_token_ids: 1 entries for 2 sequences"),
     "an id without a value": (shortened("distill_logprobs", 0, 2), r"distill_logprobs\[0\]\[2\]: 2 log-prob.* of 3"),
     "nothing": (
-        lambda group: [changed(name, [], 0, 2)(group) for name in ("distill_logprobs", "distill_token_ids")] and None,
+        both(changed("distill_logprobs", [], 0, 2), changed("distill_token_ids", [], 0, 2)),
         r"distill_token_ids\[0\]\[2\]: 0 tokens, and where one was sampled the trainer needs 2 .*--distill-top-k",
     ),
     "another token": (
