@@ -724,7 +724,8 @@ class EnvRun:
         if rejected is not None:
             self._note_rejected(rejected, group, item)
             return []
-        rejected = rejection(group, **limits, scores_must_differ=config.ensure_scores_are_not_same)
+        must_differ = config.ensure_scores_are_not_same and self.needs.teacher_top_k is None  # a teacher tells of each
+        rejected = rejection(group, **limits, scores_must_differ=must_differ)
         if rejected is not None:
             self.counts["groups_without_signal"] += 1
         if not send or self.filling is None:

@@ -300,6 +300,25 @@ async def test_a_group_whose_teacher_is_gone_is_dropped_with_the_cause_and_its_s
     assert "it cannot be trained on without the teacher, which failed on 1 of 4 sequences: " in caplog.text
 
 
+async def test_groups_of_equal_scores_are_sent_to_a_trainer_that_distils(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    async def note(kept: list[Any]) -> None:
+        sent.extend(kept)
+
+    async with FakeInferenceServer() as server:
+        env = asks_teacher(tmp_path, server, ensure_scores_are_not_same=True)
+        monkeypatch.setattr(env._env_run, "_send", note)
+        async with env._env_run as run:
+            for needs in (GroupRequirements(), distils()):
+                run.needs = needs
+                group = whole_group(scores=[1.0] * 4, inference_logprobs=[[1.0, -0.5, -0.5]] * 4)
+                await run.take(group, "an item", True, False)
+                assert len(sent) == (needs.teacher_top_k is not None)
+
+
 async def test_an_environment_without_a_teacher_says_what_the_trainer_lacks(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         env = CountingEnv(config(tmp_path, ""), server_config(server))

@@ -115,6 +115,8 @@ def test_the_rate_follows_the_share_of_groups_with_a_signal_where_asked(
     settings = config(lr=0.5, training_steps=4, lr_decay_steps=1, lr_by_signal=by_signal)
     assert learning_rate(settings, 3, 2, share) == pytest.approx(0.5 * expected)
     assert learning_rate(settings, 4, 3, share) == pytest.approx(0.25 * expected)  # beside the decay
+    taught = settings.model_copy(update={"distill_coef": 1.0})  # every group has a teacher's
+    assert learning_rate(taught, 3, 2, share) == 0.5
 
 
 def test_the_next_update_has_the_rate_that_was_set() -> None:
