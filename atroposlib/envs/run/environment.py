@@ -724,7 +724,7 @@ class EnvRun:
         if rejected is not None:
             self._note_rejected(rejected, group, item)
             return []
-        must_differ = config.ensure_scores_are_not_same and self.needs.teacher_top_k is None  # a teacher tells of each
+        must_differ = config.ensure_scores_are_not_same and self.needs.teacher_top_k is None
         rejected = rejection(group, **limits, scores_must_differ=must_differ)
         if rejected is not None:
             self.counts["groups_without_signal"] += 1

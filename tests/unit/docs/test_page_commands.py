@@ -20,7 +20,7 @@ from atropos_launcher.commands.evaluate import EvaluateFlags, asking
 from atropos_launcher.plan.command_line import read_command_line
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
-from atroposlib.envs.commands.cli import load_tree
+from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 from atroposlib.flags import ConfigError
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.environments.support import env_class
@@ -128,7 +128,7 @@ def without(flag: str, argv: list[str]) -> list[str]:
 def environment(script: str) -> Callable[[list[str]], None]:
     def check(argv: list[str]) -> None:
         command, *flags = without("--config", argv) if argv and not argv[0].startswith("-") else ["serve", *argv]
-        load_tree(env_class(Path(script).stem), command, flags, script)
+        load_tree(with_teacher_if_given(env_class(Path(script).stem), flags), command, flags, script)
 
     return check
 

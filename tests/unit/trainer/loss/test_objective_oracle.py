@@ -138,7 +138,8 @@ def groups() -> list[Group]:
 def log_distributions(policy: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Log-probabilities of all tokens at each position but the first, [length - 1, vocab]."""
     with torch.no_grad():
-        return policy(input_ids=torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+        logits: Tensor = policy(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    return logits.double().log_softmax(-1)
 
 
 def with_teacher(group: Group, teacher: PreTrainedModel, top_k: int) -> Group:
