@@ -30,6 +30,11 @@ def write_record(path: Path, seed: int, model: str, gpus: list[str], services: S
     )
 
 
+def add_outcome(path: Path, outcome: Mapping[str, object]) -> None:
+    """Add to the record what a run has come to, under `held_out`."""
+    write_whole(path, json.dumps(json.loads(path.read_bytes()) | {"held_out": outcome}, indent=1).encode() + b"\n")
+
+
 def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> dict[str, object]:
     """Collect what is worth knowing about this start."""
     return {

@@ -20,7 +20,7 @@ from atropos_launcher.commands.plot import draw
 from atropos_launcher.commands.view import beside, page
 from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
 from atropos_launcher.console.idle_reason import Diagnosis
-from atropos_launcher.console.summary import summary
+from atropos_launcher.console.summary import outcome, read_rows, summary
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
 from atropos_launcher.placement.cores import place_cores
 from atropos_launcher.placement.gpus import (
@@ -38,7 +38,7 @@ from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parse
 from atropos_launcher.plan.sections import KEY, resolve_trainer
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan
 from atropos_launcher.run_file.servers import server_name
-from atropos_launcher.run_record import write_record
+from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
 from atropos_launcher.services.records import Records
@@ -86,6 +86,7 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
         need("gpu", prog, "vllm")
         status = train(asked, plan, with_bridge, beside(plan.site, ports) if asked.view else None)
     if status == 0:
+        add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
         seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
         print(summary(run_dir, seconds, newcomer=not with_bridge, installed=installed))
     return status

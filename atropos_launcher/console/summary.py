@@ -1,8 +1,14 @@
 """The summary of a run: accuracy before and after, where to look, what to try next."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from atroposlib.wire.held_out import HeldOut, held_out
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
 SCRIPTS = {"quickstart": "scripts/quickstart.sh", "train gsm8k_lora": "scripts/run_gsm8k_lora.sh"}  # of a checkout
@@ -13,16 +19,58 @@ def read_rows(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def accuracy_line(evaluations: Rows) -> str:
-    """`Held-out accuracy: 17.2 % before, 96.9 % after 20 steps`; evaluations hold `policy_version` and `accuracy`,
-    null if not measured.
+def held_out_results(evaluations: Rows) -> dict[int, HeldOut]:
+    """Return the held-out accuracies of one environment by policy version, in their order, as far as they were
+    measured. Rows of evaluations.jsonl hold `policy_version`, `accuracy` (null if not measured) and `metrics`.
     """
-    measured = {row["policy_version"]: row["accuracy"] for row in evaluations if row["accuracy"] is not None}
-    if not measured:
+    first: dict[int, HeldOut] = {}
+    final: dict[int, HeldOut | None] = {}
+    for row in evaluations:
+        version, metrics = row["policy_version"], row.get("metrics", {})
+        if (found := held_out([(row["accuracy"], metrics)])) is not None:
+            first[version] = found
+        if (more := held_out([(0.0, metrics)])) is not None and more.final is not None:
+            final[version] = more.final
+    return {version: replace(first[version], final=final.get(version)) for version in sorted(first)}
+
+
+def last_and_best(results: Mapping[int, HeldOut]) -> tuple[int, int]:
+    """Return the last policy version, and the one with the best accuracy of those that were trained, the later of equal
+    ones.
+    """
+    last = max(results)
+    return last, max((version for version in results if version), key=lambda v: (results[v].accuracy, v), default=last)
+
+
+def accuracy_line(evaluations: Rows) -> str:
+    """`Held-out accuracy: 17.2 % before, 96.9 % after 20 steps`, and how the best policy did if that is another."""
+    results = held_out_results(evaluations)
+    if not results:
         return "Held-out accuracy: not measured"
-    last = max(measured)
-    before = f"{100 * measured[0]:.1f} % before, " if 0 in measured and last > 0 else ""
-    return f"Held-out accuracy: {before}{100 * measured[last]:.1f} % after {last} steps"
+    last, best = last_and_best(results)
+    before = f"{100 * results[0].accuracy:.1f} % before, " if 0 in results and last > 0 else ""
+    line = f"Held-out accuracy: {before}{_shown(results[last])} after {last} steps"
+    return line if best == last else f"{line}; best {_shown(results[best])} after {best}"
+
+
+def _shown(found: HeldOut) -> str:
+    """`96.9 %`, and where further questions were asked, `97.3 % (256 questions)`."""
+    if found.final is None:
+        return f"{100 * found.accuracy:.1f} %"
+    asked = f" ({found.final.questions} questions)" if found.final.questions else ""
+    return f"{100 * found.final.accuracy:.1f} %{asked}"
+
+
+def outcome(evaluations: Rows) -> dict[str, object]:
+    """Return what run.json keeps of the evaluations: for each environment the last policy and the best one."""
+    found: dict[str, object] = {}
+    for name in sorted({str(row.get("env", "")) for row in evaluations}):
+        if results := held_out_results([row for row in evaluations if str(row.get("env", "")) == name]):
+            versions = dict(zip(("last", "best"), last_and_best(results), strict=True))
+            found[name] = {
+                key: {"policy_version": version, **to_builtins(results[version])} for key, version in versions.items()
+            }
+    return found
 
 
 def accuracy_lines(evaluations: Rows) -> list[str]:
@@ -47,6 +95,15 @@ def trained_line(checkpoints: Path) -> str:
     if (checkpoints / "final_adapter").is_dir():
         return "checkpoints/final_adapter  the trained adapter, a PEFT directory"
     return "checkpoints/final_model    the trained model, a Hugging Face directory"
+
+
+def best_lines(checkpoints: Path) -> list[str]:
+    """The link to the policy with the best held-out accuracy, if one was kept."""
+    return [
+        f"checkpoints/{name:<14} the one with the best held-out accuracy: {link.readlink()}"
+        for name in ("best_model", "best_adapter")
+        if (link := checkpoints / name).is_symlink()
+    ]
 
 
 def next_steps(run: str, newcomer: bool, installed: bool) -> dict[str, str]:
@@ -95,6 +152,7 @@ def summary(run_dir: Path, seconds: int, newcomer: bool, installed: bool) -> str
             "  metrics.jsonl              all metrics, one row per step",
             "  samples*.jsonl             what the model answered, and its rewards",
             f"  {trained_line(run_dir / 'checkpoints')}",
+            *(f"  {line}" for line in best_lines(run_dir / "checkpoints")),
             "  *.log, *.yaml              each service's log and configuration",
             "What to try next:",
             *(f"  {command:<{width}}  {what}" for command, what in steps.items()),

@@ -49,7 +49,8 @@ from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cance
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
-from atroposlib.wire.batching import FINAL, NOT_TRAINED
+from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire.held_out import FINAL
 
 log = get_logger(__name__)
 

@@ -25,7 +25,6 @@ WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
 # Why a sample has no score: it ran out of time, a server or sandbox failed, its scorer failed, or other code did.
 Cause = Literal["timeout", "infrastructure", "scorer", "environment"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-FINAL = "final_"  # before the names of metrics of an evaluation with further questions, at the end of a run
 FinishReason = Annotated[str, Meta(min_length=1, max_length=64)]
 CUT = "length"  # the finish reason of an answer that reached its limit of tokens
 

@@ -26,10 +26,10 @@ from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
 from atroposlib.wire.batching import BatchReply, ScoredData
+from atroposlib.wire.held_out import HeldOut, held_out
 from atroposlib.wire.routes import Route
 from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import Rejection
-from example_trainer.loop.held_out import HeldOut, held_out
 
 HEARTBEAT_S = 5.0
 MAX_REASON = 1000  # characters
@@ -211,7 +211,7 @@ class ApiClient:
                 ", ".join(found.pending),
                 deadline_s,
             )
-        return held_out(found.results)
+        return held_out([(result.accuracy, result.metrics) for result in found.results])
 
     def close(self) -> None:
         """Drop the connection."""

@@ -21,13 +21,14 @@ from msgspec.structs import replace as replace_struct
 
 from atroposlib.logs import get_logger, say
 from atroposlib.wire.batching import GroupRequirements, TrainerStep
+from atroposlib.wire.held_out import HeldOut
 from example_trainer.bridges import SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
-from example_trainer.loop.held_out import BestPolicies, HeldOut
+from example_trainer.loop.best import BestPolicies
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves

@@ -14,7 +14,8 @@ from atroposlib.envs.failures import Failure
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.row_files.json_text import encode
-from atroposlib.wire.batching import CAUSES, FINAL, Cause
+from atroposlib.wire.batching import CAUSES, Cause
+from atroposlib.wire.held_out import FINAL
 
 UNSCORED = "unscored"  # the metric that counts held-out questions without a score; with "_CAUSE" after it, by cause
 # Where the environments of the ancestor put their accuracy.
@@ -122,15 +123,15 @@ class Evaluation:
         return f"; {unscored:.0f} unscored{f': {causes}' if causes else ''}"
 
     def record(self, env_name: str, weights_of: int | None = None) -> dict[str, object]:
-        """Return the evaluation's line in evaluations.jsonl, under the version `weights_of` where that one is served
-        again.
+        """Return the evaluation's line in evaluations.jsonl. Where version `weights_of` is served again, it stands
+        under that one, without the accuracy that its first line has.
         """
         return {
             "time": time.time(),
             "env": env_name,
             "policy_version": self.policy_version if weights_of is None else weights_of,
             "served_version": self.served_version,
-            "accuracy": self.accuracy,
+            "accuracy": self.accuracy if weights_of is None else None,
             "seconds": round(self.seconds, 3),
             "metrics": self.metrics,
         }

@@ -37,9 +37,13 @@ export function runView(name) {
 	function standing(run) {
 		const { last } = metrics;
 		const done = last?.step ?? run.steps_done ?? 0;
-		const [[version, accuracy] = []] = metrics.points("accuracy").slice(-1);
+		const evaluations = metrics.points("accuracy");
+		const [version, accuracy] = evaluations.at(-1) ?? [];
+		const better = (one, other) => (other[1] >= one[1] ? other : one); // of equal ones the later, as best_model
+		const [bestVersion, bestAccuracy] = evaluations.filter(([trained]) => trained > 0).reduce(better, [version, accuracy]);
 		const progress = run.planned_steps && h("progress", { max: run.planned_steps, value: done, "aria-label": "Steps done" });
-		const evaluated = [`policy version ${version}`, h("br"), wrong()];
+		const best = bestVersion === version ? "the best so far" : `best ${percent(bestAccuracy)}, version ${bestVersion}`;
+		const evaluated = [`policy version ${version}, ${best}`, h("br"), wrong()];
 		return [
 			card("Step", steps(done, run), progress, duration(run)),
 			card("Held-out accuracy", percent(accuracy), version === undefined ? "No evaluation has ended yet." : evaluated),

@@ -188,11 +188,12 @@ async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies == {1: None, 2: 0.25, 3: 0.375, 4: 0.5}
     rows = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
-    assert [(row["policy_version"], row["served_version"], "final_accuracy" in row["metrics"]) for row in rows] == [
-        (2, 2, False),
-        (3, 3, True),
-        (2, 4, True),
+    assert [(row["policy_version"], row["served_version"], row["accuracy"]) for row in rows] == [
+        (2, 2, 0.25),
+        (3, 3, 0.375),
+        (2, 4, None),
     ]
+    assert [row["metrics"].get("final_accuracy") for row in rows] == [None, 0.5, 0.5]
 
 
 async def test_a_run_that_ends_early_ends_its_environments(

@@ -28,25 +28,25 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def test_arithmetic_set_is_the_145_questions_with_their_results() -> None:
+def test_arithmetic_set_is_the_464_questions_with_their_results() -> None:
     problems = arithmetic_problems(64)
-    assert (len(problems.train), len(problems.held_out)) == (81, 64)
+    assert (len(problems.train), len(problems.held_out)) == (400, 64)
     everything = problems.train + problems.held_out
-    assert len({problem.question for problem in everything}) == 145
+    assert len({problem.question for problem in everything}) == 464
     for problem in everything:
-        found = re.fullmatch(r"What is ([1-9]) ([+*]) ([1-9])\?", problem.question)
+        found = re.fullmatch(r"What is ([1-9]|1\d|20) ([+*]) ([1-9]|1\d|20)\?", problem.question)
         assert found is not None
         a, b = int(found[1]), int(found[3])
         assert problem.result == str(a + b if found[2] == "+" else a * b)
-        assert found[2] == "+" or min(a, b) >= 2
+        assert found[2] == "+" or (min(a, b) >= 2 and max(a, b) <= 9)
 
 
 def test_arithmetic_split_is_the_same_in_every_run() -> None:
     assert arithmetic_problems(64) == arithmetic_problems(64)
     assert [problem.question for problem in arithmetic_problems(64).held_out[:3]] == [
-        "What is 4 * 3?",
-        "What is 5 * 4?",
-        "What is 2 + 2?",
+        "What is 6 * 2?",
+        "What is 10 + 18?",
+        "What is 20 + 9?",
     ]
 
 
@@ -102,11 +102,11 @@ def test_missing_file_and_too_many_held_out_are_named(tmp_path: Path) -> None:
 def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_its_order() -> None:
     problems = arithmetic_problems(64).train
     stream, again, other = ProblemStream(problems, 1), ProblemStream(problems, 1), ProblemStream(problems, 2)
-    taken = [stream[number] for number in range(162)]
-    assert taken == [again[number] for number in reversed(range(162))][::-1]
-    assert taken != [other[number] for number in range(162)]
-    assert set(taken[:81]) == set(taken[81:]) == set(problems)
-    assert taken[:81] != taken[81:]
+    taken = [stream[number] for number in range(800)]
+    assert taken == [again[number] for number in reversed(range(800))][::-1]
+    assert taken != [other[number] for number in range(800)]
+    assert set(taken[:400]) == set(taken[400:]) == set(problems)
+    assert taken[:400] != taken[400:]
 
 
 @pytest.mark.services

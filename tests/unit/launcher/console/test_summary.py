@@ -22,6 +22,29 @@ def test_accuracy_that_was_not_measured_is_not_invented() -> None:
     assert summary.accuracy_line([{"policy_version": 5, "accuracy": 0.5}]) == "Held-out accuracy: 50.0 % after 5 steps"
 
 
+def evaluated(version: int, accuracy: float | None, right: int = 0, final: int = 0) -> dict[str, object]:
+    metrics = {"total": 64, "correct": right} | ({"final_accuracy": final / 256, "final_total": 256} if final else {})
+    return {"policy_version": version, "accuracy": accuracy, "metrics": metrics}
+
+
+def test_further_questions_and_a_better_policy_are_told() -> None:
+    rows = [evaluated(0, 0.09375), evaluated(10, 0.984375), evaluated(20, 0.90625, final=233)]
+    line = "Held-out accuracy: 9.4 % before, 91.0 % (256 questions) after 20 steps"
+    assert summary.accuracy_line(rows) == f"{line}; best 98.4 % after 10"
+    again = evaluated(10, None, final=250)  # the best policy, served again
+    assert summary.accuracy_line([*rows, again]) == f"{line}; best 97.7 % (256 questions) after 10"
+    assert summary.accuracy_line(rows[::2]) == line  # the last is the best
+    found = summary.outcome([row | {"env": "sums"} for row in [*rows, again]])
+    assert found["sums"]["best"]["policy_version"] == 10  # type: ignore[index]
+    assert found["sums"]["best"]["final"]["questions"] == 256  # type: ignore[index]
+    assert (found["sums"]["last"]["accuracy"], found["sums"]["last"]["questions"]) == (0.90625, 64)  # type: ignore[index]
+
+
+def test_the_untrained_policy_is_never_the_best_one() -> None:
+    rows = [evaluated(0, 0.5), evaluated(5, 0.25), evaluated(10, 0.125)]
+    assert summary.accuracy_line(rows).endswith("50.0 % before, 12.5 % after 10 steps; best 25.0 % after 5")
+
+
 def test_each_of_several_environments_has_its_accuracy() -> None:
     rows = [{"env": env, "policy_version": v, "accuracy": v / 8} for env in ("sums", "letters") for v in (0, 4)]
     assert summary.accuracy_lines(rows) == [

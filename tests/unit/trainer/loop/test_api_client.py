@@ -12,10 +12,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from atroposlib.wire.batching import Registration, ScoredData, TrainerStep
+from atroposlib.wire.held_out import HeldOut
 from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
-from example_trainer.loop.held_out import HeldOut
 from tests.client import http
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve

@@ -1,13 +1,11 @@
-"""Held-out results of a run's policies: how sure they are, and the best policies on the disk.
+"""The policies of a run with the best held-out accuracy, on the disk.
 
 SAVE_PATH/
   best_model_8/    the policy of version 8, to serve or to train on, with evaluation.json: its accuracy
   best_model       a link to the best of them (best_adapter with LoRA)
 """
 
-import math
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import msgspec
 from atroposlib.errors import reading
 from atroposlib.files import sync, write_whole
 from atroposlib.logs import get_logger
-from atroposlib.wire.batching import FINAL, EvaluationResult
+from atroposlib.wire.held_out import HeldOut
 from example_trainer.output.model_card import write_model_card
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
@@ -26,24 +24,6 @@ EVALUATION = "evaluation.json"
 log = get_logger(__name__)
 
 
-class HeldOut(msgspec.Struct, frozen=True):
-    """Held-out accuracy of one policy, 0 to 1: the mean over the environments that evaluated it.
-
-    `stderr` is its standard error and `questions` their number, None unless all environments count right answers.
-    `final` is the accuracy with the further questions that environments ask at the end of a run, if any.
-    """
-
-    accuracy: float
-    stderr: float | None = None
-    questions: int | None = None
-    final: "HeldOut | None" = None
-
-    def __str__(self) -> str:
-        """`98.4 % ± 1.4 (64 questions)`, with as much of it as is known."""
-        error = "" if self.stderr is None else f" ± {100 * self.stderr:.1f}"
-        return f"{100 * self.accuracy:.1f} %{error}" + (f" ({self.questions} questions)" if self.questions else "")
-
-
 class BestPolicy(msgspec.Struct, frozen=True):
     """What evaluation.json has: whose weights lie beside it, and how they did."""
 
@@ -51,33 +31,6 @@ class BestPolicy(msgspec.Struct, frozen=True):
     step: int
     policy_version: int
     held_out: HeldOut
-
-
-def held_out(results: Sequence[EvaluationResult]) -> HeldOut | None:
-    """Return the accuracy that the results of one policy version have in common; None without any."""
-    found = _mean([(each.accuracy, each.metrics.get("total", 0)) for each in results])
-    final = _mean([(each.metrics.get(f"{FINAL}accuracy"), each.metrics.get(f"{FINAL}total", 0)) for each in results])
-    return found and msgspec.structs.replace(found, final=final)
-
-
-def _mean(results: Sequence[tuple[float | None, float]]) -> HeldOut | None:
-    """Of accuracies and numbers of questions (0: not known), one pair for each environment."""
-    measured = [(accuracy, round(count)) for accuracy, count in results if accuracy is not None]
-    if not measured:
-        return None
-    accuracy = math.fsum(accuracy for accuracy, _ in measured) / len(measured)
-    if not all(count for _, count in measured):
-        return HeldOut(accuracy)
-    errors = [standard_error(*each) for each in measured]
-    return HeldOut(accuracy, math.hypot(*errors) / len(measured), sum(count for _, count in measured))
-
-
-def standard_error(accuracy: float, questions: int) -> float:
-    """Return half the width of Wilson's score interval (1927) at z = 1: about sqrt(p (1 - p) / n), and not 0 where all
-    answers are right, or none.
-    """
-    variance = accuracy * (1 - accuracy) / questions
-    return math.sqrt(variance + 1 / (4 * questions**2)) / (1 + 1 / questions)
 
 
 class BestPolicies:
