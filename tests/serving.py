@@ -1,7 +1,13 @@
-"""A small web server of a test, on loopback."""
+"""Small web servers of a test, on loopback: of aiohttp's routes, or in a thread."""
 
-from collections.abc import AsyncIterator, Iterable
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
+from typing import NamedTuple, Self
 
 from aiohttp import web
 
@@ -18,3 +24,65 @@ async def serving(routes: Iterable[web.AbstractRouteDef]) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+class Asked(NamedTuple):
+    """A request as a server of this module hears it."""
+
+    method: str
+    path: str
+    headers: "Message[str, str]"
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """What a server of this module answers."""
+
+    status: int = 200
+    body: bytes = b"{}"
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+class ThreadedServer:
+    """Answers in threads, by a function; where that returns None, the connection closes without an answer."""
+
+    def __init__(self, answer: Callable[[Asked], Reply | None], port: int = 0) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                reply = answer(Asked(self.command, self.path, self.headers, body))
+                if reply is None:
+                    return
+                self.send_response(reply.status)
+                for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(reply.body)
+
+            do_GET = do_POST = do_DELETE = reply
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, and refuse connections."""
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from tests.client import http
 from tests.integration.namespaces import Host, entering, inside, tied, two_hosts
+from tests.serving import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 600
@@ -59,11 +59,6 @@ class Server:
 
 API_KEY = "integration-test-key"
 AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def save_tiny_model(folder: Path, config: PretrainedConfig) -> Path:

@@ -35,16 +35,9 @@ from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optim.optimizer import make_optimizer, update
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from tests.integration.bridge_child import connect
-from tests.integration.conftest import (
-    API_KEY,
-    REPOSITORY,
-    Server,
-    free_port,
-    save_tiny_model,
-    start_server,
-    stop_server,
-)
+from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
+from tests.serving import free_port
 
 PROMPTS = 12
 ANSWER = 32

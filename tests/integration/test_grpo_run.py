@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, free_port, session_members
+from tests.integration.conftest import REPOSITORY, session_members
+from tests.serving import free_port
 from tests.unit.trainer.fakes import FakeApi, item, serve
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(700)]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY
+from tests.serving import free_port
 
 
 def refusal(*flags: str) -> str:

@@ -21,7 +21,8 @@ import pytest
 from atroposlib.logs import RUN
 from atroposlib.processes.shared_memory import mapped_shared_memory
 from tests.client import http
-from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory
+from tests.integration.conftest import REPOSITORY, left_in_shared_memory
+from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

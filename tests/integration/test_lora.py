@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from example_trainer.weights.lora import adapter_tensors
 from tests.client import http
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
 from tests.integration.namespaces import tied
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 # fp32 on both sides; the same adapter differs by about 1e-6 on this model, the versions below by more than 1e-2
@@ -151,7 +151,7 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         for run in runs:
             run.start()
         first = server.status()["served_model"]
-        wait_until(lambda: server.status()["adapters_in_use"] == [first])
+        wait_until(lambda: server.status()["adapters_in_use"] == [first], DEADLINE_S)
         for version in (2, 3):
             bridge.sync(version, partial(move, model, version))
             assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[version, version]]
@@ -165,15 +165,8 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         assert replies["generate"]["policy_versions"] == [[1, 1]]
         assert replies["openai"]["choices"][0]["token_ids"] == alone[0]
         assert replies["openai"]["model"] == first
-        wait_until(lambda: f"Unloaded {first}" in server.log.read_text())
+        wait_until(lambda: f"Unloaded {first}" in server.log.read_text(), DEADLINE_S)
         assert bridge.parity_probe() <= PARITY
-
-
-def wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.rotating

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.services.records import Records
-from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory, session_members, shared_memory
+from tests.integration.conftest import REPOSITORY, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
+from tests.serving import free_port
 
 pytestmark = pytest.mark.timeout(1000)  # setup and four services, on two cores
 

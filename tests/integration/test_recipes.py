@@ -14,8 +14,9 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from tests.integration.conftest import REPOSITORY, free_port, save_tiny_model
+from tests.integration.conftest import REPOSITORY, save_tiny_model
 from tests.integration.trainer_process import PARITY, parities
+from tests.serving import free_port
 
 pytestmark = pytest.mark.timeout(700)
 

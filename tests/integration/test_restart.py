@@ -18,9 +18,10 @@ import pytest
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.client import http
-from tests.integration.conftest import API_KEY, Server, free_port, left_in_shared_memory, session_members, shared_memory
+from tests.integration.conftest import API_KEY, Server, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT
+from tests.serving import free_port
 
 CHILD = Path(__file__).with_name("restart_child.py")
 DEADLINE_S = 120

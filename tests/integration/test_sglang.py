@@ -25,7 +25,8 @@ from example_trainer.bridges.vllm_client import Refused
 from example_trainer.model.loading import load_model
 from example_trainer.weights.written import TrainedModel
 from tests.client import http
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY
+from tests.serving import free_port
 from tests.unit.trainer.bridges.fake_sglang_server import ADMIN, OPEN
 from tests.unit.trainer.bridges.test_sglang_bridge import change, config_to
 from tests.unit.trainer.fakes import model_folder

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, free_port, session_members
+from tests.integration.conftest import REPOSITORY, session_members
+from tests.serving import free_port
 
 pytestmark = pytest.mark.timeout(700)
 

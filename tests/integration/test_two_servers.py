@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from atropos_launcher.services.records import Records
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY
 from tests.integration.test_launcher_drills import processes_of
+from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

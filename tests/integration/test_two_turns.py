@@ -11,8 +11,9 @@ import pytest
 from atroposlib.config import load_config
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY
 from tests.integration.test_recipes import launch
+from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

@@ -23,8 +23,9 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import Failure
 from environments.verifiers_server import OWN_PYTHON, VerifiersConfig, VerifiersEnv
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
-from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.conftest import REPOSITORY
 from tests.integration.test_recipes import launch
+from tests.serving import free_port
 from tests.unit.environments.fake_renderers_server import FakeRenderersServer
 from tests.waiting import until
 

@@ -15,8 +15,8 @@ import pytest
 
 from atropos_launcher.services.records import Records
 from tests.client import http
-from tests.integration.conftest import free_port
 from tests.integration.test_launcher_drills import COMMAND, SHORT_STEPS, VARIABLES, processes_of
+from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 STEPS = 12

@@ -1,11 +1,18 @@
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
 from tests.unit.api.support import command, wait_until_healthy
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The journal of an API."""
+    return tmp_path / "groups.db"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.api.support import environment, group, registration
 
+pytestmark = pytest.mark.rotating
 PATHS = [
     "/register",
     "/register-env",

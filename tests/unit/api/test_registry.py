@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
 from atroposlib.api.state.changes import Snapshot, decode_change, encode_change
-from tests.unit.api.state.test_live import Clock
 from tests.unit.api.support import api_settings, group, marks, register, register_env
+from tests.waiting import Clock
 
 
 def api(journal: Path | None = None, **settings: Any) -> tuple[TestClient, Clock, RolloutService]:

@@ -15,6 +15,7 @@ import pytest
 
 from atroposlib.cli.run_api import AddressError, listen
 from tests.client import http
+from tests.serving import free_port
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 pytestmark = pytest.mark.services
@@ -69,12 +70,6 @@ def test_a_port_that_is_none_is_refused_with_its_limit() -> None:
 
 
 # --- journal --------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

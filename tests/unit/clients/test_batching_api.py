@@ -4,11 +4,8 @@ import asyncio
 import contextlib
 import gzip
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,50 +25,26 @@ from atroposlib.wire.batching import (
     ScoredData,
     WaitForTrainer,
 )
+from tests.serving import Asked, Reply, ThreadedServer, free_port
 
 
-class Reply(NamedTuple):
-    status: int = 200
-    body: bytes = b"{}"
-    headers: Mapping[str, str] = MappingProxyType({})
-
-
-class Server:
+class Server(ThreadedServer):
     """Answers each request by the next of its replies, the last one again and again, and keeps what it was asked."""
 
     def __init__(self, *replies: Reply) -> None:
-        self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
-        server = self
+        self.asked: list[Asked] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                server.asked.append((self.command, self.path, dict(self.headers.items()), body))
-                reply = replies[min(len(server.asked), len(replies)) - 1]
-                self.send_response(reply.status)
-                for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(reply.body)
+        def answer(asked: Asked) -> Reply:
+            self.asked.append(asked)
+            return replies[min(len(self.asked), len(replies)) - 1]
 
-            do_GET = do_POST = answer
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(answer)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     with contextlib.ExitStack() as servers:
-        yield lambda *replies: servers.enter_context(contextlib.closing(Server(*replies)))
+        yield lambda *replies: servers.enter_context(Server(*replies))
 
 
 def blocking(url: str, *arguments: Any, **options: Any) -> Any:
@@ -89,11 +62,6 @@ def on_a_loop(url: str, *arguments: Any, **options: Any) -> Any:
 
 both = pytest.mark.parametrize("call", [blocking, on_a_loop])
 INFO = Reply(body=b'{"batch_size": 8, "max_token_len": 512, "unknown": [1]}')
-
-
-def free_port_url() -> str:
-    with contextlib.closing(Server(Reply())) as server:
-        return server.url
 
 
 @both
@@ -122,7 +90,7 @@ def test_queries_and_bodies_are_those_of_the_records(call: Callable[..., Any], s
 @both
 def test_a_dead_peer_is_unreachable(call: Callable[..., Any]) -> None:
     with pytest.raises(ApiUnreachable, match=r"^connection refused$"):
-        call(free_port_url(), routes.INFO)
+        call(f"http://127.0.0.1:{free_port()}", routes.INFO)
 
 
 @both

@@ -6,21 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from atroposlib.clients.waiting import NotYet, Wait, wait_for, wait_for_async
-
-
-class Clock:
-    """Time passes only by sleeping."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
-
-    async def sleep_async(self, seconds: float) -> None:
-        self.sleep(seconds)
+from tests.waiting import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +15,7 @@ def log_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def wait(clock: Clock, deadline_s: float = 30.0) -> Wait:
-    return Wait(
-        "a batch", "http://api", deadline_s, lambda reason: TimeoutError(f"no batch: {reason}"), now=lambda: clock.now
-    )
+    return Wait("a batch", "http://api", deadline_s, lambda reason: TimeoutError(f"no batch: {reason}"), now=clock)
 
 
 def ready_after(tries: int, error: Callable[[], Exception] = lambda: NotYet("the queue is empty")) -> Callable[[], str]:

@@ -358,18 +358,17 @@ def test_the_default_model_is_the_largest_that_fits(recipe: str, gpus: str) -> N
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_a_gpu_that_is_too_small_for_every_default_is_refused_with_the_flags_that_help() -> None:
-    asked = ("gsm8k", "--gpus", "1x24")
-    shown = r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 34\.6 GB .*LoRA.* write --trainer\.FLAG"
-    with pytest.raises(ConfigError, match=shown):
-        train.expect_fit(plan(*asked), ask_for(*asked))
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_vllm_never_takes_more_of_a_gpu_than_there_is() -> None:
-    """It was told to take 104 %: 0.4 of the GPU, and a staging buffer of 15.2 GB."""
-    asked = ("gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "1x24")
-    with pytest.raises(ConfigError, match=r"vLLM needs 32\.5 GB .* has 24\.0 GB of which it may take 92%"):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 34\.6 GB .*LoRA.* write --trainer\.FLAG"),
+        # it was told to take 104 %: 0.4 of the GPU, and a staging buffer of 15.2 GB
+        (["Qwen/Qwen2.5-7B-Instruct"], r"vLLM needs 32\.5 GB .* has 24\.0 GB of which it may take 92%"),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_refused_with_the_flags_that_help(words: list[str], says: str) -> None:
+    asked = ("gsm8k", *words, "--gpus", "1x24")
+    with pytest.raises(ConfigError, match=says):
         train.expect_fit(plan(*asked), ask_for(*asked))
 
 

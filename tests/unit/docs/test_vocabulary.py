@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RULES = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text())
-PATTERNS = [(re.compile(rule["pattern"], re.IGNORECASE), rule["use"]) for rule in RULES["rule"]]
+RULES = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text())["rule"]
+PATTERNS = [(re.compile(rule["pattern"], re.IGNORECASE), rule["use"]) for rule in RULES]
 TOPS: tuple[str, ...] = (".ci", ".github", "atroposlib", "atropos_environments", "benchmarks", "docs", "environments")
 TOPS += ("atropos_launcher", "example_trainer", "recipes", "scripts", "tests", "vllm_patching")
 KINDS = (".py", ".md", ".sh", ".yaml", ".yml")
@@ -28,7 +28,7 @@ def files() -> Iterator[Path]:
         if top.is_file() and top.suffix in KINDS:
             yield top
         elif top.is_dir() and top.name in TOPS:
-            yield from sorted(path for path in top.rglob("*") if path.suffix in KINDS)
+            yield from sorted(path for path in top.rglob("*") if path.suffix in KINDS and path != Path(__file__))
 
 
 def may_have_some(text: str) -> bool:
@@ -90,15 +90,13 @@ def _of_markdown(text: str) -> Iterator[Piece]:
 
 
 def findings(where: str, pieces: Iterator[Piece]) -> list[str]:
-    allowed = [entry["text"] for entry in RULES["allow"] if entry["file"] == where]
     found = []
     for line, text in pieces:
         prose = " ".join(re.sub(r"`+[^`]*`+", "CODE", text).split())
         for pattern, use in PATTERNS:
             for match in pattern.finditer(prose):
                 around = prose[max(0, match.start() - 30) : match.end() + 30]
-                if not any(entry in around for entry in allowed):
-                    found.append(f"{where}:{line}: '{match[0]}' in '...{around}...': write {use}")
+                found.append(f"{where}:{line}: '{match[0]}' in '...{around}...': write {use}")
     return found
 
 
@@ -114,12 +112,9 @@ def test_the_project_uses_the_words_of_its_field() -> None:
     ("text", "count"),
     [
         ("You get a line a step.", 1),
-        ("It is no number.", 1),
-        ("There is no number.", 0),
         ("The folder is gone.", 1),
         ("`a line a step` and `folder` are code.", 0),
-        ("It was no longer there.", 0),
-        ("Generation goes on.", 1),
+        ("The server stays away.", 1),
         ("The engine stands still; one instance a worker.", 2),
         ("One line per step, in a directory.", 0),
     ],
@@ -129,13 +124,6 @@ def test_oddities_are_found_and_code_is_not_read(text: str, count: int) -> None:
 
 
 def test_texts_of_python_are_read_as_they_are_shown() -> None:
-    source = 'x = (\n    "a line"\n    " a step"\n)\n# the next run\n# goes on\nlog.info(f"{value} is no {kind}")\n'
+    source = 'x = (\n    "a line"\n    " a step"\n)\n# the engine\n# stands still\nlog.info(f"{rooms} {kind}")\n'
     found = findings("x.py", _of_python(source))
     assert [line.split(":")[1] for line in found] == ["2", "5"]
-
-
-def test_every_exemption_is_needed_and_has_a_reason() -> None:
-    for entry in RULES["allow"]:
-        assert entry["reason"]
-        path = ROOT / entry["file"]
-        assert entry["text"] in " ".join(path.read_text().split()), entry

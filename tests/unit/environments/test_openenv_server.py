@@ -308,43 +308,36 @@ async def test_an_observation_can_neither_end_its_message_nor_be_endless(tmp_pat
     assert sampled_texts(group) == ["4<|im_end|>"] * 4
 
 
-async def test_redirects_are_not_followed(tmp_path: Path) -> None:
-    async with FakeOpenEnv() as openenv, FakeInferenceServer(higher) as server:
-        openenv.status = 307
-        with pytest.raises(PeerError, match=r"a redirect to 'http://127.0.0.1:9/schema', which is not followed"):
-            async with running_env(OpenEnv, tmp_path, server, url=openenv.url, **FAST):
-                pass
-
-
 @pytest.mark.parametrize(
-    ("schema", "status", "said"),
+    ("schema", "attributes", "settings", "said"),
     [
-        ("no", 200, "has no schema of an action; is that an OpenEnv server"),
-        (NUMBER, 404, "replied 404; is that an OpenEnv server"),
-        (NUMBER, 401, "give its token as OPENENV_TOKEN"),
-        (NUMBER, 503, r"within 1 s \(it replied 503\); start the OpenEnv server, or correct --env.url"),
+        ("no", {}, {}, "has no schema of an action; is that an OpenEnv server"),
+        (NUMBER, {"status": 307}, {}, r"a redirect to 'http://127.0.0.1:9/schema', which is not followed"),
+        (NUMBER, {"status": 404}, {}, "replied 404; is that an OpenEnv server"),
+        (NUMBER, {"status": 401}, {}, "give its token as OPENENV_TOKEN"),
+        (
+            NUMBER,
+            {"status": 503},
+            {"startup_timeout": 1.0},
+            r"within 1 s \(it replied 503\); start the OpenEnv server, or correct --env.url",
+        ),
+        (
+            NUMBER,
+            {"first": error("EXECUTION_ERROR", "no such task")},
+            {},
+            "no episode can begin: .* raised: no such task",
+        ),
+        (NUMBER, {}, {"max_token_length": 200}, r"the first prompt has 2\d\d tokens, .* is more than 200"),
     ],
 )
-async def test_what_is_no_openenv_server_is_said_at_once(tmp_path: Path, schema: Any, status: int, said: str) -> None:
+async def test_what_is_no_openenv_server_or_begins_no_episode_is_said_before_training(
+    tmp_path: Path, schema: Any, attributes: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
     async with FakeOpenEnv(schema=schema) as openenv, FakeInferenceServer(higher) as server:
-        openenv.status = status
+        for name, value in attributes.items():
+            setattr(openenv, name, value)
         with pytest.raises(PeerError, match=said):
-            async with running_env(OpenEnv, tmp_path, server, url=openenv.url, **FAST | {"startup_timeout": 1.0}):
-                pass
-
-
-async def test_a_reset_that_raises_is_said_before_training(tmp_path: Path) -> None:
-    async with FakeOpenEnv() as openenv, FakeInferenceServer(higher) as server:
-        openenv.first = error("EXECUTION_ERROR", "no such task")
-        with pytest.raises(PeerError, match=r"no episode can begin: .* raised: no such task"):
-            async with running_env(OpenEnv, tmp_path, server, url=openenv.url, **FAST):
-                pass
-
-
-async def test_a_prompt_that_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
-    async with FakeOpenEnv() as openenv, FakeInferenceServer(higher) as server:
-        with pytest.raises(PeerError, match=r"the first prompt has 2\d\d tokens, .* is more than 200"):
-            async with running_env(OpenEnv, tmp_path, server, url=openenv.url, **FAST | {"max_token_length": 200}):
+            async with running_env(OpenEnv, tmp_path, server, url=openenv.url, **FAST | settings):
                 pass
 
 

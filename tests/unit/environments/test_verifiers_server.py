@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,31 +28,33 @@ pytestmark = pytest.mark.services
 FAKE = Path(__file__).with_name("fake_verifiers_child.py")
 
 
+Playing = Callable[..., contextlib.AbstractAsyncContextManager[tuple[VerifiersEnv, FakeRenderersServer]]]
+
+
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    return str(save_tiny_tokenizer(tmp_path / "tokenizer"))
-
-
-@contextlib.asynccontextmanager
-async def playing(
-    folder: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, arguments: Any = None, **fields: Any
-) -> AsyncIterator[tuple[VerifiersEnv, FakeRenderersServer]]:
+def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playing:
     """The environment in groups of four, over the fake child and server."""
     monkeypatch.setattr(verifiers_child, "__file__", str(FAKE))
-    told = {"starts": str(folder / "starts"), **(arguments or {})}
-    settings: dict[str, Any] = {"group_size": 4, "heldout_size": 2, "use_wandb": False, "max_new_tokens": 16}
-    settings |= {"verifiers_python": sys.executable, "tokenizer_name": tokenizer, "startup_timeout": 30.0}
-    config = VerifiersConfig(**settings | {"taskset": "fake", "taskset_arguments": told} | fields)
-    async with FakeRenderersServer(lambda ids: [9]) as server:
-        connection = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake", api_key="k")
-        env = VerifiersEnv(config, [connection])
-        async with env._env_run:
-            await env.setup()
-            yield env, server
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+
+    @contextlib.asynccontextmanager
+    async def play(arguments: Any = None, **fields: Any) -> AsyncIterator[tuple[VerifiersEnv, FakeRenderersServer]]:
+        told = {"starts": str(tmp_path / "starts"), **(arguments or {})}
+        settings: dict[str, Any] = {"group_size": 4, "heldout_size": 2, "use_wandb": False, "max_new_tokens": 16}
+        settings |= {"verifiers_python": sys.executable, "tokenizer_name": tokenizer, "startup_timeout": 30.0}
+        config = VerifiersConfig(**settings | {"taskset": "fake", "taskset_arguments": told} | fields)
+        async with FakeRenderersServer(lambda ids: [9]) as server:
+            connection = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake", api_key="k")
+            env = VerifiersEnv(config, [connection])
+            async with env._env_run:
+                await env.setup()
+                yield env, server
+
+    return play
 
 
 def starts(folder: Path) -> list[int]:
-    return [int(pid) for pid in (folder / "starts").read_text().split()]
+    return [int(pid) for path in folder.glob("starts") for pid in path.read_text().split()]
 
 
 def sampled_by(server: FakeRenderersServer, number: int, version: int) -> None:
@@ -60,10 +62,8 @@ def sampled_by(server: FakeRenderersServer, number: int, version: int) -> None:
     server.note(f"t{number}", [10 + number % 10, 11])
 
 
-async def test_a_group_has_ids_masks_log_probabilities_rewards_and_policy_versions(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with playing(tmp_path, tokenizer, monkeypatch) as (env, server):
+async def test_a_group_has_ids_masks_log_probabilities_rewards_and_policy_versions(playing: Playing) -> None:
+    async with playing() as (env, server):
         for number in range(1, 5):
             sampled_by(server, number, number)
         group, later = await env.collect_trajectories(await env.get_next_item())
@@ -84,26 +84,22 @@ async def test_a_group_has_ids_masks_log_probabilities_rewards_and_policy_versio
     assert sorted(metrics["right"]) == [0.0, 0.0, 1.0, 1.0]
 
 
-async def test_a_group_says_the_sampling_that_an_agent_added(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_says_the_sampling_that_an_agent_added(playing: Playing) -> None:
     nodes = [node([1, 2], "user"), node([3, 10, 11], "assistant", 2)]
     nodes[1]["sampling"] = {"temperature": 1.0, "top_k": 20}
     arguments = {"fates": [{"traces": [trace(1, nodes=nodes, branches=[[0, 1]])]}] * 4}
-    async with playing(tmp_path, tokenizer, monkeypatch, arguments) as (env, _):
+    async with playing(arguments) as (env, _):
         group, _ = await env.collect_trajectories(0)
     assert isinstance(group, dict)
     assert group["generation_params"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20}
 
 
-async def test_an_episode_of_several_branches_is_one_rollout_and_each_token_is_trained_once(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_episode_of_several_branches_is_one_rollout_and_each_token_is_trained_once(playing: Playing) -> None:
     nodes = [node([1], "user"), node([2, 10, 11], "assistant", 2), node([3], "tool"), node([4, 12], "assistant", 1)]
     nodes += [node([5], "user"), node([6, 13], "assistant", 1)]
     forked = trace(1, nodes=nodes, branches=[[0, 1, 2, 3], [0, 1, 4, 5]])
     arguments = {"fates": [{"traces": [forked]}, "well", "well", "well"]}
-    async with playing(tmp_path, tokenizer, monkeypatch, arguments) as (env, server):
+    async with playing(arguments) as (env, server):
         for ids, version in (([10, 11], 1), ([12], 2), ([13], 4)):
             server.policy_version = version
             server.note("t1", ids)
@@ -120,12 +116,10 @@ async def test_an_episode_of_several_branches_is_one_rollout_and_each_token_is_t
     assert versions is None
 
 
-async def test_versions_of_several_turns_follow_each_other(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_versions_of_several_turns_follow_each_other(playing: Playing) -> None:
     nodes = [node([1], "user"), node([2, 10, 11], "assistant", 2), node([3], "tool"), node([4, 12], "assistant", 1)]
     turns = trace(1, nodes=nodes, branches=[[0, 1, 2, 3]])
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": [{"traces": [turns]}]}) as (env, server):
+    async with playing({"fates": [{"traces": [turns]}]}) as (env, server):
         for ids, version in (([10, 11], 1), ([12], 2)):
             server.policy_version = version
             server.note("t1", ids)
@@ -135,12 +129,10 @@ async def test_versions_of_several_turns_follow_each_other(
     assert group["policy_versions"] == [[1, 2]] * 4
 
 
-async def test_agents_with_rewards_of_their_own_are_compared_among_themselves(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_agents_with_rewards_of_their_own_are_compared_among_themselves(playing: Playing) -> None:
     both = [trace(1, agent="solver"), trace(2, agent="critic"), trace(3, agent="judge", trainable=False)]
     fates = [{"traces": both}, {"traces": both}, {"traces": both}, {"traces": both[:1]}]
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": fates}) as (env, _):
+    async with playing({"fates": fates}) as (env, _):
         groups, _ = await env.collect_trajectories(0)
     assert isinstance(groups, list)
     assert [(group["scores"], group.get("group_overrides")) for group in groups] == [
@@ -167,10 +159,10 @@ FAILED = [
 
 @pytest.mark.parametrize(("fate", "cause"), FAILED)
 async def test_a_failed_or_malformed_episode_is_a_failed_rollout_and_its_siblings_go_on(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, fate: Any, cause: str
+    playing: Playing, tmp_path: Path, fate: Any, cause: str
 ) -> None:
     fates = ["well", fate, "well", "well"]
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": fates}) as (env, _):
+    async with playing({"fates": fates}) as (env, _):
         group, _ = await env.collect_trajectories(0)
     assert isinstance(group, dict)
     assert group.get("failed") == {cause: 1}
@@ -180,10 +172,10 @@ async def test_a_failed_or_malformed_episode_is_a_failed_rollout_and_its_sibling
 
 @pytest.mark.parametrize("fate", ["die", "garble", "scalar", "huge"])
 async def test_a_child_that_dies_or_garbles_fails_what_it_played_and_is_started_again(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, fate: str
+    playing: Playing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     monkeypatch.setattr(lines, "LINE_BYTES", 1 << 16)
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": ["well"] * 4 + [fate]}) as (env, _):
+    async with playing({"fates": ["well"] * 4 + [fate]}) as (env, _):
         whole, _ = await env.collect_trajectories(0)
         lost = [await env._judged_answer(0)]
         again, _ = await env.collect_trajectories(0)
@@ -197,20 +189,18 @@ async def test_a_child_that_dies_or_garbles_fails_what_it_played_and_is_started_
     assert not psutil.pid_exists(second)  # the environment has ended
 
 
-async def test_a_group_whose_every_episode_dies_with_its_child_is_lost_not_zero(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": ["ignore", "ignore", "ignore", "die"]}) as (env, _):
+async def test_a_group_whose_every_episode_dies_with_its_child_is_lost_not_zero(playing: Playing) -> None:
+    async with playing({"fates": ["ignore", "ignore", "ignore", "die"]}) as (env, _):
         with pytest.raises(GroupLost, match="4 of its 4 rollouts failed"):
             await env.collect_trajectories(0)
 
 
 async def test_a_child_that_hangs_is_killed_after_its_silence(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    playing: Playing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "ASKED_EVERY_S", 0.05)
     arguments = {"fates": ["hang"]}
-    async with playing(tmp_path, tokenizer, monkeypatch, arguments, silence_limit=0.5) as (env, _):
+    async with playing(arguments, silence_limit=0.5) as (env, _):
         failed = await asyncio.wait_for(env._judged_answer(0), 20)
         assert not psutil.pid_exists(starts(tmp_path)[0])
     assert isinstance(failed, Failure)
@@ -218,10 +208,10 @@ async def test_a_child_that_hangs_is_killed_after_its_silence(
 
 
 async def test_an_episode_that_takes_too_long_has_timed_out_and_the_child_lives(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    playing: Playing, tmp_path: Path
 ) -> None:
     arguments = {"fates": ["ignore", "well"]}
-    async with playing(tmp_path, tokenizer, monkeypatch, arguments, rollout_timeout=0.3) as (env, _):
+    async with playing(arguments, rollout_timeout=0.3) as (env, _):
         failed, fine = await env._judged_answer(0), await env._judged_answer(0)
     assert isinstance(failed, Failure)
     assert failed.cause == "timeout"
@@ -230,37 +220,34 @@ async def test_an_episode_that_takes_too_long_has_timed_out_and_the_child_lives(
 
 
 async def test_what_a_killed_child_had_started_is_killed_with_it(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    playing: Playing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRANDCHILD", str(tmp_path / "grandchild"))
-    async with playing(tmp_path, tokenizer, monkeypatch, {"fates": ["grandchild"]}) as (env, _):
+    async with playing({"fates": ["grandchild"]}) as (env, _):
         await env._judged_answer(0)
         left = int((tmp_path / "grandchild").read_text())
         assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
-    ("how", "says", "tries"), [("refuse", "no such taskset", 1), ("die", "exit code 3; its last words: cannot load", 1)]
+    ("settings", "says", "tries"),
+    [
+        ({"arguments": {"open": "refuse"}}, "no such taskset", 1),
+        ({"arguments": {"open": "die"}}, "exit code 3; its last words: cannot load", 1),
+        ({"verifiers_python": "/none"}, r"scripts/verifiers_setup\.sh", 0),
+    ],
 )
 async def test_a_taskset_that_cannot_be_opened_ends_the_environment_with_its_reason(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, how: str, says: str, tries: int
+    playing: Playing, tmp_path: Path, settings: dict[str, Any], says: str, tries: int
 ) -> None:
     with pytest.raises(EnvError, match=says):
-        async with playing(tmp_path, tokenizer, monkeypatch, {"open": how}):
+        async with playing(**settings):
             pass
     assert len(starts(tmp_path)) == tries
 
 
-async def test_without_verifiers_the_script_to_run_is_named(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(EnvError, match=r"scripts/verifiers_setup\.sh"):
-        async with playing(tmp_path, tokenizer, monkeypatch, verifiers_python=str(tmp_path / "none")):
-            pass
-
-
 async def test_a_server_without_the_routes_is_named_with_what_to_start(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    playing: Playing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeRenderersServer, "has_routes", False, raising=False)
 
@@ -271,26 +258,22 @@ async def test_a_server_without_the_routes_is_named_with_what_to_start(
 
     monkeypatch.setattr(FakeRenderersServer, "_models", missing)
     with pytest.raises(PeerError, match=r"example_trainer/vllm_api_server\.py"):
-        async with playing(tmp_path, tokenizer, monkeypatch):
+        async with playing():
             pass
 
 
-async def test_an_agent_that_samples_in_a_way_that_is_not_replayed_ends_the_environment(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agent_that_samples_in_a_way_that_is_not_replayed_ends_the_environment(playing: Playing) -> None:
     for sampling, says in (({"temperature": 0.5}, "temperature 0.5 instead of 1.0"), ({"min_p": 0.1}, "min_p 0.1")):
         nodes = [node([1], "user"), node([2], "assistant", 1, sampling=sampling)]
         fates = {"fates": [{"traces": [trace(1, nodes=nodes)]}]}
-        async with playing(tmp_path, tokenizer, monkeypatch, fates) as (env, _):
+        async with playing(fates) as (env, _):
             with pytest.raises(NotReplayed, match=says):
                 await env.collect_trajectories(0)
 
 
-async def test_an_evaluation_goes_on_without_the_episodes_that_fail(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_evaluation_goes_on_without_the_episodes_that_fail(playing: Playing) -> None:
     arguments = {"fates": ["well", {"ok": False}]}
-    async with playing(tmp_path, tokenizer, monkeypatch, arguments) as (env, _):
+    async with playing(arguments) as (env, _):
         metrics = await env.evaluate()
     assert {name: metrics[name] for name in ("accuracy", "total", "unscored")} == {
         "accuracy": 1.0,
@@ -299,14 +282,12 @@ async def test_an_evaluation_goes_on_without_the_episodes_that_fail(
     }
 
 
-async def test_each_epoch_has_every_task_to_train_on_in_an_order_of_its_own(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with playing(tmp_path, tokenizer, monkeypatch) as (env, _):
+async def test_each_epoch_has_every_task_to_train_on_in_an_order_of_its_own(playing: Playing) -> None:
+    async with playing() as (env, _):
         numbers = [await env.training_item(number) for number in range(12)]
         assert sorted(numbers[:6]) == sorted(numbers[6:]) == env.train_tasks
         assert not set(numbers) & set(env.held_out)
-    async with playing(tmp_path, tokenizer, monkeypatch, {"tasks": None}) as (env, _):
+    async with playing({"tasks": None}) as (env, _):
         assert [await env.training_item(number) for number in range(3)] == [2, 3, 4]
         assert env.held_out == [0, 1]
 

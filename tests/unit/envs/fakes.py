@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
+from atroposlib.envs.commands.serve import serve
+from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.waiting import until
@@ -158,6 +160,15 @@ class Trainer:
             await self.evaluation(self.step)
 
 
+async def served(env: BaseEnv, trainer: Trainer, steps: int, limit_s: float = 20) -> Trainer:
+    """The environment serves the trainer until its last step."""
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(steps)
+    await asyncio.wait_for(serving, limit_s)
+    return trainer
+
+
 class CountingEnv(BaseEnv):
     """Asks for the next number; the score of a sample is its place in the group, so that scores differ."""
 
@@ -194,6 +205,21 @@ class CountingEnv(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, float] | None:
         self.evaluated.append(self._env_run.policy_version)
         return {"accuracy": 0.5, "correct": 1, "total": 2, "temperature": 0.0}
+
+
+class Asking(QuestionEnv):
+    """Says which number it wants; two are held out."""
+
+    name = "asking"
+
+    async def setup(self) -> None:
+        self.held_out = ["1", "2"]
+
+    async def training_item(self, number: int) -> str:
+        return str(number)
+
+    def prompt(self, item: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"Say {item}."}]
 
 
 def config(folder: Path, api_url: str, **fields: Any) -> BaseEnvConfig:

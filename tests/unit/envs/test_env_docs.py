@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import sys
 import time
 import tomllib
@@ -35,6 +34,7 @@ from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from environments.tool_template_server import ProductEnv
 from example_trainer.settings.config import TrainerConfig
 from tests.client import http
+from tests.serving import free_port
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts
 from tests.unit.envs.fakes import renumbered_tokenizer, running_api
@@ -152,13 +152,6 @@ def write_environments(folder: Path) -> None:
     """What the guide's commands write."""
     for command in NEW:
         new_environment.main([*shlex.split(command)[3:], "--dir", str(folder)])
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("command", SAMPLING)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import EnvError, PeerError, Unscored
 from atroposlib.envs.failures import Failure, GroupLost, RolloutFailed, attempt, survivors
 from atroposlib.envs.limits.time_limit import paused, time_limit
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, served, server_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,11 +128,7 @@ async def test_with_a_fifth_of_all_rollouts_failing_no_group_of_eight_is_lost(tm
     async with running_api() as api, FakeInferenceServer() as inference:
         settings: dict[str, Any] = {"group_size": 8, "rollout_timeout": 1.5, "max_failed_items": 0}
         env = FifthFails(config(tmp_path, api.url, **settings), server_config(inference))
-        trainer = Trainer(api.url, batch_size=32, num_steps=3)
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(3)
-        await asyncio.wait_for(serving, 20)
+        trainer = await served(env, Trainer(api.url, batch_size=32, num_steps=3), 3)
     counts, groups = env._env_run.counts, [group for batch in trainer.batches for group in batch]
     assert [len(batch) for batch in trainer.batches] == [4, 4, 4]
     assert [len(group["tokens"]) + sum(group["failed"].values()) for group in groups] == [8] * 12

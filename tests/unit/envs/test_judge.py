@@ -12,10 +12,11 @@ import pytest
 from atroposlib.config import config_yaml, resolve_config
 from atroposlib.envs.errors import EnvError, PeerError
 from atroposlib.envs.judge import Judge, JudgeConfig, Read, json_field, matched, tagged
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.envs.question_env import QuestionEnvConfig
 from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
+from tests.unit.envs.fakes import Asking
 from tests.unit.hostile_answers.hostile import assert_linear
 
 TEMPLATE = 'Rate {answer} from 0 to 10. Reply like {"score": 3} in <score></score>.'
@@ -45,7 +46,7 @@ async def judging(
 @pytest.mark.rotating
 @pytest.mark.parametrize("part", ["{", '{"', '{"a":', '{"a":[', '{"a":[1,', '{"a": "'])
 def test_a_reply_of_opened_objects_takes_linear_time(part: str) -> None:
-    text = part * (400_000 // len(part))
+    text = part * (100_000 // len(part))
     assert json_field()(text) is None
     assert_linear(json_field(), text)
 
@@ -190,7 +191,7 @@ async def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
                 await judge.score(answer="x")
 
 
-class JudgedEnv(QuestionEnv):
+class JudgedEnv(Asking):
     """Scored by a judge alone."""
 
     name = "judged"
@@ -199,12 +200,6 @@ class JudgedEnv(QuestionEnv):
     async def setup(self) -> None:
         self.judge = Judge(self.config.judge, TEMPLATE, scale=(0.0, 10.0))
         self.judge._server.retry = RetryPolicy(sleep=at_once)
-
-    async def training_item(self, number: int) -> str:
-        return str(number)
-
-    def prompt(self, item: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": f"Say {item}."}]
 
     async def score(self, item: str, answer: str) -> float | None:
         return await self.judge.score(answer=answer)

@@ -8,26 +8,21 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, with_reply
+from atroposlib.envs.question_env import QuestionEnvConfig, with_reply
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
+from tests.unit.envs.fakes import Asking
 from tests.waiting import until
 
 
-class EchoEnv(QuestionEnv):
+class EchoEnv(Asking):
     """Right is to repeat the number."""
 
     name = "echo"
 
     async def setup(self) -> None:
         self.held_out = ["1", "2", "3"]
-
-    async def training_item(self, number: int) -> str:
-        return str(number)
-
-    def prompt(self, item: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": f"Say {item}."}]
 
     async def score(self, item: str, answer: str) -> float | None:
         return None if answer == "?" else float(item in answer)

@@ -11,31 +11,16 @@ from atroposlib.envs.commands.cli import EnvTree, build
 from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.files.html_report import write_html
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, Split, reward
+from atroposlib.envs.question_env import QuestionEnvConfig, Rollout, Scored, Split, reward
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.type_definitions import Messages
 from tests.unit.environments.support import running_env
-from tests.unit.envs.fakes import server_config
+from tests.unit.envs.fakes import Asking, server_config
 
 Conversation = list[dict[str, Any]]
-
-
-class Asking(QuestionEnv):
-    """Says which number it wants."""
-
-    name = "asking"
-
-    async def setup(self) -> None:
-        self.held_out = ["1", "2"]
-
-    async def training_item(self, number: int) -> str:
-        return str(number)
-
-    def prompt(self, item: str) -> Conversation:
-        return [{"role": "user", "content": f"Say {item}."}]
 
 
 class Plain(Asking):

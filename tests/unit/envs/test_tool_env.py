@@ -207,6 +207,7 @@ async def test_a_conversation_ends_below_max_token_length(tmp_path: Path) -> Non
             await converse(env)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "answer",
     [

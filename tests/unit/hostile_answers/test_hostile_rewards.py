@@ -55,6 +55,7 @@ def test_every_built_in_reward_has_a_documented_range() -> None:
     assert RANGES.keys() == BUILT_IN.keys()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sorted(RANGES.keys() - {"accuracy", "accuracyx", "cascadingr1math", "r1"}))
 def test_rewards_of_form_stay_in_their_range(name: str) -> None:
     low, high = RANGES[name]
@@ -132,6 +133,7 @@ def test_answers_are_read_as_they_stand(name: str, answer: str, gold: str, rewar
     assert REWARDS[name]([answer], solution=gold) == [reward]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_rewards_take_linear_time(name: str) -> None:
     for text in long_answers():

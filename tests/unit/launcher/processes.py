@@ -5,10 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
@@ -88,22 +89,9 @@ def await_record(run: Path, name: str) -> int:
     return int(record(run, name)["pid"])
 
 
-def wait_until(holds: Callable[[], object], limit_s: float = 30) -> None:
-    end = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end, f"not so within {limit_s} s"
-        time.sleep(0.05)
-
-
 def says(log: Path, text: str) -> bool:
     """Whether the log is there, with this in it."""
     return log.exists() and text in log.read_text()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listens(port: int) -> bool:

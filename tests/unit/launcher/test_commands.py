@@ -14,11 +14,11 @@ import pytest
 
 from atropos_launcher.cli import COMMANDS
 from atroposlib.processes.log_files import Follower, last_lines, last_word
+from tests.serving import free_port
 from tests.unit.launcher.processes import (
     PYTHON_PATH,
     atropos,
     await_record,
-    free_port,
     group_of,
     launch,
     launched,
@@ -26,9 +26,9 @@ from tests.unit.launcher.processes import (
     says,
     service,
     sleeper,
-    wait_until,
     web,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.services
 

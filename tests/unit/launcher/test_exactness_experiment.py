@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exactness_experiment import ARMS, KEPT, SETTINGS, Experiment, finished, flags_of, keep, tables
+from benchmarks.exactness_experiment import ARMS, KEPT, SETTINGS, Arm, Experiment, finished, flags_of, keep, tables
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 
@@ -53,16 +53,13 @@ def test_a_run_is_read_and_kept(tmp_path: Path) -> None:
     assert "| masked | 2 | 0.500 | 0.500 | 50.0 % | 0.1250 | 0.250 | 1.00 % | 8 of 20 |" in shown
 
 
-def test_an_exact_run_that_differs_is_an_error(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", 1e-6)
-    with pytest.raises(TrainerError, match="1e-06 nats in arm exact"):
-        finished(tmp_path / "run", "base", "exact", 1, [])
-
-
-def test_a_run_that_never_differs_is_not_taken_for_an_inexact_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", 0.0)
-    with pytest.raises(TrainerError, match="in arm plain"):
-        finished(tmp_path / "run", "base", "plain", 1, [])
+@pytest.mark.parametrize(
+    ("nats", "arm", "says"), [(1e-6, "exact", "1e-06 nats in arm exact"), (0.0, "plain", "in arm plain")]
+)
+def test_a_run_that_contradicts_its_arm_is_an_error(tmp_path: Path, nats: float, arm: Arm, says: str) -> None:
+    write_run(tmp_path / "run", nats)
+    with pytest.raises(TrainerError, match=says):
+        finished(tmp_path / "run", "base", arm, 1, [])
 
 
 def test_processors_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from atroposlib.processes import groups
 from atroposlib.processes.groups import Group, Marked, end_groups, left_after
-from tests.unit.launcher.processes import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.services
 

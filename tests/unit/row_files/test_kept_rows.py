@@ -18,7 +18,7 @@ from atroposlib.view.run_data.group_files import Filter, GroupFiles
 from atroposlib.view.run_data.jsonl_index import Indexer, JsonlIndex, lines_at
 from atroposlib.view.run_data.run_files import RunFiles
 from example_trainer.output.step_file import StepFile
-from tests.unit.launcher.processes import wait_until
+from tests.waiting import wait_until
 
 ROW = {"step": 0, "text": "x" * 80}
 

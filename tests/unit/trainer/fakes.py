@@ -4,9 +4,7 @@ records.
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -34,6 +32,7 @@ from atroposlib.groups import Untrainable
 from atroposlib.wire.batching import ScoredData
 from example_trainer.bridges import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.weights.written import TrainedModel
+from tests.serving import Asked, Reply, ThreadedServer
 
 VOCAB = 97
 SHAPE: dict[str, Any] = dict(
@@ -246,32 +245,13 @@ class FakeApi:
 def serve(api: FakeApi, port: int = 0) -> Iterator[str]:
     """Run the API in a thread on loopback; its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def _reply(self) -> None:
-            split = urlsplit(self.path)
-            raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            content = json.dumps(
-                api.answer(self.command, split.path, parse_qs(split.query), json.loads(raw) if raw else {})
-            ).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(asked: Asked) -> Reply:
+        split = urlsplit(asked.path)
+        reply = api.answer(asked.method, split.path, parse_qs(split.query), json.loads(asked.body or b"{}"))
+        return Reply(body=json.dumps(reply).encode())
 
-        do_GET = do_POST = _reply
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with ThreadedServer(answer, port) as server:
+        yield server.url
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:

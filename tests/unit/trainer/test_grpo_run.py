@@ -13,7 +13,7 @@ from atroposlib.config import resolve_config
 from example_trainer import grpo_run
 from example_trainer.errors import TrainerError
 from example_trainer.settings.config import TrainerConfig
-from tests.integration.conftest import free_port
+from tests.serving import free_port
 from tests.unit.trainer.fakes import model_folder
 
 FAKE = Path(__file__).with_name("bridges") / "fake_vllm_server.py"

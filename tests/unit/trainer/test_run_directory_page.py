@@ -16,9 +16,9 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, config, server_config
 from tests.unit.envs.run.test_sample_rows import Link, rows, served
 from tests.unit.trainer.fakes import model_folder
-from tests.unit.trainer.loop.test_trainer_run import rows as metric_rows
-from tests.unit.trainer.loop.test_trainer_run import train
 from tests.unit.trainer.output.test_trained_rows import written
+from tests.unit.trainer.whole_runs import rows as metric_rows
+from tests.unit.trainer.whole_runs import train
 
 DOCS = Path(__file__).parents[3] / "docs"
 

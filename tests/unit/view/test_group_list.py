@@ -14,11 +14,6 @@ GROUPS = "/api/runs/r/groups"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "r")
-
-
-@pytest.fixture
 def window(run: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setattr(group_files, "LOOK_EVERY_S", 0.0)
     return client(run)

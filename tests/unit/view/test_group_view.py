@@ -7,14 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from atroposlib.view import group_view
-from tests.unit.view.support import client, get, held_out, make_run, sample, trained, write_rows
+from tests.unit.view.support import client, get, held_out, sample, trained, write_rows
 
 GROUPS = "/api/runs/r/groups"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "r")
 
 
 def opened(window: TestClient, row: int = 0, source: str = "samples", **query: object) -> Any:

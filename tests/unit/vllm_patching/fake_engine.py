@@ -16,7 +16,7 @@ import torch
 from fastapi import FastAPI
 
 from atroposlib.processes.identity import this_process
-from atroposlib.wire.bridge import Manifest, WireTensor, WorkerStatus
+from atroposlib.wire.bridge import BroadcastOffer, Manifest, WireTensor, WorkerStatus
 from vllm_patching.endpoint import BridgeEndpoints
 
 MANIFEST = Manifest("m", 2, 16, (WireTensor("w", (4,), "float32", "w", 0),))
@@ -135,8 +135,55 @@ class FakeEngine:
         yield self.output
 
 
+def broadcast(tp_size: int, session: str = "a", **changes: Any) -> dict[str, Any]:
+    """The offer of a trainer of one rank."""
+    offer = BroadcastOffer(
+        session=session,
+        trainer="h:1",
+        lease_s=60.0,
+        address="127.0.0.1",
+        port=29500,
+        world_size=1 + tp_size,
+        backend="gloo",
+        manifest_digest=MANIFEST.digest(),
+        bucket_bytes=1000,
+        timeout_s=10.0,
+    )
+    return msgspec.to_builtins(msgspec.structs.replace(offer, **changes))  # type: ignore[no-any-return]
+
+
+class BridgeClient(httpx.AsyncClient):
+    """A client of the endpoints in front of an engine, with what a trainer asks of them."""
+
+    engine: FakeEngine
+
+    async def order(self, route: str, **body: Any) -> httpx.Response:
+        return await self.post(f"/v1/bridge/{route}", json=body)
+
+    async def refusal(self, route: str, **body: Any) -> tuple[int, str]:
+        reply = await self.order(route, **body)
+        return reply.status_code, reply.json()["error"]["message"]
+
+    async def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.get("/v1/bridge/status")).json()
+        return found
+
+    async def opened(self, session: str = "a", **changes: Any) -> None:
+        reply = await self.order("session", **broadcast(len(self.engine.ranks), session, **changes))
+        assert reply.status_code == 200, reply.text
+
+    async def committed(self, version: int, session: str = "a") -> None:
+        self.engine.stage(session, version)
+        reply = await self.order("commit", session=session, policy_version=version)
+        assert reply.json()["policy_version"] == version
+
+    async def paused(self, version: int, session: str = "a", deadline_s: float = 60.0) -> None:
+        reply = await self.order("pause", session=session, policy_version=version, deadline_s=deadline_s)
+        assert reply.status_code == 200, reply.text
+
+
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[BridgeClient]:
     """A client of our endpoints, mounted as vLLM mounts them, in front of `engine`."""
     app, endpoints = FastAPI(), BridgeEndpoints()
     endpoints.attach_router(app)
@@ -154,9 +201,10 @@ async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[httpx.A
     await endpoints.init_state(engine, app.state, Namespace(**given | arguments))
     engine.events.clear()
     try:
-        async with httpx.AsyncClient(
+        async with BridgeClient(
             transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:9001", timeout=60
         ) as client:
+            client.engine = engine
             yield client
     finally:
         watch = app.state.engine_watch._task

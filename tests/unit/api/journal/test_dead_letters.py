@@ -101,11 +101,6 @@ def test_groups_from_before_the_trainer_are_checked_when_they_are_to_be_delivere
     assert "inference_logprobs[0][1]: 0.5 is not the log-probability" in caplog.text
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.db"
-
-
 Opened = Callable[[], TestClient]
 
 
@@ -236,8 +231,8 @@ def test_rejections_survive_the_death_of_api_and_trainer(path: Path, tmp_path: P
         assert marks(got) == [1, 2]
         reject(client, trainer, got["lease"], got["ids"][0])
         copy = tmp_path / "killed.db"  # what a kill -9 leaves: nothing was closed
-        for file in tmp_path.glob("journal.db*"):
-            (tmp_path / file.name.replace("journal.db", "killed.db")).write_bytes(file.read_bytes())
+        for file in tmp_path.glob("groups.db*"):
+            (tmp_path / file.name.replace("groups.db", "killed.db")).write_bytes(file.read_bytes())
     with TestClient(create_app(journal=copy)) as client:
         assert marks(lease(client, trainer)) == [2]
         resumed = start(client)  # the trainer died, too

@@ -24,11 +24,6 @@ from tests.unit.api.support import group, marks, register, register_env, registr
 from tests.unit.common.disk import watch_disk
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "groups.db"
-
-
 def api(path: Path, first_lease: int = 1) -> TestClient:
     app = create_app(journal=path)
     app.state.service.new_lease = count(first_lease).__next__
@@ -377,19 +372,17 @@ def test_a_damaged_journal_is_named_with_the_remedy_and_left_alone(path: Path, d
     assert path.read_bytes() == before
 
 
-def test_a_database_of_another_kind_is_not_written_to(path: Path) -> None:
+def test_a_journal_where_none_can_be_says_what_to_do(path: Path, tmp_path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE mine (x)")
     database.close()
-    with pytest.raises(JournalError, match="another kind"):
-        create_app(journal=path)
-
-
-def test_a_journal_where_none_can_be_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="does not exist; create it"):
-        create_app(journal=tmp_path / "no" / "groups.db")
-    with pytest.raises(JournalError, match=r"cannot be used|cannot be opened"):
-        create_app(journal=tmp_path)
+    for place, says in (
+        (path, "another kind"),
+        (tmp_path / "no" / "groups.db", "does not exist; create it"),
+        (tmp_path, r"cannot be used|cannot be opened"),
+    ):
+        with pytest.raises(JournalError, match=says):
+            create_app(journal=place)
 
 
 def test_a_write_that_was_cut_off_before_its_reply_is_as_if_it_had_not_been(path: Path) -> None:

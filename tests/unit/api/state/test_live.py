@@ -11,14 +11,7 @@ from atroposlib.api.server import create_app
 from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 def api(**settings: Any) -> tuple[TestClient, Clock]:

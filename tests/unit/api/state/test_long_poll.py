@@ -309,36 +309,24 @@ def test_a_client_that_is_gone_is_not_looked_for_again() -> None:
     asyncio.run(run())
 
 
-def test_a_change_during_a_look_is_not_missed_and_many_changes_cause_one_look() -> None:
+@pytest.mark.parametrize(
+    ("changes", "looks"),
+    [({1: 1}, 3), ({1: 1000, 2: 1000, 3: 1000}, 5)],  # the first, one after each change, and one at the end
+)
+def test_a_change_during_a_look_is_not_missed_and_many_changes_cause_one_look(
+    changes: dict[int, int], looks: int
+) -> None:
     async def run() -> None:
-        poll, looks = LongPoll(), 0
-
-        async def look() -> int | None:
-            nonlocal looks
-            looks += 1
-            if looks > 3:
-                return looks
-            for _ in range(1000):
-                poll.wake()
-            return None
-
-        assert await poll.first(look, 20, stays) == 4
-
-    asyncio.run(run())
-
-
-def test_a_change_causes_one_look() -> None:
-    async def run() -> None:
-        poll, looks = LongPoll(), 0
+        poll, looked = LongPoll(), 0
 
         async def look() -> None:
-            nonlocal looks
-            looks += 1
-            if looks == 1:
+            nonlocal looked
+            looked += 1
+            for _ in range(changes.get(looked, 0)):
                 poll.wake()
 
         await poll.first(look, 0.3, stays)
-        assert looks == 3  # the first, after the change, and at the end
+        assert looked == looks
 
     asyncio.run(run())
 

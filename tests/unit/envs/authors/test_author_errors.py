@@ -2,6 +2,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,40 +73,6 @@ async def test_environment_that_keeps_failing_ends_and_names_item_and_line(
     assert env._env_run.counts["items_failed"] >= 2
 
 
-async def test_process_ends_likewise(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server:
-        groups = str(tmp_path / "groups.jsonl")
-        env = FailingEnv(
-            config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server)
-        )
-        env.taken = 1
-        with pytest.raises(TooManyFailures, match="2: ZeroDivisionError: not my day at"):
-            await process(env)
-
-
-async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_environment_without_groups(
-    tmp_path: Path,
-) -> None:
-    class Fruitless(FailingEnv):
-        async def collect_trajectories(self, item: Any) -> Any:
-            return None, []
-
-    async with FakeInferenceServer() as server:
-        settings = config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
-        with pytest.raises(
-            TooManyFailures, match=r"that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"
-        ):
-            await process(Fruitless(settings, server_config(server)))
-        env = Fruitless(settings, server_config(server))
-        env.backlog = list(range(100))
-        with pytest.raises(
-            ProcessError,
-            match=r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped\."
-            r" The last one: the environment gave none \(.* in collect_tr",
-        ):
-            await process(env)
-
-
 class MalformedEnv(CountingEnv):
     """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is not a group at
     all.
@@ -118,37 +85,45 @@ class MalformedEnv(CountingEnv):
         return [whole, {**whole, "masks": [[-100, 2]] * 3}], []
 
 
-async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_ones_through(tmp_path: Path) -> None:
-    async with running_api() as api, FakeInferenceServer() as server:
-        fields: dict[str, Any] = {"max_failed_items": 1, "max_num_workers": 1, "max_batches_offpolicy": 4}
-        env = MalformedEnv(config(tmp_path, api.url, **fields), server_config(server))
-        trainer = Trainer(api.url, batch_size=4)
-        await trainer.register()
-        where = (
-            rf"{Path(__file__).name}:{MalformedEnv.collect_trajectories.__code__.co_firstlineno} in"
-            r" collect_trajectories"
-        )
-        with pytest.raises(
+class FruitlessEnv(FailingEnv):
+    async def collect_trajectories(self, item: Any) -> Any:
+        return None, []
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "attributes", "error", "says"),
+    [
+        (FailingEnv, {"taken": 1}, TooManyFailures, "2: ZeroDivisionError: not my day at"),
+        (
+            FruitlessEnv,
+            {},
             TooManyFailures,
-            match=rf"2 of the last 2 items .* 2: MalformedGroup: .*3 masks for 4 sequences at .*{where}",
-        ):
-            await asyncio.wait_for(env.env_manager(), 60)
-        assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert env._env_run.counts["groups_malformed"] == 2
-    assert env._env_run.counts["items_failed"] == 2
-
-
-async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
+            "that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item",
+        ),
+        (
+            FruitlessEnv,
+            {"backlog": list(range(100))},
+            ProcessError,
+            r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped\."
+            r" The last one: the environment gave none \(.* in collect_tr",
+        ),
+        (
+            MalformedEnv,
+            {"taken": 2},
+            TooManyFailures,
+            r"3: WrongReturn: collect_trajectories returned None .*errors.py:\d+ in collect_trajectories",
+        ),
+    ],
+)
+async def test_process_ends_likewise(
+    tmp_path: Path, env_cls: type[CountingEnv], attributes: dict[str, Any], error: type[Exception], says: str
+) -> None:
     async with FakeInferenceServer() as server:
         groups = str(tmp_path / "groups.jsonl")
-        env = MalformedEnv(
-            config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server)
-        )
-        env.taken = 2
-        with pytest.raises(
-            TooManyFailures,
-            match=r"3: WrongReturn: collect_trajectories returned None .*errors.py:\d+ in collect_trajectories",
-        ):
+        env = env_cls(config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server))
+        for name, value in attributes.items():
+            setattr(env, name, value)
+        with pytest.raises(error, match=says):
             await process(env)
 
 
@@ -242,18 +217,35 @@ class UntrainableEnv(CountingEnv):
         return [good, {**good, "advantages": [[1e30]] * 4}], []
 
 
-async def test_group_that_the_trainer_cannot_use_is_dropped_before_it_is_posted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("env_cls", "trainer_cls", "says"),
+    [
+        (
+            MalformedEnv,
+            partial(Trainer, batch_size=4),
+            rf"2: MalformedGroup: .*3 masks for 4 sequences at .*{Path(__file__).name}:"
+            rf"{MalformedEnv.collect_trajectories.__code__.co_firstlineno} in collect_trajectories",
+        ),
+        (
+            UntrainableEnv,
+            TrainableOnly,
+            r"a group cannot be trained on: advantages\[0\]\[0\]: 1e\+30 is not a number",
+        ),
+    ],
+)
+async def test_a_malformed_or_useless_group_is_named_before_it_is_posted_and_the_whole_ones_get_through(
+    tmp_path: Path, env_cls: type[CountingEnv], trainer_cls: Callable[[str], Trainer], says: str
+) -> None:
     async with running_api() as api, FakeInferenceServer() as server:
         fields: dict[str, Any] = {"max_failed_items": 1, "max_num_workers": 1, "max_batches_offpolicy": 4}
-        env = UntrainableEnv(config(tmp_path, api.url, **fields), server_config(server))
-        trainer = TrainableOnly(api.url)
+        env = env_cls(config(tmp_path, api.url, **fields), server_config(server))
+        trainer = trainer_cls(api.url)
         await trainer.register()
-        says = r"2 of the last 2 items .*: a group cannot be trained on: advantages\[0\]\[0\]: 1e\+30 is not a number"
-        with pytest.raises(TooManyFailures, match=says):
+        with pytest.raises(TooManyFailures, match=rf"2 of the last 2 items .*{says}"):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert env._env_run.counts["groups_malformed"] == 2
-    assert env._env_run.counts["items_refused_by_api"] == 0
+    counts = env._env_run.counts
+    assert (counts["groups_malformed"], counts["items_failed"], counts["items_refused_by_api"]) == (2, 2, 0)
 
 
 @pytest.mark.parametrize("logprob", [-1e39, 0.5])

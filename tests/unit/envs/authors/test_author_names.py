@@ -12,10 +12,9 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.commands import cli
 from atroposlib.envs.commands.process import process
-from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, served, server_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -142,11 +141,7 @@ async def test_every_name_of_the_authors_runs_through_serve(tmp_path: Path, env_
     async with running_api() as api, FakeInferenceServer() as server:
         files = {name: str(tmp_path / f"{name}.jsonl") for name in ("data_path_to_save_groups", "metrics_path")}
         env = env_cls(hostile_config(env_cls, tmp_path, api.url, eval_at_start=True, **files), server_config(server))
-        trainer = Trainer(api.url, batch_size=4, num_steps=2)
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(2)
-        await asyncio.wait_for(serving, 20)
+        trainer = await served(env, Trainer(api.url, batch_size=4, num_steps=2), 2)
     assert len(trainer.batches) == 2
     assert trainer.accuracies[2] == 0.5
     assert (tmp_path / "metrics_path.jsonl").read_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 from atroposlib.envs.commands.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, served, server_config
 
 LISTS = "task_duration succeeded_task_duration failed_task_duration mainloop_timings workers_added_list".split()
 
@@ -70,10 +70,7 @@ async def test_the_run_that_the_trainer_named_is_on_them(tmp_path: Path) -> None
     async with running_api() as api, FakeInferenceServer() as server:
         env = Naming(config(tmp_path, api.url, use_wandb=True), server_config(server))
         trainer = Trainer(api.url, batch_size=4, num_steps=1, project="sums")
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(1)
-        await asyncio.wait_for(serving, 30)
+        await served(env, trainer, 1, 30)
     assert env.named == ("g", "sums")
 
 

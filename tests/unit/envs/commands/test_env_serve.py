@@ -3,17 +3,17 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import GroupTooLargeError, PeerError
 from atroposlib.envs.payloads import ScoredDataItem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, served, server_config
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,34 +25,36 @@ def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.commands.serve.TURN_S", 0.02)
 
 
-@pytest.fixture
-async def api() -> AsyncIterator[Api]:
-    async with running_api() as api:
-        yield api
+@dataclass
+class Stage:
+    """A directory, a batching API and an inference server."""
+
+    folder: Path
+    api: Api
+    inference: FakeInferenceServer
+
+    def env(self, cls: type[CountingEnv] = CountingEnv, **fields: Any) -> CountingEnv:
+        return cls(config(self.folder, self.api.url, **fields), server_config(self.inference))
+
+    async def run(self, env: CountingEnv, steps: int) -> Trainer:
+        """The environment serves a trainer until its last step."""
+        return await served(env, Trainer(self.api.url, num_steps=steps), steps)
 
 
 @pytest.fixture
-async def inference() -> AsyncIterator[FakeInferenceServer]:
-    async with FakeInferenceServer() as server:
-        yield server
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with running_api() as api, FakeInferenceServer() as server:
+        yield Stage(tmp_path, api, server)
 
 
-def build(
-    folder: Path, api: Api, inference: FakeInferenceServer, cls: type[CountingEnv] = CountingEnv, **fields: Any
-) -> CountingEnv:
-    return cls(config(folder, api.url, **fields), server_config(inference))
-
-
-async def test_run_from_registration_to_the_last_evaluation(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_run_from_registration_to_the_last_evaluation(stage: Stage) -> None:
     files: dict[str, Any] = {
-        "evaluations_path": str(tmp_path / "e.jsonl"),
-        "metrics_path": str(tmp_path / "m.jsonl"),
+        "evaluations_path": str(stage.folder / "e.jsonl"),
+        "metrics_path": str(stage.folder / "m.jsonl"),
         "eval_at_start": True,
     }
-    env = build(tmp_path, api, inference, data_path_to_save_groups=str(tmp_path / "s.jsonl"), **files)
-    trainer = Trainer(api.url, num_steps=3)
+    env = stage.env(data_path_to_save_groups=str(stage.folder / "s.jsonl"), **files)
+    trainer = Trainer(stage.api.url, num_steps=3)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
     await trainer.joined()
@@ -61,7 +63,7 @@ async def test_run_from_registration_to_the_last_evaluation(
     await asyncio.wait_for(serving, 10)
 
     assert trainer.accuracies == {0: 0.5, 1: None, 2: 0.5, 3: 0.5}  # every second one, and the last
-    evaluations = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line) for line in (stage.folder / "e.jsonl").read_text().splitlines()]
     assert [(row["policy_version"], row["accuracy"]) for row in evaluations] == [(0, 0.5), (2, 0.5), (3, 0.5)]
     group = trainer.batches[0][0]
     assert group["policy_versions"] == [[0, 0]] * 4
@@ -69,23 +71,21 @@ async def test_run_from_registration_to_the_last_evaluation(
     for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
         assert [m for m in mask if m != -100] == tokens[-len([m for m in mask if m != -100]) :]
         assert all((logprob == 1.0) == (m == -100) for m, logprob in zip(mask, logprobs, strict=True))
-    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    saved = [json.loads(line) for line in (stage.folder / "s.jsonl").read_text().splitlines()]
     assert saved[0]["tokens"] == group["tokens"]
     assert saved[0]["texts"][0].endswith("ok<|im_end|>")
     assert saved[0]["completion_tokens"] == [3] * 4
-    figures = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    figures = [json.loads(line) for line in (stage.folder / "m.jsonl").read_text().splitlines()]
     assert figures[-1]["counting_0_train/groups_accepted"] >= 6
     assert any(row.get("counting_0_train_perf/workers_added_per_attempt_max") == 2 for row in figures)
     assert any(0 < row.get("counting_0_train_perf/mainloop_timings_mean", 0) < 10 for row in figures)
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-async def test_groups_in_flight_and_queued_never_exceed_the_limit(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, limit: int
-) -> None:
-    inference.delay_s = 0.05
-    env = build(tmp_path, api, inference, max_batches_offpolicy=limit, max_num_workers=64)
-    trainer = Trainer(api.url, batch_size=16, num_steps=10)
+async def test_groups_in_flight_and_queued_never_exceed_the_limit(stage: Stage, limit: int) -> None:
+    stage.inference.delay_s = 0.05
+    env = stage.env(max_batches_offpolicy=limit, max_num_workers=64)
+    trainer = Trainer(stage.api.url, batch_size=16, num_steps=10)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
 
@@ -94,25 +94,23 @@ async def test_groups_in_flight_and_queued_never_exceed_the_limit(
         return size >= limit * 16 // 4
 
     await until(full)
-    await api.turns()  # each could start one group too many
-    await until(lambda: inference.in_flight == 0)
+    await stage.api.turns()  # each could start one group too many
+    await until(lambda: stage.inference.in_flight == 0)
     assert (await trainer.call("GET", "/status"))["queue_size"] == limit * 16 // 4
     assert env.taken == limit * 16 // 4
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_on_policy_samples_come_from_the_policy_they_train(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
-    env = build(tmp_path, api, inference, max_batches_offpolicy=0)
-    trainer = Trainer(api.url, num_steps=4)
+async def test_on_policy_samples_come_from_the_policy_they_train(stage: Stage) -> None:
+    env = stage.env(max_batches_offpolicy=0)
+    trainer = Trainer(stage.api.url, num_steps=4)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
 
     async def train_slowly(step: int) -> None:
-        await api.turns()  # each could sample from the policy before
-        inference.policy_version = step + 1
+        await stage.api.turns()  # each could sample from the policy before
+        stage.inference.policy_version = step + 1
 
     await trainer.train(4, train_slowly)
     await asyncio.wait_for(serving, 10)
@@ -120,9 +118,7 @@ async def test_on_policy_samples_come_from_the_policy_they_train(
     assert seen == [{(version, version)} for version in range(4)]
 
 
-async def test_rollouts_of_one_to_three_sequences_make_batches_by_rollouts(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_rollouts_of_one_to_three_sequences_make_batches_by_rollouts(stage: Stage) -> None:
     class Branching(CountingEnv):
         """Its n-th rollout has n % 3 + 1 sequences."""
 
@@ -130,13 +126,9 @@ async def test_rollouts_of_one_to_three_sequences_make_batches_by_rollouts(
             sample, more = await super().collect_trajectory(item)
             return [sample] * (self.samples % 3 + 1), more  # type: ignore[list-item]
 
-    env = build(tmp_path, api, inference, Branching, data_path_to_save_groups=str(tmp_path / "s.jsonl"))
-    trainer = Trainer(api.url, num_steps=2)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(2)
-    await asyncio.wait_for(serving, 10)
-    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    env = stage.env(Branching, data_path_to_save_groups=str(stage.folder / "s.jsonl"))
+    trainer = await stage.run(env, 2)
+    saved = [json.loads(line) for line in (stage.folder / "s.jsonl").read_text().splitlines()]
     for batch in trainer.batches:
         assert [item["rollouts"][-1] for item in batch] == [3, 3]  # two groups of four, of 8 sequences on average
         assert sum(len(item["tokens"]) for item in batch) == sum(len(item["rollouts"]) for item in batch) > 8
@@ -144,19 +136,17 @@ async def test_rollouts_of_one_to_three_sequences_make_batches_by_rollouts(
     assert len(saved[0]["completion_tokens"]) == 4
 
 
-async def test_nothing_is_sampled_while_an_evaluation_runs(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_nothing_is_sampled_while_an_evaluation_runs(stage: Stage) -> None:
     class SlowEvaluation(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             before = self.taken
             if before == 0:  # that of the start; the loop has ended when the last one runs
-                await api.turns()
+                await stage.api.turns()
             assert self.taken == before
             return {"accuracy": 0.25}
 
-    env = build(tmp_path, api, inference, SlowEvaluation, eval_at_start=True)
-    trainer = Trainer(api.url, num_steps=2)
+    env = stage.env(SlowEvaluation, eval_at_start=True)
+    trainer = Trainer(stage.api.url, num_steps=2)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
     await trainer.train(2)
@@ -166,16 +156,14 @@ async def test_nothing_is_sampled_while_an_evaluation_runs(
     assert env._env_run.counts["evaluations_failed"] == 0
 
 
-async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under_its_own_number(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under_its_own_number(stage: Stage) -> None:
     class Asking(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             run = self._env_run
             return {"accuracy": run.policy_version / 8} | ({"final_accuracy": 0.5} if run.is_last else {})
 
-    env = build(tmp_path, api, inference, Asking, evaluations_path=str(tmp_path / "e.jsonl"))
-    trainer = Trainer(api.url, num_steps=3)
+    env = stage.env(Asking, evaluations_path=str(stage.folder / "e.jsonl"))
+    trainer = Trainer(stage.api.url, num_steps=3)
     trainer.registration["says_done"] = True
     serving = asyncio.create_task(serve(env))
     await trainer.register()
@@ -187,7 +175,7 @@ async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under
     await trainer.call("POST", "/trainer-step", {"step": 3, "policy_version": 4, "done": True})
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies == {1: None, 2: 0.25, 3: 0.375, 4: 0.5}
-    rows = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (stage.folder / "e.jsonl").read_text().splitlines()]
     assert [(row["policy_version"], row["served_version"], row["accuracy"]) for row in rows] == [
         (2, 2, 0.25),
         (3, 3, 0.375),
@@ -196,11 +184,9 @@ async def test_the_version_that_is_served_after_the_last_step_is_evaluated_under
     assert [row["metrics"].get("final_accuracy") for row in rows] == [None, 0.5, 0.5]
 
 
-async def test_a_run_that_ends_early_ends_its_environments(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
-    env = build(tmp_path, api, inference)
-    trainer = Trainer(api.url, num_steps=100)
+async def test_a_run_that_ends_early_ends_its_environments(stage: Stage) -> None:
+    env = stage.env()
+    trainer = Trainer(stage.api.url, num_steps=100)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
     await trainer.train(2)
@@ -212,33 +198,28 @@ async def test_a_run_that_ends_early_ends_its_environments(
 
 
 async def test_a_trainer_that_never_says_that_it_is_done_is_left(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    env = build(tmp_path, api, inference, startup_timeout=2)
-    trainer = Trainer(api.url, num_steps=1)
+    env = stage.env(startup_timeout=2)
+    trainer = Trainer(stage.api.url, num_steps=1)
     trainer.registration["says_done"] = True
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(1)
-    await asyncio.wait_for(serving, 20)
+    await served(env, trainer, 1)
     assert "The trainer has not said within 2 s that it is done (--env.startup_timeout): leaving" in caplog.text
 
 
-async def test_api_restart_loses_no_rollout_and_no_evaluation(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_api_restart_loses_no_rollout_and_no_evaluation(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    env = build(tmp_path, api, inference)
-    trainer = Trainer(api.url, num_steps=4)
+    env = stage.env()
+    trainer = Trainer(stage.api.url, num_steps=4)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
-    inference.delay_s = 0.5  # samples end while the API is away
+    stage.inference.delay_s = 0.5  # samples end while the API is away
     await trainer.train(2)
-    await until(lambda: inference.in_flight >= 4)
+    await until(lambda: stage.inference.in_flight >= 4)
     done = env.samples
-    await api.stop()
+    await stage.api.stop()
     await until(lambda: env.samples >= done + 4)
-    await api.start()
+    await stage.api.start()
     await trainer.register()
     await trainer.joined()
     await trainer.evaluation(2)
@@ -246,12 +227,12 @@ async def test_api_restart_loses_no_rollout_and_no_evaluation(
     await asyncio.wait_for(serving, 20)
     assert trainer.accuracies[2] == trainer.accuracies[4] == 0.5
     assert env.evaluated == [2, 4]
-    assert "Waiting for its status from " + api.url in caplog.text
+    assert "Waiting for its status from " + stage.api.url in caplog.text
     assert "registering again" in caplog.text
 
 
 async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_ones_go_on(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flaky(CountingEnv):
         async def collect_trajectory(self, item: int) -> Any:
@@ -259,21 +240,15 @@ async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_
                 raise ZeroDivisionError("the first item is bad")
             return await super().collect_trajectory(item)
 
-    env = build(tmp_path, api, inference, Flaky)
-    trainer = Trainer(api.url, num_steps=1)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(1)
-    await asyncio.wait_for(serving, 10)
+    env = stage.env(Flaky)
+    await stage.run(env, 1)
     assert env._env_run.counts["items_failed"] == 1
     assert "the first item is bad" in caplog.text
     assert "raise ZeroDivisionError" in caplog.text
     assert "Dropped the item 1 (1 failure(s) in a row, pausing 0.5 s): ZeroDivisionError" in caplog.text
 
 
-async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_later_items_stay(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_later_items_stay(stage: Stage) -> None:
     """Also where the group names its own size, which the shorter one would have."""
 
     class Dropping(CountingEnv):
@@ -288,30 +263,26 @@ async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_lat
             sized = sample | {"group_overrides": {"group_size": 3}}
             return (None if self.samples == 3 else sized), [self.samples]
 
-    env = build(tmp_path, api, inference, Dropping)
+    env = stage.env(Dropping)
     assert await env.collect_trajectories(1) == (None, [1, 2, 3, 4])
     group, later = await env.collect_trajectories(2)
     assert isinstance(group, dict)
     assert (group["scores"], later) == ([5.0, 6.0, 7.0, 8.0], [5, 6, 7, 8])
 
 
-async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_overdue_item_is_dropped(stage: Stage) -> None:
     class Stuck(CountingEnv):
         async def collect_trajectory(self, item: int) -> Any:
             if item == 1:
                 await asyncio.sleep(60)
             return await super().collect_trajectory(item)
 
-    env = build(tmp_path, api, inference, Stuck, worker_timeout=0.5)
-    trainer = Trainer(api.url, num_steps=2)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(2)
-    await asyncio.wait_for(serving, 10)
+    env = stage.env(Stuck, worker_timeout=0.5)
+    await stage.run(env, 2)
     assert env._env_run.counts["items_timed_out"] == 1
 
 
-async def test_backlog_goes_before_new_items(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_backlog_goes_before_new_items(stage: Stage) -> None:
     class Branching(CountingEnv):
         handled: ClassVar[list[int]] = []
 
@@ -320,52 +291,43 @@ async def test_backlog_goes_before_new_items(tmp_path: Path, api: Api, inference
             group, _ = await super().collect_trajectories(item)
             return group, [item + 1000] if item < 1000 else []
 
-    env = build(tmp_path, api, inference, Branching, max_num_workers=1)
-    trainer = Trainer(api.url, num_steps=1)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(1)
-    await asyncio.wait_for(serving, 10)
+    env = stage.env(Branching, max_num_workers=1)
+    await stage.run(env, 1)
     assert Branching.handled[:2] == [1, 1001]
 
 
-async def test_environment_that_cannot_reach_the_api_names_it_and_the_deadline(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+async def test_environment_that_cannot_reach_the_api_or_a_trainer_names_it_and_the_deadline(
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    env = build(tmp_path, api, inference, startup_timeout=1)
-    await api.stop()
-    with pytest.raises(PeerError, match=rf"{api.url} within 1 s .*; start it with `python -m atroposlib.cli.run_api`"):
-        await serve(env)
-    assert f"from {api.url}, 0 s of at most 1 s so far" in caplog.text
-    await api.start()
-
-
-async def test_environment_waits_for_the_trainer(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
-    env = build(tmp_path, api, inference, startup_timeout=1)
+    env = stage.env(startup_timeout=1)
     with pytest.raises(PeerError, match="no trainer has registered and asked for a batch"):
         await serve(env)
+    env = stage.env(startup_timeout=1)
+    await stage.api.stop()
+    with pytest.raises(
+        PeerError, match=rf"{stage.api.url} within 1 s .*; start it with `python -m atroposlib.cli.run_api`"
+    ):
+        await serve(env)
+    assert f"from {stage.api.url}, 0 s of at most 1 s so far" in caplog.text
+    await stage.api.start()
 
 
-async def test_group_that_exceeds_the_batch_is_refused(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
-    env = build(tmp_path, api, inference, group_size=16)
+async def test_group_that_exceeds_the_batch_is_refused(stage: Stage) -> None:
+    env = stage.env(group_size=16)
     serving = asyncio.create_task(serve(env))
-    await Trainer(api.url, batch_size=8).register()
+    await Trainer(stage.api.url, batch_size=8).register()
     with pytest.raises(GroupTooLargeError, match="group_size 16 is larger than the trainer's batch of 8"):
         await asyncio.wait_for(serving, 10)
 
 
-async def test_cancelled_environment_disconnects_within_seconds(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
-    inference.delay_s = 30
-    env = build(tmp_path, api, inference)
-    trainer = Trainer(api.url, num_steps=2)
+async def test_cancelled_environment_disconnects_within_seconds(stage: Stage) -> None:
+    stage.inference.delay_s = 30
+    env = stage.env()
+    trainer = Trainer(stage.api.url, num_steps=2)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
-    await until(lambda: inference.in_flight > 0)
+    await until(lambda: stage.inference.in_flight > 0)
     assert (await trainer.call("GET", "/evaluations?policy_version=2"))["pending"] == ["counting_0"]
     serving.cancel()
     await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 5)
@@ -373,32 +335,30 @@ async def test_cancelled_environment_disconnects_within_seconds(
     assert env.workers == set()
 
 
-async def test_finished_run_is_not_taken_for_a_new_one(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_finished_run_is_not_taken_for_a_new_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.commands.serve.REJOIN_S", 0.05)
-    finished = Trainer(api.url, num_steps=3, starting_step=3)
+    finished = Trainer(stage.api.url, num_steps=3, starting_step=3)
     await finished.register()
-    env = build(tmp_path, api, inference)
+    env = stage.env()
     serving = asyncio.create_task(serve(env))
     await finished.joined()
     await finished.evaluation(3)
-    await api.answers("/register-env", 3)  # it looks again and again, and finds the same trainer
+    await stage.api.answers("/register-env", 3)  # it looks again and again, and finds the same trainer
     assert not serving.done()
-    trainer = Trainer(api.url, num_steps=5, starting_step=3)
+    trainer = Trainer(stage.api.url, num_steps=5, starting_step=3)
     await trainer.register()
     await trainer.train(2)
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies[5] == 0.5
 
 
-async def test_new_trainer_during_a_run_is_followed(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
-    env = build(tmp_path, api, inference)
-    first = Trainer(api.url, num_steps=10)
+async def test_new_trainer_during_a_run_is_followed(stage: Stage) -> None:
+    env = stage.env()
+    first = Trainer(stage.api.url, num_steps=10)
     serving = asyncio.create_task(serve(env))
     await first.register()
     await first.train(3)
-    second = Trainer(api.url, num_steps=2)
+    second = Trainer(stage.api.url, num_steps=2)
     await second.register()
     await second.train(2)
     await asyncio.wait_for(serving, 10)
@@ -406,9 +366,7 @@ async def test_new_trainer_during_a_run_is_followed(tmp_path: Path, api: Api, in
 
 
 async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full_once(
-    tmp_path: Path,
-    api: Api,
-    inference: FakeInferenceServer,
+    stage: Stage,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -417,12 +375,8 @@ async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full
             raise ValueError("cannot evaluate")
 
     monkeypatch.setattr("atroposlib.envs.commands.serve.EVALUATION_PAUSE_S", 0.0)
-    env = build(tmp_path, api, inference, Broken)
-    trainer = Trainer(api.url, num_steps=2)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(2)
-    await asyncio.wait_for(serving, 10)
+    env = stage.env(Broken)
+    trainer = await stage.run(env, 2)
     assert trainer.accuracies[2] is None
     assert env._env_run.counts["evaluations_failed"] == 3
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -432,53 +386,39 @@ async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full
     assert re.search(rf"no accuracy: {where} \(the same error 2 more times\)$", errors[1].getMessage())
 
 
-async def test_ancestor_style_evaluation_reports_what_it_logged(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_ancestor_style_evaluation_reports_what_it_logged(stage: Stage) -> None:
     class Ancestral(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> None:
             await self.evaluate_log({"eval/percent_correct": 0.75}, samples=[{"q": 1}], start_time=1.0, end_time=3.0)
 
-    env = build(tmp_path, api, inference, Ancestral, data_dir_to_save_evals=str(tmp_path / "evals"))
-    trainer = Trainer(api.url, num_steps=1)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(1)
-    await asyncio.wait_for(serving, 10)
+    env = stage.env(Ancestral, data_dir_to_save_evals=str(stage.folder / "evals"))
+    trainer = await stage.run(env, 1)
     assert trainer.accuracies == {1: 0.75}
-    written = json.loads((tmp_path / "evals/metrics.json").read_text())
+    written = json.loads((stage.folder / "evals/metrics.json").read_text())
     assert written["results"]["all"] == written["results"]["atropos|counting_eval|0"] == {"eval/percent_correct": 0.75}
     assert written["config_general"]["total_evaluation_time_seconds"] == 2.0
-    assert (tmp_path / "evals/samples.jsonl").read_text() == '{"q":1}\n'
-    assert len((tmp_path / "evals/evaluations.jsonl").read_text().splitlines()) == 1
+    assert (stage.folder / "evals/samples.jsonl").read_text() == '{"q":1}\n'
+    assert len((stage.folder / "evals/evaluations.jsonl").read_text().splitlines()) == 1
 
 
-async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer
-) -> None:
+async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(stage: Stage) -> None:
     class Remembering(CountingEnv):
         def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
             super().save_checkpoint(step, {"taken": self.taken, "levels": {1: 0.5}})
 
-    trainer = Trainer(api.url, num_steps=2)
-    trainer.registration |= {"checkpoint_dir": str(tmp_path / "run"), "save_checkpoint_interval": 2}
-    env: BaseEnv = build(tmp_path, api, inference, Remembering)
-    serving = asyncio.create_task(serve(env))
-    await trainer.register()
-    await trainer.train(2)
-    await asyncio.wait_for(serving, 10)
-    path = tmp_path / "run/env_checkpoints/counting_0/step-2.json"
+    trainer = Trainer(stage.api.url, num_steps=2)
+    trainer.registration |= {"checkpoint_dir": str(stage.folder / "run"), "save_checkpoint_interval": 2}
+    env = stage.env(Remembering)
+    await served(env, trainer, 2)
+    path = stage.folder / "run/env_checkpoints/counting_0/step-2.json"
     kept = json.loads(path.read_text())
     taken = kept["taken"]
     assert taken >= 4
     assert kept["levels"] == {"1": 0.5}
 
-    await api.stop()
-    await api.start()
+    await stage.api.stop()
+    await stage.api.start()
     trainer.registration["num_steps"] = 3
-    resumed = build(tmp_path, api, inference, Remembering)
-    serving = asyncio.create_task(serve(resumed))
-    await trainer.register()
-    await trainer.train(1)
-    await asyncio.wait_for(serving, 10)
+    resumed = stage.env(Remembering)
+    await served(resumed, trainer, 1)
     assert resumed.taken > taken

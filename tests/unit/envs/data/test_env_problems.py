@@ -84,19 +84,14 @@ def test_folder_has_its_own_test_file(tmp_path: Path) -> None:
         ('{"question": "q", "answer": "12"}', r"p.jsonl:1 is not a problem: expected .*#### 12"),
         ('{"question": "q", "answer": "#### 1"}\n[]', r"p.jsonl:2 is not an object with columns: found \[\]"),
         ("", r"p.jsonl contains no rows"),
+        (None, "No such file"),
     ],
 )
-def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str, complaint: str) -> None:
-    (tmp_path / "p.jsonl").write_text(content)
+def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str | None, complaint: str) -> None:
+    if content is not None:
+        (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(DataError, match=complaint):
         read_problems(tmp_path / "p.jsonl")
-
-
-def test_missing_file_and_too_many_held_out_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
-        read_problems(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="has 3 questions, and heldout_size 64 leaves none"):
-        read_problem_set(write(tmp_path / "p.jsonl", 3), None, 64, 0)
 
 
 def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_its_order() -> None:

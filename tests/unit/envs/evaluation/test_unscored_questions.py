@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.commands.evaluation_report import evaluate_once
-from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed, evaluate_version
 from atroposlib.envs.failures import RolloutFailed
@@ -18,7 +17,7 @@ from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.testing.fake_answers import CannotAnswer
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
-from tests.unit.envs.fakes import Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import Trainer, config, running_api, served, server_config
 
 BAD = "3"  # the question that fails
 QUESTIONS = [str(number) for number in range(1, 12)]
@@ -180,11 +179,7 @@ async def test_serve_says_once_that_an_evaluation_failed_and_asks_nothing_again(
     async with FakeInferenceServer(answer) as server, running_api() as api:
         plain = config(tmp_path, api.url).model_dump()
         env = Broken(QuestionEnvConfig(**plain), server_config(server))
-        trainer = Trainer(api.url, num_steps=2)
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(2)
-        await asyncio.wait_for(serving, 10)
+        trainer = await served(env, Trainer(api.url, num_steps=2), 2)
         evaluated = [body for _, body in server.requests if body.get("temperature") == 0]
     assert trainer.accuracies[2] is None
     assert len(evaluated) == 3

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from importlib.machinery import ModuleSpec
@@ -25,6 +24,7 @@ from atroposlib.envs.foreign.mcp_tools import McpServer
 from atroposlib.envs.tools import CallResult, Toolbox
 from atroposlib.extras import MissingExtra
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from tests.serving import free_port
 from tests.unit.environments.support import running_env, sampled_texts
 from tests.unit.envs.test_tool_env import SETTINGS, SquareEnv, call, turns
 from tests.waiting import until
@@ -83,13 +83,6 @@ async def http_server(port: int) -> AsyncIterator[str]:
         if child.returncode is None:
             child.kill()
         await child.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 async def test_tools_of_a_command_are_those_that_it_lists_and_it_ends_with_the_environment(tmp_path: Path) -> None:

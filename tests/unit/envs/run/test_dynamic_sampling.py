@@ -10,7 +10,7 @@ from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, served, server_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,21 +27,20 @@ def ended(filling: BatchFilling[str], item: int, group: str, per_batch: int) -> 
     return filling.end(item, per_batch)
 
 
-def test_groups_with_a_signal_are_sent_at_once_and_the_others_when_the_limit_is_reached_oldest_first() -> None:
-    assert offered("aBcde", 5, 4) == [("", ""), ("B", ""), ("", ""), ("", ""), ("acd", "e")]
-
-
-def test_a_full_batch_throws_away_what_was_held() -> None:
-    assert offered("aBC" + "dEF", 9, 2) == [("", ""), ("B", ""), ("C", "a"), ("", ""), ("E", ""), ("F", "d")]
-
-
-def test_no_more_is_held_than_a_batch_takes() -> None:
-    assert offered("abcdE", 5, 2) == [("", ""), ("", ""), ("", "c"), ("", "d"), ("Ea", "b")]
-
-
-def test_beyond_the_limit_every_group_is_taken_until_the_batch_is_full() -> None:
-    """Items were lost otherwise, or the limit is below the size of a batch."""
-    assert offered("abCde", 1, 3) == [("a", ""), ("b", ""), ("C", ""), ("d", ""), ("e", "")]
+@pytest.mark.parametrize(
+    ("groups", "limit", "size", "sent_and_dropped"),
+    [
+        ("aBcde", 5, 4, [("", ""), ("B", ""), ("", ""), ("", ""), ("acd", "e")]),  # at the limit, the oldest first
+        ("aBCdEF", 9, 2, [("", ""), ("B", ""), ("C", "a"), ("", ""), ("E", ""), ("F", "d")]),  # a full batch
+        ("abcdE", 5, 2, [("", ""), ("", ""), ("", "c"), ("", "d"), ("Ea", "b")]),  # no more than a batch takes
+        # items were lost otherwise, or the limit is below the size of a batch
+        ("abCde", 1, 3, [("a", ""), ("b", ""), ("C", ""), ("d", ""), ("e", "")]),
+    ],
+)
+def test_groups_with_a_signal_are_sent_at_once_and_the_others_are_held_for_the_batch(
+    groups: str, limit: int, size: int, sent_and_dropped: list[tuple[str, str]]
+) -> None:
+    assert offered(groups, limit, size) == sent_and_dropped
 
 
 def test_on_policy_the_oldest_are_chosen_and_what_was_begun_for_a_full_batch_is_thrown_away() -> None:
@@ -101,10 +100,7 @@ async def test_a_batch_goes_on_with_what_there_is_after_max_items(
         settings: dict[str, Any] = {"max_items_per_batch": 6, "max_num_workers": 1, "max_batches_offpolicy": 0}
         env = RarelySignal(config(tmp_path, api.url, **settings), server_config(inference))
         trainer = Trainer(api.url, batch_size=16, num_steps=2)  # four groups
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(2)
-        await asyncio.wait_for(serving, 20)
+        await served(env, trainer, 2)
     signals = [[bool(sum(item["scores"])) for item in batch] for batch in trainer.batches]
     assert [sum(batch) for batch in signals] == [1, 2]  # item 4 of 1 to 6; items 8 and 12 of 7 to 12
     assert all(len(batch) == 4 for batch in signals)
@@ -126,11 +122,7 @@ async def test_on_policy_batches_stay_on_policy_with_many_in_flight(tmp_path: Pa
     async with running_api() as api, FakeInferenceServer() as inference:
         settings: dict[str, Any] = {"max_items_per_batch": 9, "max_num_workers": 6, "max_batches_offpolicy": 0}
         env = Uneven(config(tmp_path, api.url, steps_per_eval=0, **settings), server_config(inference))
-        trainer = Trainer(api.url, batch_size=8, num_steps=4)
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(4)
-        await asyncio.wait_for(serving, 20)
+        trainer = await served(env, Trainer(api.url, batch_size=8, num_steps=4), 4)
     versions = [{tuple(span) for item in batch for span in item["policy_versions"]} for batch in trainer.batches]
     assert versions == [{(version, version)} for version in range(4)]
     assert all(sum(item["scores"]) for batch in trainer.batches for item in batch)

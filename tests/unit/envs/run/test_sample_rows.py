@@ -19,7 +19,7 @@ from atroposlib.groups import group_id
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import GroupRequirements
 from tests.unit.environments.support import env_class, running_env
-from tests.unit.envs.fakes import CountingEnv, config, server_config
+from tests.unit.envs.fakes import Asking, CountingEnv, config, server_config
 
 
 def test_a_group_is_named_by_its_tokens_alone() -> None:
@@ -32,19 +32,10 @@ def test_a_group_is_named_by_its_tokens_alone() -> None:
         group_id([[2**64]])
 
 
-class EchoEnv(QuestionEnv):
+class EchoEnv(Asking):
     """Right is to repeat the number."""
 
     name = "echo"
-
-    async def setup(self) -> None:
-        self.held_out = ["1", "2"]
-
-    async def training_item(self, number: int) -> str:
-        return str(number)
-
-    def prompt(self, item: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": f"Say {item}."}]
 
     async def score(self, item: str, answer: str) -> float | Scored | None:
         return None if answer == "?" else Scored(float(item in answer), "said")

@@ -10,7 +10,7 @@ import pytest
 from atroposlib.envs.authors.author_errors import MalformedGroup
 from atroposlib.envs.base import BaseEnv, ScoredDataGroup
 from atroposlib.envs.errors import NotReplayed
-from atroposlib.envs.question_env import QuestionEnv, Rollout
+from atroposlib.envs.question_env import Rollout
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.sequences.sampling import settings_of
 from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
@@ -18,22 +18,16 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.wire.batching import GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from tests.unit.environments.support import running_env
-from tests.unit.envs.fakes import CountingEnv
+from tests.unit.envs.fakes import Asking, CountingEnv
 
 OWN = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 
 
-class OwnSampling(QuestionEnv):
+class OwnSampling(Asking):
     """Samples each rollout with the next of `settings`, whatever it is configured with."""
 
     name = "own"
     settings: tuple[dict[str, Any], ...] = (OWN,)
-
-    async def training_item(self, number: int) -> str:
-        return str(number)
-
-    def prompt(self, item: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": f"Say {item}."}]
 
     async def score(self, item: str, answer: str) -> float:
         return float(len(answer) % 3)

@@ -11,13 +11,12 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.base import APIServer, APIServerConfig
 from atroposlib.envs.commands.process import process
-from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.server_handling.dispatching.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import RetryableServerError
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_harness import create_chat_completion, create_completion
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, served
 
 pytestmark = pytest.mark.timeout(60)
 SAMPLED, LOGPROBS = [5, 6, 7], [-0.5, -0.25, -0.125]
@@ -130,11 +129,7 @@ async def test_it_serves_a_trainer(tmp_path: Path) -> None:
     async with running_api() as api:
         env = OldServerEnv(config(tmp_path, api.url), old_servers())
         server: Any = env.server.servers[0]
-        trainer = Trainer(api.url, batch_size=4, num_steps=2)
-        serving = asyncio.create_task(serve(env))
-        await trainer.register()
-        await trainer.train(2)
-        await asyncio.wait_for(serving, 20)
+        trainer = await served(env, Trainer(api.url, batch_size=4, num_steps=2), 2)
     item = trainer.batches[0][0]
     assert [token for token in item["masks"][0] if token != -100] == SAMPLED
     assert item["inference_logprobs"][0][-3:] == LOGPROBS

@@ -20,10 +20,6 @@ async def test_a_living_server_that_does_not_know_the_address_is_not_waited_for(
         with pytest.raises(PeerError, match=rf"/models replied 404; {right}"):
             await served_model(config, timeout_s=60, start=StartUp("env"))
         assert server.hits["/models"] == 1
-
-
-async def test_nor_is_one_that_has_no_models() -> None:
-    async with FakeInferenceServer() as server:
         config = APIServerConfig(server_type="vllm", base_url=server.base_url.replace("/v1", "/llm/v1"))
         with pytest.raises(PeerError, match=r"/llm/v1/models replied 404; correct --openai.base_url"):
             await served_model(config, timeout_s=60, start=StartUp("env"))

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import http.server
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,57 +26,36 @@ from atroposlib.wire.routes import SCORED_DATA
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.loop.api_client import ApiClient, ApiError
+from tests.serving import Asked, Reply, ThreadedServer
 
 KEY = "key-that-nobody-else-may-see"
 MESSAGES: Any = [{"role": "user", "content": "a prompt"}]
 
 
-class Recorder(http.server.ThreadingHTTPServer):
+class Recorder(ThreadedServer):
     """Answers every request by `status` and a Location, and notes it."""
 
     def __init__(self, status: int, target: str) -> None:
-        recorder = self
         self.requests: list[str] = []
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                recorder.requests.append(f"{self.command} {self.path}")
-                self.send_response(status)
-                self.send_header("Location", target + self.path)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+        def answer(asked: Asked) -> Reply:
+            self.requests.append(f"{asked.method} {asked.path}")
+            return Reply(status, b"", {"Location": target + asked.path})
 
-            do_GET = do_POST = do_DELETE = answer
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+        super().__init__(answer)
 
 
 @pytest.fixture
 def elsewhere() -> Iterator[Recorder]:
     """Where the redirects lead."""
-    server = Recorder(200, "")
-    yield server
-    server.close()
+    with Recorder(200, "") as server:
+        yield server
 
 
 @pytest.fixture(params=[301, 302, 303, 307, 308])
 def hostile(request: pytest.FixtureRequest, elsewhere: Recorder) -> Iterator[Recorder]:
-    server = Recorder(request.param, elsewhere.url)
-    yield server
-    server.close()
+    with Recorder(request.param, elsewhere.url) as server:
+        yield server
 
 
 def config(url: str, folder: Path) -> APIServerConfig:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,6 @@ from tests.waiting import until
 
 HASTY = RetryPolicy(attempts=3, base_s=0.01, cap_s=0.02, dead_interval_s=0.02)
 CHAT: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
-MakeManager = Callable[..., ServerManager]
 
 
 def config_of(server: FakeInferenceServer, **settings: Any) -> APIServerConfig:
@@ -33,37 +32,47 @@ def config_of(server: FakeInferenceServer, **settings: Any) -> APIServerConfig:
     )
 
 
+class Fakes(list[FakeInferenceServer]):
+    """Two fake servers, and managers of some of them that are closed with the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._managers: list[ServerManager] = []
+
+    def manager(self, configs: Any, **arguments: Any) -> ServerManager:
+        self._managers.append(ServerManager(configs, **({"retry": HASTY} | arguments)))
+        return self._managers[-1]
+
+    def manager_of_both(self, **settings: Any) -> ServerManager:
+        return self.manager([config_of(fake, **settings) for fake in self])
+
+    async def close(self) -> None:
+        for manager in self._managers:
+            await manager.close()
+
+
 @pytest.fixture
-async def fakes() -> AsyncIterator[list[FakeInferenceServer]]:
+async def fakes() -> AsyncIterator[Fakes]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(FakeInferenceServer(lambda prompt: "hello")) for _ in range(2)]
-
-
-@pytest.fixture
-async def manager_of() -> AsyncIterator[MakeManager]:
-    made: list[ServerManager] = []
-
-    def make(configs: Any, **arguments: Any) -> ServerManager:
-        made.append(ServerManager(configs, **({"retry": HASTY} | arguments)))
-        return made[-1]
-
-    yield make
-    for manager in made:
-        await manager.close()
+        fakes = Fakes()
+        stack.push_async_callback(fakes.close)
+        for _ in range(2):
+            fakes.append(await stack.enter_async_context(FakeInferenceServer(lambda prompt: "hello")))
+        yield fakes
 
 
 def text_of(reply: Any) -> str:
     return str(reply.choices[0].message.content)
 
 
-async def test_a_single_config_reaches_its_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    manager = manager_of(config_of(fakes[0]))
+async def test_a_single_config_reaches_its_server(fakes: Fakes) -> None:
+    manager = fakes.manager(config_of(fakes[0]))
     assert text_of(await manager.chat_completion(messages=CHAT)) == "hello"
     assert (await manager.completion(prompt="x", max_tokens=3)).choices[0].text == "hel"
 
 
-async def test_tokens_come_back_as_sampled(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    manager = manager_of(config_of(fakes[0]))
+async def test_tokens_come_back_as_sampled(fakes: Fakes) -> None:
+    manager = fakes.manager(config_of(fakes[0]))
     prompt, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(
         input_ids=[5, 6, 7], n=2, max_tokens=10
     )
@@ -72,18 +81,14 @@ async def test_tokens_come_back_as_sampled(fakes: list[FakeInferenceServer], man
     assert logprobs == [[fake_logprob(token, at) for at, token in enumerate(ids)]] * 2
 
 
-async def test_sampled_tokens_carry_the_policy_version(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_sampled_tokens_carry_the_policy_version(fakes: Fakes) -> None:
     fakes[0].policy_version = 7
-    sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5], max_tokens=10)
+    sampled = await fakes.manager(config_of(fakes[0])).sample_tokens(input_ids=[5], max_tokens=10)
     assert (sampled.sequences[0].policy_versions, sampled.sequences[0].version_spans) == ((7, 7), [(0, 7)])
 
 
-async def test_the_request_for_tokens_holds_ids_and_sampling_parameters_alone(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    await manager_of(config_of(fakes[0])).sample_tokens(
+async def test_the_request_for_tokens_holds_ids_and_sampling_parameters_alone(fakes: Fakes) -> None:
+    await fakes.manager(config_of(fakes[0])).sample_tokens(
         input_ids=[5], max_new_tokens=9, temperature=0.5, extra_body={"top_k": 3}, split="eval"
     )
     path, body = fakes[0].requests[-1]
@@ -93,10 +98,8 @@ async def test_the_request_for_tokens_holds_ids_and_sampling_parameters_alone(
     )
 
 
-async def test_prompt_logprobs_are_ranked_and_the_first_position_is_empty(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    assert await manager_of(config_of(fakes[0])).get_logprobs(input_ids=[5, 6], top_k=2) == {
+async def test_prompt_logprobs_are_ranked_and_the_first_position_is_empty(fakes: Fakes) -> None:
+    assert await fakes.manager(config_of(fakes[0])).get_logprobs(input_ids=[5, 6], top_k=2) == {
         "prompt_tokens": [5, 6],
         "prompt_topk_token_ids": [[], [6, 7]],
         "prompt_topk_logprobs": [[], [-0.5, -1.0]],
@@ -104,11 +107,9 @@ async def test_prompt_logprobs_are_ranked_and_the_first_position_is_empty(
 
 
 @pytest.mark.parametrize("call", ["chat_completion", "completion", "sample_tokens"])
-async def test_many_completions_are_asked_for_in_parts_and_merged(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, call: str
-) -> None:
+async def test_many_completions_are_asked_for_in_parts_and_merged(fakes: Fakes, call: str) -> None:
     fakes[0].answer = lambda prompt: ["a", "b", "c"]
-    manager = manager_of(config_of(fakes[0]), max_n_completions=3)
+    manager = fakes.manager(config_of(fakes[0]), max_n_completions=3)
     asked: dict[str, Any] = {
         "chat_completion": {"messages": CHAT},
         "completion": {"prompt": "x"},
@@ -123,31 +124,27 @@ async def test_many_completions_are_asked_for_in_parts_and_merged(
         assert reply.usage.completion_tokens == 8 * 2
 
 
-async def test_requests_spread_over_the_servers(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_requests_spread_over_the_servers(fakes: Fakes) -> None:
     for fake in fakes:
         fake.delay_s = 0.2
-    manager = manager_of([config_of(fake) for fake in fakes])
+    manager = fakes.manager_of_both()
     # both servers are known to be live by now
     await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(2)))
     await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(10)))
     assert [fake.peak_in_flight for fake in fakes] == [5, 5]
 
 
-async def test_with_one_dead_server_all_requests_go_to_the_live_one(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_with_one_dead_server_all_requests_go_to_the_live_one(fakes: Fakes) -> None:
     await fakes[0].close()
-    manager = manager_of([config_of(fake) for fake in fakes])
+    manager = fakes.manager_of_both()
     start = time.monotonic()
     replies = await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(6)))
     assert [text_of(reply) for reply in replies] == ["hello"] * 6
     assert time.monotonic() - start < 5
 
 
-async def test_a_server_that_dies_during_requests_hands_them_to_the_other(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    manager = manager_of([config_of(fake) for fake in fakes])
+async def test_a_server_that_dies_during_requests_hands_them_to_the_other(fakes: Fakes) -> None:
+    manager = fakes.manager_of_both()
     await manager.chat_completion(messages=CHAT)
     for fake in fakes:
         fake.delay_s = 0.3
@@ -157,55 +154,49 @@ async def test_a_server_that_dies_during_requests_hands_them_to_the_other(
     assert len(await asyncio.gather(*calls)) == 8
 
 
-async def test_without_health_checks_a_dead_server_is_left_after_one_failure(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_without_health_checks_a_dead_server_is_left_after_one_failure(fakes: Fakes) -> None:
     await fakes[0].close()
-    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    manager = fakes.manager_of_both(health_check=False)
     assert text_of(await manager.chat_completion(messages=CHAT)) == "hello"
     assert fakes[1].hits["/health"] == 0
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 0])
-async def test_a_passing_failure_is_retried(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int
-) -> None:
+async def test_a_passing_failure_is_retried(fakes: Fakes, status: int) -> None:
     fakes[0].fail_next(2, status)
-    manager = manager_of(config_of(fakes[0]))
+    manager = fakes.manager(config_of(fakes[0]))
     assert len((await manager.sample_tokens(input_ids=[5], max_tokens=9)).sequences) == 1
     assert fakes[0].hits["/generate"] == 3
 
 
-async def test_a_retry_goes_to_another_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_a_retry_goes_to_another_server(fakes: Fakes) -> None:
     fakes[0].fail_next(100, 500)
-    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    manager = fakes.manager_of_both(health_check=False)
     for _ in range(4):
         await manager.chat_completion(messages=CHAT)
     assert fakes[1].hits["/v1/chat/completions"] == 4
 
 
-async def test_retries_are_finite(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_retries_are_finite(fakes: Fakes) -> None:
     fakes[0].fail_next(100, 500)
     with pytest.raises(
         RetryableServerError, match=r"chat completion failed 3 times, most recently: .*made to fail with 500"
     ):
-        await manager_of(config_of(fakes[0])).chat_completion(messages=CHAT)
+        await fakes.manager(config_of(fakes[0])).chat_completion(messages=CHAT)
     assert fakes[0].hits["/v1/chat/completions"] == 3
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
 @pytest.mark.parametrize("call", ["chat_completion", "sample_tokens"])
-async def test_a_permanent_failure_is_not_retried(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int, call: str
-) -> None:
+async def test_a_permanent_failure_is_not_retried(fakes: Fakes, status: int, call: str) -> None:
     fakes[0].fail_next(1, status)
     asked: dict[str, Any] = {"messages": CHAT} if call == "chat_completion" else {"input_ids": [5]}
     with pytest.raises(PermanentServerError, match=f"replied {status}: .*made to fail"):
-        await getattr(manager_of(config_of(fakes[0])), call)(**asked)
+        await getattr(fakes.manager(config_of(fakes[0])), call)(**asked)
     assert len(fakes[0].requests) == 1
 
 
-async def test_retry_after_is_honoured(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_retry_after_is_honoured(fakes: Fakes) -> None:
     pauses: list[float] = []
 
     async def pause(seconds: float) -> None:
@@ -214,16 +205,14 @@ async def test_retry_after_is_honoured(fakes: list[FakeInferenceServer], manager
     policy = replace(HASTY, sleep=pause)
     for asked, server in (("7", fakes[0]), ("90", fakes[1])):
         server.fail_next(1, 429, {"Retry-After": asked})
-        await manager_of(config_of(server), retry=policy).chat_completion(messages=CHAT)
+        await fakes.manager(config_of(server), retry=policy).chat_completion(messages=CHAT)
     assert [seconds for seconds in pauses if seconds > 1] == [7.0, 60.0]  # a minute at most
 
 
-async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_asks(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_asks(fakes: Fakes) -> None:
     """A server whose weights fell behind answers 503 with Retry-After, while its /health is well."""
     fakes[0].fail_next(1000, 503, {"Retry-After": "60"})
-    manager = manager_of(
+    manager = fakes.manager(
         [config_of(fake, num_max_requests_at_once=8) for fake in fakes], retry=RetryPolicy(attempts=2, base_s=0.01)
     )
     start = time.monotonic()
@@ -233,21 +222,19 @@ async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_a
     assert not manager.servers[0].server_healthy
 
 
-async def test_a_request_that_takes_too_long_fails_with_the_limit(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_a_request_that_takes_too_long_fails_with_the_limit(fakes: Fakes) -> None:
     fakes[0].delay_s = 30
     config = config_of(fakes[0]).model_copy(update={"timeout": 0.1})  # no user gives less than 1
-    manager = manager_of(config, retry=RetryPolicy(attempts=1))
+    manager = fakes.manager(config, retry=RetryPolicy(attempts=1))
     with pytest.raises(RetryableServerError, match=r"took longer than the timeout of 0.1 s"):
         await manager.sample_tokens(input_ids=[5])
 
 
 async def test_waiting_for_a_dead_server_is_announced_and_ends_at_the_timeout(
-    manager_of: MakeManager, caplog: pytest.LogCaptureFixture
+    fakes: Fakes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    manager = manager_of(APIServerConfig(server_type="vllm", base_url="http://127.0.0.1:9/v1", timeout=1))
+    manager = fakes.manager(APIServerConfig(server_type="vllm", base_url="http://127.0.0.1:9/v1", timeout=1))
     start = time.monotonic()
     with pytest.raises(
         NoLiveServerError, match=r"no inference server was live within 1 s \(http://127.0.0.1:9/v1: .*; start it"
@@ -258,11 +245,11 @@ async def test_waiting_for_a_dead_server_is_announced_and_ends_at_the_timeout(
 
 
 async def test_calls_made_before_the_server_starts_are_served_once_it_does(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, caplog: pytest.LogCaptureFixture
+    fakes: Fakes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     fakes[0].healthy = False
-    call = asyncio.create_task(manager_of(config_of(fakes[0])).chat_completion(messages=CHAT))
+    call = asyncio.create_task(fakes.manager(config_of(fakes[0])).chat_completion(messages=CHAT))
     await until(lambda: fakes[0].hits["/health"] > 0)
     assert not call.done()
     assert fakes[0].hits["/v1/chat/completions"] == 0
@@ -271,17 +258,15 @@ async def test_calls_made_before_the_server_starts_are_served_once_it_does(
     assert "An inference server is live after" in caplog.text
 
 
-async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    manager = manager_of(config_of(fakes[0]))
+async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(fakes: Fakes) -> None:
+    manager = fakes.manager(config_of(fakes[0]))
     await manager.sample_tokens(input_ids=[5])
     fakes[0].healthy = False
     assert (await manager.servers[0].probe() or "").endswith(
         "/health replied 503: the fake server was set to be unhealthy"
     )
     await manager.close()
-    manager = manager_of(config_of(fakes[0]).model_copy(update={"timeout": 0.1}))
+    manager = fakes.manager(config_of(fakes[0]).model_copy(update={"timeout": 0.1}))
     with pytest.raises(NoLiveServerError, match="/health replied 503: the fake server was set to be unhealthy"):
         await manager.sample_tokens(input_ids=[5])
 
@@ -301,8 +286,8 @@ def test_the_reason_is_found_in_every_form_of_an_error(body: bytes, reason: str)
     assert reason_of(body) == reason
 
 
-async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    manager = manager_of(config_of(fakes[0]))
+async def test_a_restarted_server_is_used_again(fakes: Fakes) -> None:
+    manager = fakes.manager(config_of(fakes[0]))
     await manager.sample_tokens(input_ids=[5])
     await fakes[0].close()
     call = asyncio.create_task(manager.sample_tokens(input_ids=[5]))
@@ -311,10 +296,8 @@ async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer]
     assert len((await asyncio.wait_for(call, 10)).sequences) == 1
 
 
-async def test_health_is_asked_cheaply_and_only_after_the_first_call(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    vllm, hosted = manager_of(config_of(fakes[0])), manager_of(config_of(fakes[1], server_type="openai"))
+async def test_health_is_asked_cheaply_and_only_after_the_first_call(fakes: Fakes) -> None:
+    vllm, hosted = fakes.manager(config_of(fakes[0])), fakes.manager(config_of(fakes[1], server_type="openai"))
     await asyncio.sleep(0.05)
     assert not fakes[0].hits
     assert not fakes[1].hits
@@ -324,7 +307,7 @@ async def test_health_is_asked_cheaply_and_only_after_the_first_call(
     assert fakes[1].hits == {"/v1/models": 1, "/v1/chat/completions": 5}
 
 
-async def test_close_ends_the_health_checks(fakes: list[FakeInferenceServer]) -> None:
+async def test_close_ends_the_health_checks(fakes: Fakes) -> None:
     manager = ServerManager(config_of(fakes[0]))
     await manager.chat_completion(messages=CHAT)
     assert any("health of" in task.get_name() for task in asyncio.all_tasks())
@@ -332,20 +315,18 @@ async def test_close_ends_the_health_checks(fakes: list[FakeInferenceServer]) ->
     assert not any("health of" in task.get_name() for task in asyncio.all_tasks())
 
 
-async def test_train_and_eval_have_their_own_limits(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_train_and_eval_have_their_own_limits(fakes: Fakes) -> None:
     fakes[0].delay_s = 0.1
-    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=3, num_requests_for_eval=2))
+    manager = fakes.manager(config_of(fakes[0], num_max_requests_at_once=3, num_requests_for_eval=2))
     await asyncio.gather(*(manager.chat_completion(messages=CHAT, split="eval") for _ in range(6)))
     assert fakes[0].peak_in_flight == 2
     await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(6)))
     assert fakes[0].peak_in_flight == 3
 
 
-async def test_raising_the_weight_lets_waiting_calls_in(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_raising_the_weight_lets_waiting_calls_in(fakes: Fakes) -> None:
     fakes[0].delay_s = 30
-    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=4))
+    manager = fakes.manager(config_of(fakes[0], num_max_requests_at_once=4))
     await manager.update_weight(0.25)
     calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(4)]
     await until(lambda: fakes[0].in_flight == 1)
@@ -357,9 +338,9 @@ async def test_raising_the_weight_lets_waiting_calls_in(
         call.cancel()
 
 
-async def test_a_cancelled_call_frees_its_slot(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_a_cancelled_call_frees_its_slot(fakes: Fakes) -> None:
     fakes[0].delay_s = 30
-    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=1))
+    manager = fakes.manager(config_of(fakes[0], num_max_requests_at_once=1))
     calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(3)]
     await until(lambda: fakes[0].in_flight == 1)
     for call in calls:
@@ -370,24 +351,22 @@ async def test_a_cancelled_call_frees_its_slot(fakes: list[FakeInferenceServer],
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "openai"])
-async def test_the_api_key_is_sent_as_a_bearer_token(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, server_type: str
-) -> None:
+async def test_the_api_key_is_sent_as_a_bearer_token(fakes: Fakes, server_type: str) -> None:
     fakes[0].api_key = "right"
-    right = manager_of(config_of(fakes[0], api_key="right", server_type=server_type))
+    right = fakes.manager(config_of(fakes[0], api_key="right", server_type=server_type))
     assert text_of(await right.chat_completion(messages=CHAT)) == "hello"
     with pytest.raises(PermanentServerError, match="401"):
-        await manager_of(config_of(fakes[0], api_key="wrong", server_type=server_type)).chat_completion(messages=CHAT)
+        await fakes.manager(config_of(fakes[0], api_key="wrong", server_type=server_type)).chat_completion(
+            messages=CHAT
+        )
     if server_type == "vllm":
         assert len((await right.sample_tokens(input_ids=[5])).sequences) == 1
 
 
 @pytest.mark.parametrize("configured", [True, False])
-async def test_a_server_that_ignores_n_is_asked_n_times(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, configured: bool
-) -> None:
+async def test_a_server_that_ignores_n_is_asked_n_times(fakes: Fakes, configured: bool) -> None:
     fakes[0].heeds_n = False
-    manager = manager_of(config_of(fakes[0], server_type="openai", n_kwarg_is_ignored=configured))
+    manager = fakes.manager(config_of(fakes[0], server_type="openai", n_kwarg_is_ignored=configured))
     assert len((await manager.chat_completion(messages=CHAT, n=3)).choices) == 3
     assert len(fakes[0].requests) == 3
     await manager.chat_completion(messages=CHAT, n=1)
@@ -396,10 +375,8 @@ async def test_a_server_that_ignores_n_is_asked_n_times(
     assert len(fakes[0].requests) == 7
 
 
-async def test_a_dedicated_server_takes_all_its_calls_and_others_go_elsewhere_first(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+async def test_a_dedicated_server_takes_all_its_calls_and_others_go_elsewhere_first(fakes: Fakes) -> None:
+    manager = fakes.manager_of_both(health_check=False)
     async with manager.dedicated_server() as server, manager.dedicated_server() as other:
         assert server is not other
         for _ in range(3):
@@ -407,10 +384,8 @@ async def test_a_dedicated_server_takes_all_its_calls_and_others_go_elsewhere_fi
     assert [fake.hits["/v1/chat/completions"] for fake in fakes] == [3, 0]
 
 
-async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(fakes: Fakes) -> None:
+    manager = fakes.manager_of_both(health_check=False)
     async with (
         manager.managed_server(tokenizer=fakes[0].tokenizer) as managed,
         manager.managed_server(fakes[0].tokenizer) as pinned,
@@ -424,10 +399,8 @@ async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(
         assert isinstance(pinned.get_state()["nodes"], list)
 
 
-async def test_all_requests_of_a_conversation_carry_one_session_id_for_a_router(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
-    manager = manager_of([config_of(fakes[0])])
+async def test_all_requests_of_a_conversation_carry_one_session_id_for_a_router(fakes: Fakes) -> None:
+    manager = fakes.manager([config_of(fakes[0])])
     for _ in range(2):
         async with manager.managed_server(tokenizer=fakes[0].tokenizer) as managed:
             await managed.completion(prompt="x", n=9)  # in two parts
@@ -440,8 +413,8 @@ async def test_all_requests_of_a_conversation_carry_one_session_id_for_a_router(
     assert fakes[0].sessions[6:] == [None]
 
 
-async def test_base_url_pins_a_managed_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    manager = manager_of([config_of(fake) for fake in fakes])
+async def test_base_url_pins_a_managed_server(fakes: Fakes) -> None:
+    manager = fakes.manager_of_both()
     async with manager.managed_server(tokenizer=fakes[1].tokenizer, base_url=fakes[1].base_url) as managed:
         await managed.completion(prompt="x")
     assert [fake.hits["/generate"] for fake in fakes] == [0, 1]
@@ -450,19 +423,15 @@ async def test_base_url_pins_a_managed_server(fakes: list[FakeInferenceServer], 
             pass
 
 
-async def test_servers_without_token_ids_give_no_managed_server(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager
-) -> None:
+async def test_servers_without_token_ids_give_no_managed_server(fakes: Fakes) -> None:
     with pytest.raises(NotImplementedError, match="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1"):
-        async with manager_of(config_of(fakes[0], server_type="openai")).managed_server():
+        async with fakes.manager(config_of(fakes[0], server_type="openai")).managed_server():
             pass
 
 
-async def test_a_dummy_managed_server_exists_on_request_only(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dummy_managed_server_exists_on_request_only(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "yes")
-    async with manager_of(config_of(fakes[0], server_type="openai")).managed_server() as managed:
+    async with fakes.manager(config_of(fakes[0], server_type="openai")).managed_server() as managed:
         assert isinstance(managed, DummyManagedServer)
         assert text_of(await managed.chat_completion(messages=CHAT, n=2)) == "hello"
         nodes = managed.get_state()["nodes"]
@@ -473,26 +442,24 @@ async def test_a_dummy_managed_server_exists_on_request_only(
     assert nodes[0].metadata["dummy_tokens"] is True
 
 
-async def test_a_reply_of_another_shape_is_a_clear_error(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reply_of_another_shape_is_a_clear_error(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.testing.fake_inference_server.fake_logprob", lambda token, position: "high")
     with pytest.raises(PermanentServerError, match="/generate replied in a format"):
-        await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
+        await fakes.manager(config_of(fakes[0])).sample_tokens(input_ids=[5])
 
 
 async def test_a_sequence_that_the_server_gave_up_is_sampled_again(
-    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = ["abort", "error", "stop"]
     monkeypatch.setattr(fakes[0], "_sample", lambda ids, body: [([5], reasons.pop(0))])
-    sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
+    sampled = await fakes.manager(config_of(fakes[0])).sample_tokens(input_ids=[5])
     assert sampled.sequences[0].finish_reason == "stop"
     assert fakes[0].hits["/generate"] == 3
 
 
-async def test_timings_are_reported_once(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    manager = manager_of(config_of(fakes[0]))
+async def test_timings_are_reported_once(fakes: Fakes) -> None:
+    manager = fakes.manager(config_of(fakes[0]))
     fakes[0].fail_next(1, 500)
     await manager.chat_completion(messages=CHAT)
     await manager.chat_completion(messages=CHAT, split="eval")

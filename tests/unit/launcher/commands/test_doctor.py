@@ -5,11 +5,9 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.memory.model_size import published
 from example_trainer.memory.plan import GB, GIB
 from example_trainer.settings.bridges import MODES
+from tests.serving import Asked, Reply, ThreadedServer
 
 ROOT = Path(__file__).resolve().parents[4]
 OTHER = Listener(7, "python -m http.server")
@@ -460,27 +459,17 @@ def run_doctor(*flags: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-class Vllm(BaseHTTPRequestHandler):
-    """The two bridge routes of a server that asks for a key."""
-
-    def do_GET(self) -> None:
-        content: dict[str, Any] = STATUS if self.path.endswith("/status") else msgspec.to_builtins(manifest())
-        allowed = self.headers["Authorization"] == "Bearer right"
-        self.send_response(200 if allowed else 401)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def vllm_port() -> Iterator[int]:
-    with HTTPServer(("127.0.0.1", 0), Vllm) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield http.server_port
-        http.shutdown()
+    """The two bridge routes of a server that asks for a key."""
+
+    def answer(asked: Asked) -> Reply:
+        content: dict[str, Any] = STATUS if asked.path.endswith("/status") else msgspec.to_builtins(manifest())
+        allowed = asked.headers["Authorization"] == "Bearer right"
+        return Reply(200 if allowed else 401, json.dumps(content).encode(), {"content-type": "application/json"})
+
+    with ThreadedServer(answer) as http:
+        yield http.port
 
 
 @pytest.mark.services

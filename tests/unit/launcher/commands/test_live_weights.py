@@ -1,12 +1,9 @@
 """`atropos doctor --live`: what a running server computes with is compared with files; one missed element is found."""
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +15,7 @@ from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import LiveWeights, ServerStatus, write_policy_version
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.check_served_weights import address, finding
+from tests.serving import Reply, ThreadedServer
 from tests.unit.vllm_patching.engine_with_workers import EngineWithWorkers
 from tests.unit.vllm_patching.memory.test_arena import expected, manifest, new_weights
 
@@ -52,20 +50,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         for name, value in expected(new_weights(), rank, 2).items():
             dict(worker._arena._parameters)[name].data[: len(value)] = value
 
-    class Routes(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(msgspec.json.encode(found.answer(self.path)))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Routes) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        found.url = f"http://127.0.0.1:{http.server_port}"
+    with ThreadedServer(lambda asked: Reply(body=msgspec.json.encode(found.answer(asked.path)))) as http:
+        found.url = http.url
         yield found
-        http.shutdown()
 
 
 @pytest.fixture

@@ -25,22 +25,18 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.wire.batching import Activity
 from tests.client import http
 from tests.unit.api.support import registration
-from tests.unit.trainer.loop.test_trainer_with_api import real_api
-from tests.waiting import until
+from tests.unit.trainer.whole_runs import real_api
+from tests.waiting import Clock, until
 
 ROOT = Path(__file__).parents[4]
 
 URL = "http://127.0.0.1:9/health"
 
 
-class Clock:
-    now = 0.0
-
-
 def told(steps: list[int], every_s: float = 10.0, patient_s: float = 0.0) -> list[tuple[float, float]]:
     """When something is said, and for how long no step was done, if the API reports these steps."""
     clock = Clock()
-    silence = Silence(lambda: clock.now)
+    silence = Silence(clock)
     found = []
     for step in steps:
         for_s = silence.lasts(step, clock.now < patient_s)

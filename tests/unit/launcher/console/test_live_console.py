@@ -10,14 +10,13 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from atropos_launcher.console.live_console import Advance, QueuedGroups, drawn, one_bar
 from atropos_launcher.console.progress import Bar
+from tests.serving import Asked, Reply, ThreadedServer
 
 PROGRAM = Path(__file__).parents[1] / "live_run.py"
 SEQUENCE = re.compile(r"\x1b\[(?P<parameters>[0-9;?]*)(?P<final>[A-Za-z])")
@@ -249,24 +248,12 @@ def test_a_bar_of_its_own_is_gone_when_it_is_done() -> None:
     assert raw.endswith("\x1b[2K")
 
 
-class Api(BaseHTTPRequestHandler):
-    reply = b'{"current_step": 1, "queue_size": 5}'
-
-    def do_GET(self) -> None:
-        allowed = self.path == "/status" and self.headers["Authorization"] == "Bearer secret"
-        self.send_response(200 if allowed else 401)
-        self.end_headers()
-        self.wfile.write(self.reply if allowed else b"no")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 def test_waiting_groups_are_asked_of_the_api() -> None:
-    with HTTPServer(("127.0.0.1", 0), Api) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        assert QueuedGroups(address, "secret")() == 5
-        assert QueuedGroups(address)() is None
-        server.shutdown()
-    assert QueuedGroups(address)() is None
+    def answer(asked: Asked) -> Reply:
+        allowed = asked.path == "/status" and asked.headers["Authorization"] == "Bearer secret"
+        return Reply(body=b'{"current_step": 1, "queue_size": 5}') if allowed else Reply(401, b"no")
+
+    with ThreadedServer(answer) as server:
+        assert QueuedGroups(server.url, "secret")() == 5
+        assert QueuedGroups(server.url)() is None
+    assert QueuedGroups(server.url)() is None

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_processes")
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 ON_CPU = ("arithmetic", QWEN, "--bridge", "single_copy")
 ON_GPUS = ("gsm8k_single_copy", QWEN, "--gpus", "8x80", "--host-memory", "64")
+HOST = ("--host-memory", "64")
 
 
 def vllm_of(made: Plan) -> dict[str, str]:
@@ -82,11 +83,34 @@ def test_cores_are_shared_out_over_vllms_ranks() -> None:
         ([*ON_CPU, "--trainer-ranks", "4"], r"this trainer has 4 ranks: give --trainer-ranks 1, or set --tp-size and"),
         ([*ON_CPU, "--trainer-ranks", "1"], r"--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"),
         ([*ON_CPU, "--batch-invariant"], r"--batch-invariant trains on one device, but this trainer has 2 ranks"),
+        (["gsm8k", QWEN, *HOST, "--gpus", "2x80"], "^--tp-size 2 does not divide the 1 trainer rank: give"),
+        (
+            ["gsm8k", QWEN, *HOST, "--gpus", "8x80", "--trainer-ranks", "8"],
+            "8 trainer ranks on a machine, but its GPUs",
+        ),
     ],
 )
 def test_what_contradicts_it_is_refused_with_the_value_and_the_remedy(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         plan(*words, "--tp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            [*"gsm8k --gpus 4x80 --trainer.fsdp-size 2 --layout.vllm 0 --layout.trainer 1,2,3".split(), *HOST],
+            "^--fsdp-size 2 does not divide",
+        ),
+        (
+            ["arithmetic", "--trainer.bridge.kind", "single_copy"],
+            r"trainer\.bridge\.kind single_copy: `bridge` at the top .* is broadcast",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused_before_anything_starts(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan(words[0], QWEN, *words[1:])
 
 
 def test_a_run_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -96,11 +120,6 @@ def test_a_run_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         plan(str(mine))
     mine.write_text(mine.read_text() + "vllm: {tensor_parallel_size: 2}\n")
     assert vllm_of(plan(str(mine)))["--tensor-parallel-size"] == "2"
-
-
-def test_another_bridge_in_the_trainers_section_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.bridge\.kind single_copy: `bridge` at the top .* is broadcast"):
-        plan("arithmetic", QWEN, "--trainer.bridge.kind", "single_copy")
 
 
 @pytest.mark.parametrize(("rows", "refused"), [(1024, False), (1000, True), (64 * 3, False)])
@@ -161,25 +180,6 @@ def test_the_trainer_gets_gpus_that_its_sizes_divide(
 ) -> None:
     placement = plan("gsm8k", QWEN, *sizes, "--gpus", gpus, "--host-memory", "64").site.placement
     assert (" ".join(placement.vllm), " ".join(placement.trainer)) == (vllm, trainer)
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("--gpus", "2x80", "--tp-size", "2"), "^--tp-size 2 does not divide the 1 trainer rank: give"),
-        (
-            ("--gpus", "8x80", "--tp-size", "2", "--trainer-ranks", "8"),
-            "8 trainer ranks on a machine, but its GPUs",
-        ),
-        (
-            ("--gpus", "4x80", "--trainer.fsdp-size", "2", "--layout.vllm", "0", "--layout.trainer", "1,2,3"),
-            "^--fsdp-size 2 does not divide",
-        ),
-    ],
-)
-def test_ranks_that_the_trainer_refuses_are_refused_before_anything_starts(words: tuple[str, ...], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        plan("gsm8k", QWEN, *words, "--host-memory", "64")
 
 
 @pytest.mark.parametrize(

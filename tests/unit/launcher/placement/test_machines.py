@@ -36,26 +36,22 @@ def test_a_line_is_a_host_and_what_it_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "command", "why"),
     [
-        ("", "names no machine"),
-        ("a\nb gpu\n", "hosts.txt:2: 'b gpu' is not a host"),
-        ("a\nb:9001\n", "hosts.txt:2: 'b:9001' is not a host"),
-        ("a\nb\na\n", "hosts.txt:3: a appears twice"),
-        ("a vllm\nb trainer\n", "a does not train"),
-        ("a trainer\nb trainer\n", "no machine serves vLLM"),
-        ("a\nb vllm\n", "give all machines both roles, or each exactly one"),
+        ("", SSH, "names no machine"),
+        ("a\nb gpu\n", SSH, "hosts.txt:2: 'b gpu' is not a host"),
+        ("a\nb:9001\n", SSH, "hosts.txt:2: 'b:9001' is not a host"),
+        ("a\nb\na\n", SSH, "hosts.txt:3: a appears twice"),
+        ("a vllm\nb trainer\n", SSH, "a does not train"),
+        ("a trainer\nb trainer\n", SSH, "no machine serves vLLM"),
+        ("a\nb vllm\n", SSH, "give all machines both roles, or each exactly one"),
+        ("a\nb\n", "ssh", "has no {host}"),
+        ("a\nb\n", "ssh '{host}", "close the quote"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_line(text: str, why: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_together_is_refused_by_line(text: str, command: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
-        read_machines(Path(hosts(tmp_path, text)), SSH, 30, check_here=False)
-
-
-@pytest.mark.parametrize(("command", "why"), [("ssh", "has no {host}"), ("ssh '{host}", "close the quote")])
-def test_a_remote_command_names_the_host(command: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read_machines(Path(hosts(tmp_path, "a\nb\n")), command, 30, check_here=False)
+        read_machines(Path(hosts(tmp_path, text)), command, 30, check_here=False)
 
 
 def test_the_first_machine_is_this_one_and_not_by_loopback(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from atropos_launcher.placement.ports import Ports, PortTaken, holder
-from tests.unit.launcher.processes import free_port
+from tests.serving import free_port
 
 
 @pytest.fixture

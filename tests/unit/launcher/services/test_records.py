@@ -12,7 +12,8 @@ import pytest
 from atropos_launcher.runs import ended_runs, recorded_runs
 from atropos_launcher.services.records import ForeignRecord, Record, Records, RunInUse
 from atroposlib.processes.identity import boot_id, first_ticks
-from tests.unit.launcher.processes import DEAF, atropos, await_record, launch, lives, python, wait_until
+from tests.unit.launcher.processes import DEAF, atropos, await_record, launch, lives, python
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.services
 

@@ -12,12 +12,12 @@ import pytest
 
 from atropos_launcher.services.child import describe
 from atroposlib.processes import exec_child
+from tests.serving import free_port
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,
     atropos,
     await_record,
-    free_port,
     group_of,
     launch,
     launched,
@@ -27,9 +27,9 @@ from tests.unit.launcher.processes import (
     says,
     service,
     sleeper,
-    wait_until,
     web,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.services
 

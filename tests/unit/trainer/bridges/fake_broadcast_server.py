@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.wire.bridge import GOODBYE, PROTOCOL, Announced, BroadcastOffer, Manifest, ack_key, go_key, lay_out
 from atroposlib.wire.senders import expect_layouts, group_name, sender_ack_key
+from tests.serving import Asked, Reply, ThreadedServer
 from vllm_patching import delta, transport
 from vllm_patching.memory.digest import digest
 from vllm_patching.several_senders import SeveralSenders
@@ -43,16 +43,17 @@ class FakeVllmServer:
         self._staged: dict[int, torch.Tensor] = {}
         self._live: dict[int, torch.Tensor] = {}
         self.bases: list[int | None] = []  # of the transfers that came
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.port = self._http.server_port
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._http = ThreadedServer(self._heard)
+        self.port = self._http.port
 
     def stop(self) -> None:
         """As if the process were killed, but for the thread that waits in a group."""
         self.session = None
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.close()
+
+    def _heard(self, asked: Asked) -> Reply:
+        status, reply = self.answer(asked.method, asked.path, json.loads(asked.body or b"{}"))
+        return Reply(status, json.dumps(reply).encode())
 
     def answer(  # noqa: C901
         self, method: str, path: str, body: dict[str, Any]
@@ -187,24 +188,3 @@ def serving(*servers: FakeVllmServer) -> Iterator[None]:
     finally:
         for server in servers:
             server.stop()
-
-
-def _handler(server: FakeVllmServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.0"
-
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            status, reply = server.answer(self.command, self.path, json.loads(self.rfile.read(length) or b"{}"))
-            content = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_POST = do_DELETE = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    return Handler

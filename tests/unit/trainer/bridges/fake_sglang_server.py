@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
@@ -17,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _cleanup_process_group_global_state, _new_process_group_helper
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests import serving
+from tests.serving import Asked, ThreadedServer
 from vllm_patching import transport
 
 OPEN, ADMIN = "sk-open", "sk-admin"
+JSON = {"Content-Type": "application/json"}
 Reply = tuple[int, dict[str, Any]]
 DONE: Reply = (200, {"success": True, "message": "Success"})
 
@@ -38,13 +40,17 @@ class FakeSglangServer:
         self.orders: list[tuple[str, dict[str, Any]]] = []
         self.ignored: set[str] = set()  # names that its load_weights passes over
         self._groups: list[Any] = []
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.port = self._http.server_port
-        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        self._http = ThreadedServer(self._heard)
+        self.port, self.stop = self._http.port, self._http.close
 
-    def stop(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+    def _heard(self, asked: Asked) -> serving.Reply | None:
+        if asked.path == self.dies:
+            return None
+        key = OPEN if asked.path in ("/server_info", "/model_info", "/generate") else ADMIN
+        if asked.headers.get("Authorization") != f"Bearer {key}":
+            return serving.Reply(401, b'{"error": "Unauthorized"}', JSON)
+        status, reply = self.answer(asked.path, json.loads(asked.body or b"{}"))
+        return serving.Reply(status, json.dumps(reply).encode(), JSON)
 
     @property
     def taken(self) -> list[str]:
@@ -155,33 +161,6 @@ def _at_once(acts: list[Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join(10)
-
-
-def _handler(server: FakeSglangServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.path == server.dies:
-                return  # the connection closes without an answer
-            asked = self.path in ("/server_info", "/model_info", "/generate")
-            if self.headers.get("Authorization") != f"Bearer {OPEN if asked else ADMIN}":
-                status, reply = 401, {"error": "Unauthorized"}
-            else:
-                status, reply = server.answer(self.path, json.loads(raw or b"{}"))
-            content = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments: Any) -> None:
-            """Say nothing."""
-
-    return Handler
 
 
 @contextmanager

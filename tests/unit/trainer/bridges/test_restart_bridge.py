@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from example_trainer.bridges.restart import RestartBridge
 from example_trainer.ranks.place import VARIABLE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.load import load_trained
-from tests.integration.conftest import free_port, session_members
-from tests.unit.trainer.fakes import FakeApi, model_folder, serve
+from tests.integration.conftest import session_members
+from tests.serving import free_port
+from tests.unit.trainer.fakes import FakeApi, serve
 
 pytestmark = pytest.mark.services
 
@@ -37,51 +39,47 @@ FAKE = Path(__file__).with_name("fake_vllm_server.py")
 DEADLINE_S = 60.0
 CPU = torch.device("cpu")
 
-Make = Callable[..., TrainerConfig]
-Connect = Callable[[TrainerConfig, str], RestartBridge]
-
 
 def keep() -> None:
     """An update that leaves the weights."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"))
+@dataclass
+class Bench:
+    """Configurations for one free port, and bridges that are closed with the test."""
 
+    model: str
+    folder: Path
+    resources: contextlib.ExitStack
+    port: int = field(default_factory=free_port)
 
-@pytest.fixture
-def make(model: str, tmp_path: Path) -> Make:
-    """Makes configurations for one free port."""
-    port = free_port()
-
-    def configured(flags: str = "", **changes: Any) -> TrainerConfig:
+    def config(self, flags: str = "", **changes: Any) -> TrainerConfig:
         settings: dict[str, Any] = dict(
-            model_name=model,
-            vllm_port=port,
+            model_name=self.model,
+            vllm_port=self.port,
             vllm_flags=flags,
             training_steps=5,
-            save_path=tmp_path / "checkpoints",
-            log_dir=tmp_path,
+            save_path=self.folder / "checkpoints",
+            log_dir=self.folder,
         )
         return TrainerConfig.model_validate(settings | {"vllm_start_timeout": DEADLINE_S} | changes)
 
-    return configured
+    def connect(self, config: TrainerConfig, source: str | None = None) -> RestartBridge:
+        source = source or self.model
+        prepared = restart.prepare(config, source, CPU, FAKE)
+        self.resources.callback(prepared.close)
+        bridge = prepared.connect(load_trained(config, source, CPU))
+        assert isinstance(bridge, RestartBridge)
+        return bridge
+
+    def bridge(self, flags: str = "", **changes: Any) -> RestartBridge:
+        return self.connect(self.config(flags, **changes))
 
 
 @pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Connects bridges; they are closed, and nothing of theirs is left."""
+def bench(model: str, tmp_path: Path) -> Iterator[Bench]:
     with contextlib.ExitStack() as resources:
-
-        def connected(config: TrainerConfig, source: str) -> RestartBridge:
-            prepared = restart.prepare(config, source, CPU, FAKE)
-            resources.callback(prepared.close)
-            bridge = prepared.connect(load_trained(config, source, CPU))
-            assert isinstance(bridge, RestartBridge)
-            return bridge
-
-        yield connected
+        yield Bench(model, tmp_path, resources)
 
 
 def own_pid(bridge: RestartBridge) -> int:
@@ -116,10 +114,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(DEADLINE_S)
 
 
-def test_a_version_is_served_at_every_interval_and_at_the_end(
-    make: Make, connect: Connect, model: str, tmp_path: Path
-) -> None:
-    bridge = connect(make("--start-s 0.5", vllm_restart_interval=2), model)
+def test_a_version_is_served_at_every_interval_and_at_the_end(bench: Bench, model: str, tmp_path: Path) -> None:
+    bridge = bench.bridge("--start-s 0.5", vllm_restart_interval=2)
     assert bridge.served_dtype == "bfloat16"
     pids, reports, updates = [], [], []
     for version in range(6):
@@ -141,21 +137,17 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(
     assert session_members(pids[-1]) == []
 
 
-def test_the_server_of_a_trainer_rank_is_no_rank(
-    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_of_a_trainer_rank_is_no_rank(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (told | {"OMP_NUM_THREADS": "1", VARIABLE: "0 2 5 6 7"}).items():
         monkeypatch.setenv(name, value)
-    environ = psutil.Process(own_pid(connect(make(), model))).environ()
+    environ = psutil.Process(own_pid(bench.bridge())).environ()
     assert not {*told, "OMP_NUM_THREADS", VARIABLE} & set(environ)
     assert environ["VLLM_ENABLE_SHARED_WEIGHTS"] == "0"
 
 
-def test_the_checkpoint_holds_the_updated_weights_and_their_version(
-    make: Make, connect: Connect, model: str, tmp_path: Path
-) -> None:
-    bridge = connect(make(vllm_restart_interval=1), model)
+def test_the_checkpoint_holds_the_updated_weights_and_their_version(bench: Bench, model: str, tmp_path: Path) -> None:
+    bridge = bench.bridge(vllm_restart_interval=1)
     trained = bridge._trained.model
 
     def update() -> None:
@@ -169,25 +161,23 @@ def test_the_checkpoint_holds_the_updated_weights_and_their_version(
     assert type(trained).from_pretrained(folder).get_parameter("model.embed_tokens.weight").unique().tolist() == [0.25]
 
 
-def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(
-    make: Make, connect: Connect, model: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(bench: Bench, model: str, tmp_path: Path) -> None:
     source = tmp_path / "step_4"
     shutil.copytree(model, source)
     write_policy_version(source, 4)
-    bridge = connect(make(), str(source))
+    bridge = bench.connect(bench.config(), str(source))
     assert bridge.sync(4, keep).stall_s == 0
     # a new run from the same directory counts from 0, so what is served must be labelled again
-    fresh = connect(make(vllm_port=free_port()), str(source))
+    fresh = bench.connect(bench.config(vllm_port=free_port()), str(source))
     report = fresh.sync(0, keep)
     assert report.policy_version == 0
     assert report.stall_s > 0
     assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
 
 
-def test_an_adapter_is_served_beside_its_base_model(make: Make, connect: Connect, model: str, tmp_path: Path) -> None:
+def test_an_adapter_is_served_beside_its_base_model(bench: Bench, model: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9)
-    bridge = connect(make(**settings), model)
+    bridge = bench.bridge(**settings)
     assert bridge.sync(0, keep).stall_s == 0
     assert bridge.sync(1, keep).policy_version == 1
     folder = tmp_path / "checkpoints" / "served_1"
@@ -204,12 +194,12 @@ def test_an_adapter_is_served_beside_its_base_model(make: Make, connect: Connect
     }
     assert not (folder / "model.safetensors").exists()
 
-    resumed = connect(make(vllm_port=free_port(), **settings), str(folder))
+    resumed = bench.connect(bench.config(vllm_port=free_port(), **settings), str(folder))
     assert resumed.sync(1, keep).stall_s == 0
 
 
-def test_a_failed_update_leaves_the_server_as_it_is(make: Make, connect: Connect, model: str, tmp_path: Path) -> None:
-    bridge = connect(make(vllm_restart_interval=1), model)
+def test_a_failed_update_leaves_the_server_as_it_is(bench: Bench, tmp_path: Path) -> None:
+    bridge = bench.bridge(vllm_restart_interval=1)
     bridge.sync(0, keep)
     pid = own_pid(bridge)
 
@@ -223,13 +213,28 @@ def test_a_failed_update_leaves_the_server_as_it_is(make: Make, connect: Connect
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(
-    make: Make, connect: Connect, model: str
+@pytest.mark.parametrize(
+    ("flags", "settings", "says"),
+    [
+        (
+            "--no-such-flag",
+            {},
+            r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag",
+        ),
+        (
+            "--start-s 600",
+            {"vllm_start_timeout": 1},
+            r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log",
+        ),
+        ("", {"vllm_host": "0.0.0.0"}, "starts vLLM only on its own loopback"),
+    ],
+    ids=["dies", "never answers", "elsewhere"],
+)
+def test_a_server_that_does_not_come_up_is_an_error_with_the_reason(
+    bench: Bench, flags: str, settings: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(
-        BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"
-    ):
-        connect(make("--no-such-flag"), model)
+    with pytest.raises(BridgeError, match=says):
+        bench.bridge(flags, **settings)
 
 
 def noticed(bridge: Any, pid: int) -> None:
@@ -240,8 +245,8 @@ def noticed(bridge: Any, pid: int) -> None:
         bridge.check()
 
 
-def test_a_server_that_dies_is_started_again_from_what_it_served(make: Make, connect: Connect, model: str) -> None:
-    bridge = connect(make(vllm_restart_interval=1), model)
+def test_a_server_that_dies_is_started_again_from_what_it_served(bench: Bench, model: str) -> None:
+    bridge = bench.bridge(vllm_restart_interval=1)
     bridge.sync(0, lambda: None)
     bridge.sync(1, lambda: None)
     for _ in range(restart.RESTARTS):
@@ -258,10 +263,10 @@ def test_a_server_that_dies_is_started_again_from_what_it_served(make: Make, con
 
 
 def test_a_server_that_ignores_term_is_killed_after_the_grace(
-    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("example_trainer.bridges.restart.GRACE_S", 0.2)
-    bridge = connect(make("--ignore-term"), model)
+    bridge = bench.bridge("--ignore-term")
     pid = own_pid(bridge)
     bridge.close()
     assert session_members(pid) == []
@@ -269,9 +274,9 @@ def test_a_server_that_ignores_term_is_killed_after_the_grace(
 
 
 def test_a_server_that_outlives_sigkill_is_an_error_of_the_bridge(
-    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bridge = connect(make(), model)
+    bridge = bench.bridge()
 
     def outlive(group: ChildGroup, grace_s: float) -> None:
         raise StillRunning("processes [7] of group 7 still run")
@@ -282,19 +287,12 @@ def test_a_server_that_outlives_sigkill_is_an_error_of_the_bridge(
             bridge._server.stop()
 
 
-def test_a_server_that_never_answers_is_given_up(make: Make, connect: Connect, model: str) -> None:
-    with pytest.raises(
-        BridgeError, match=r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log"
-    ):
-        connect(make("--start-s 600", vllm_start_timeout=1), model)
-
-
 def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
-    make: Make, connect: Connect, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: Bench, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make(vllm_restart_interval=1)
+    config = bench.config(vllm_restart_interval=1)
     theirs = [stranger(config, model)]
-    bridge = connect(config, model)
+    bridge = bench.connect(config)
     assert bridge.sync(0, keep).policy_version == 0
     assert bridge._server.process is None
 
@@ -322,12 +320,10 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
     end(theirs[1])
 
 
-def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(
-    make: Make, connect: Connect, model: str
-) -> None:
-    config = make(vllm_restart_interval=1, vllm_start_timeout=1)
+def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(bench: Bench, model: str) -> None:
+    config = bench.config(vllm_restart_interval=1, vllm_start_timeout=1)
     theirs = stranger(config, model)
-    bridge = connect(config, model)
+    bridge = bench.connect(config)
     bridge.sync(0, keep)
     with pytest.raises(
         BridgeError, match=f"vLLM with policy version 1 is not at .* after 1 s: it serves {model} as policy version 0"
@@ -339,10 +335,10 @@ def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(
 
 
 def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(
-    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(vllm_restart_interval=1)
-    bridge = connect(config, model)
+    config = bench.config(vllm_restart_interval=1)
+    bridge = bench.connect(config)
     bridge.sync(0, keep)
     stop, theirs = bridge._server.stop, []
 
@@ -397,8 +393,3 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
     assert trainer.returncode == (130 if with_signal == signal.SIGINT else 143)
     assert session_members(int(started[1])) == []
     assert time.monotonic() - start < 15
-
-
-def test_vllm_is_not_started_on_other_machines(make: Make, connect: Connect, model: str) -> None:
-    with pytest.raises(BridgeError, match="starts vLLM only on its own loopback"):
-        connect(make(vllm_host="0.0.0.0"), model)

@@ -16,14 +16,9 @@ from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.bridges.fake_broadcast_server import FakeVllmServer, serving
-from tests.unit.trainer.fakes import model_folder
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -271,10 +266,3 @@ def test_a_loopback_rendezvous_is_refused_for_a_server_elsewhere(model: str, mon
         BridgeError, match=r"192.0.2.7 runs on another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
     ):
         broadcast.prepare(config, model, CPU)
-
-
-def wait_until(condition: Any, limit_s: float = 20) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

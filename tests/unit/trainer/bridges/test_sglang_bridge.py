@@ -1,6 +1,6 @@
 """Mode sglang against a server that keeps SGLang's states; tests/integration/test_sglang.py has SGLang's own code."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
 from tests.unit.trainer.bridges.fake_sglang_server import ADMIN, OPEN, FakeSglangServer, serving_sglang
-from tests.unit.trainer.fakes import model_folder
 
 CPU = torch.device("cpu")
 UPDATE = "/update_weights_from_distributed"
@@ -25,11 +24,6 @@ SYNC += ["/continue_generation"]
 @pytest.fixture(autouse=True)
 def refusals_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "REFUSAL_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -201,12 +195,6 @@ def test_a_server_that_cannot_take_weights_is_refused_before_anything_is_touched
     assert server.orders == []
 
 
-def test_another_model_is_refused(model: str, server: FakeSglangServer) -> None:
-    server.model_info["model_type"] = "qwen3"
-    with pytest.raises(BridgeError, match="serves a qwen3 model, the trainer trains a llama one"):
-        bridge_to(model, server)
-
-
 def test_servers_of_two_dtypes_are_refused(model: str) -> None:
     with serving_sglang(model, 1, 1) as servers:
         servers[1].info["dtype"] = "bfloat16"
@@ -214,26 +202,33 @@ def test_servers_of_two_dtypes_are_refused(model: str) -> None:
             bridge_to(model, *servers)
 
 
-@pytest.mark.parametrize(
-    ("key", "route"), [("vllm_api_key", "/server_info"), ("sglang_admin_api_key", "/init_weights_update_group")]
-)
-def test_a_wrong_key_is_named_with_its_route_at_once(
-    model: str, server: FakeSglangServer, key: str, route: str
-) -> None:
-    with pytest.raises(BridgeError, match=rf"refused (GET|POST) {route} \(401\): Unauthorized"):
-        bridge_to(model, server, **{key: "wrong"})
+REFUSED: dict[str, tuple[Callable[[FakeSglangServer], Any], dict[str, Any], str]] = {
+    "another model": (
+        lambda server: server.model_info.update(model_type="qwen3"),
+        {},
+        "serves a qwen3 model, the trainer trains a llama one",
+    ),
+    "wrong key": (id, {"vllm_api_key": "wrong"}, r"refused GET /server_info \(401\): Unauthorized"),
+    "wrong admin key": (
+        id,
+        {"sglang_admin_api_key": "wrong"},
+        r"refused POST /init_weights_update_group \(401\): Unauthorized",
+    ),
+    "nobody": (lambda server: server.stop(), {"vllm_start_timeout": 0.1}, "no SGLang server at .* after 0 s"),
+    "ranks do not join": (
+        lambda server: setattr(server, "_init_weights_update_group", lambda body: (200, {"message": ""})),
+        {"bridge_timeout_s": 1},
+        r"did not join at 127\.0\.0\.1 within 1 s",
+    ),
+}
 
 
-def test_nobody_there_is_an_error_at_the_deadline(model: str, server: FakeSglangServer) -> None:
-    server.stop()
-    with pytest.raises(BridgeError, match=r"no SGLang server at .* after 0 s"):
-        bridge_to(model, server, vllm_start_timeout=0.1)
-
-
-def test_ranks_that_do_not_join_are_an_error_at_the_deadline(model: str, server: FakeSglangServer) -> None:
-    server._init_weights_update_group = lambda body: (200, {"message": ""})  # type: ignore[method-assign]
-    with pytest.raises(BridgeError, match=r"did not join at 127\.0\.0\.1 within 1 s"):
-        bridge_to(model, server, bridge_timeout_s=1)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_connected_is_refused_with_what_it_is(model: str, server: FakeSglangServer, name: str) -> None:
+    break_it, settings, says = REFUSED[name]
+    break_it(server)
+    with pytest.raises(BridgeError, match=says):
+        bridge_to(model, server, **settings)
 
 
 def test_a_mixture_of_experts_is_refused() -> None:

@@ -3,8 +3,6 @@ leaves behind.
 """
 
 import contextlib
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
 from example_trainer.settings.config import TrainerConfig
+from tests.unit.trainer import whole_runs
 from tests.unit.trainer.fakes import (
     FakeApi,
     RecordingBridge,
@@ -33,6 +32,7 @@ from tests.unit.trainer.fakes import (
     serve,
     tiny_model,
 )
+from tests.unit.trainer.whole_runs import rows
 from vllm_patching import compat  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.switch import NotInvariant
@@ -40,20 +40,9 @@ from vllm_patching.batch_invariant.switch import NotInvariant
 SHAPE: dict[str, Any] = dict(
     hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96
 )
+MODEL = SHAPE | {"tie_word_embeddings": True}
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True, **SHAPE)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def exact(name: str) -> Any:
@@ -78,23 +67,9 @@ def scored(model: str, seed: int) -> list[dict[str, Any]]:
     return [group]
 
 
-def config(model: str, folder: Path, **changes: Any) -> TrainerConfig:
-    settings: dict[str, Any] = dict(
-        model_name=model,
-        training_steps=1,
-        batch_size=4,
-        gradient_accumulation_steps=1,
-        lr=1e-2,
-        save_path=folder / "checkpoints",
-        log_dir=folder / "logs",
-        checkpoint_interval=0,
-        api_timeout=5,
-        fetch_timeout=5,
-        micro_batch_tokens=24,
-        batch_invariant=True,
-        bit_exact="strict",
-    )
-    return TrainerConfig(**settings | changes)
+def config(model: str, folder: Path, url: str = "http://127.0.0.1:1", **changes: Any) -> TrainerConfig:
+    one_step: dict[str, Any] = dict(training_steps=1, batch_size=4, warmup_steps=0)
+    return whole_runs.config(model, folder, url, **one_step | dict(batch_invariant=True, bit_exact="strict") | changes)
 
 
 def train(
@@ -104,10 +79,10 @@ def train(
     with serve(api) as url:
         port = int(url.rpartition(":")[2])
         grpo.run(
-            config(model, folder, atropos_url=url, vllm_host="127.0.0.1", vllm_port=port, **changes),
+            config(model, folder, url, vllm_host="127.0.0.1", vllm_port=port, **changes),
             bridge or RecordingBridge(),
         )
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return rows(folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -265,9 +240,9 @@ def test_the_same_seed_and_a_resumed_run_give_the_same_bytes(model: str, tmp_pat
         run("resumed", fail_at=4)
     resumed = run("resumed", first=2, resume="latest")
     golden = (tmp_path / "once/checkpoints/final_model/model.safetensors").read_bytes()
-    for name, rows in (("twice", twice), ("resumed", resumed)):
+    for name, written in (("twice", twice), ("resumed", resumed)):
         assert (tmp_path / name / "checkpoints/final_model/model.safetensors").read_bytes() == golden
-        for expected, row in zip(once, rows, strict=True):
+        for expected, row in zip(once, written, strict=True):
             assert {key: value for key, value in row.items() if key != "time" and not key.endswith("_s")} == {
                 key: value for key, value in expected.items() if key != "time" and not key.endswith("_s")
             }

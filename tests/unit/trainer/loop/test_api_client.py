@@ -17,9 +17,10 @@ from atroposlib.wire.routes import LEASE_WAIT_S
 from example_trainer import grpo
 from example_trainer.loop.api_client import ApiClient, ApiError
 from tests.client import http
+from tests.serving import free_port
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
-from tests.unit.trainer.loop.test_trainer_with_api import real_api
+from tests.unit.trainer.whole_runs import real_api
 
 RUN = Registration(
     wandb_group="g",
@@ -39,11 +40,6 @@ def client(url: str, patience_s: float = 5.0) -> ApiClient:
 
 def batches(count: int) -> list[dict[str, Any]]:
     return [item([1.0, 0.0], seed=count)]
-
-
-def free_port() -> int:
-    with serve(FakeApi(batches)) as url:
-        return int(url.rpartition(":")[2])
 
 
 def scores_of(trainer: ApiClient) -> list[float]:
@@ -105,13 +101,6 @@ def test_an_api_that_comes_up_late_is_waited_for() -> None:
         assert len(pauses) == 3
 
 
-def test_an_absent_api_ends_in_an_error_with_the_remedy() -> None:
-    with pytest.raises(
-        ApiError, match=r"did not answer GET /info within 0 s \(connection refused\); start it with .*run_api"
-    ):
-        client(f"http://127.0.0.1:{free_port()}", patience_s=0.3).wait_until_up()
-
-
 def test_evaluation_waits_for_pending_environments_and_averages() -> None:
     api = FakeApi(batches)
     api.evaluations, api.pending = {3: 0.75}, {3: 2}
@@ -132,16 +121,20 @@ def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None
         assert trainer.evaluation(3, deadline_s=0) == HeldOut(0.75)
 
 
-def test_a_server_that_is_not_the_api_is_named() -> None:
+def test_a_server_that_is_not_the_api_or_absent_is_named_with_the_remedy() -> None:
     api = FakeApi(batches)
     api.answer = lambda *request: [1, 2]  # type: ignore[method-assign,assignment]
-    with (
-        serve(api) as url,
-        pytest.raises(ApiError, match="answered list instead of an object; is --atropos-url the batching API"),
-    ):
-        client(url).wait_until_up()
-    with pytest.raises(ApiError, match="--atropos-url http://exa mple cannot be used"):
-        client("http://exa mple").wait_until_up()
+    with serve(api) as url:
+        for address, says in (
+            (url, "answered list instead of an object; is --atropos-url the batching API"),
+            ("http://exa mple", "--atropos-url http://exa mple cannot be used"),
+            (
+                f"http://127.0.0.1:{free_port()}",
+                r"did not answer GET /info within 0 s \(connection refused\); start it with .*run_api",
+            ),
+        ):
+            with pytest.raises(ApiError, match=says):
+                client(address, patience_s=0.3).wait_until_up()
 
 
 # --- against the real API -------------------------------------------------------------------------------------------
@@ -184,22 +177,17 @@ def test_a_checkpoint_that_was_written_but_not_acknowledged_is_not_repeated() ->
         assert trainer_of(url, first_batches=1, trained_leases=in_checkpoint)[1] == [2.0]
 
 
-def test_a_fresh_run_does_not_get_the_groups_of_another() -> None:
-    with real_api() as url:
-        post_groups(url, 1)
-        trainer_of(url)[0].close()
-        trainer = ApiClient(url, RUN, patience_s=5)
-        trainer.register(0, run="another")
-        with pytest.raises(ApiError, match="no batch"):
-            trainer.fetch_batch(0.1)
-
-
-def test_a_trainer_that_was_replaced_is_told_so() -> None:
+def test_a_trainer_that_was_replaced_is_told_so_and_a_fresh_run_gets_no_groups_of_another() -> None:
     with real_api() as url:
         old, _ = trainer_of(url)
         trainer_of(url)
         with pytest.raises(ApiError, match=r"another trainer has registered .* end one of the two"):
             old.fetch_batch(5)
+        post_groups(url, 1)
+        fresh = ApiClient(url, RUN, patience_s=5)
+        fresh.register(0, run="another")
+        with pytest.raises(ApiError, match="no batch"):
+            fresh.fetch_batch(0.1)
 
 
 def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() -> None:

@@ -4,21 +4,15 @@ The 28 shapes are those that an attack posted to an API that took them all; 21 o
 after it.
 """
 
-import contextlib
-import json
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
-from safetensors.torch import load_file
 
-from atroposlib.api.server import create_app
 from atroposlib.groups import Untrainable, check
 from atroposlib.wire.batching import GroupRequirements
 from example_trainer import grpo
@@ -27,7 +21,12 @@ from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import Rejection, RejectionBudget
 from example_trainer.settings.config import TrainerConfig
 from tests.client import http
-from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, model_folder, serve
+from tests.unit.trainer import whole_runs
+from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, serve
+from tests.unit.trainer.whole_runs import real_api, rows, weights
+
+MODEL = {"tie_word_embeddings": True}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Group = dict[str, Any]
 
@@ -143,56 +142,11 @@ def shaped(name: str) -> Group:
     return (HOPELESS | HARMLESS | FURTHER)[name](item([1.0, 0.0], seed=7))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
-    settings: dict[str, Any] = dict(
-        model_name=model,
-        atropos_url=url,
-        training_steps=3,
-        batch_size=4,
-        gradient_accumulation_steps=1,
-        lr=1e-2,
-        save_path=folder / "checkpoints",
-        log_dir=folder / "logs",
-        checkpoint_interval=1,
-        api_timeout=5,
-        fetch_timeout=5,
-        eval_deadline=0,
-        mismatch_limit=1e3,
-        dual_clip=0,  # with the bounds no batch is so bad
-        log_ratio_limit=80,
-    )
-    return TrainerConfig(**settings | changes)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
-
-
-@contextlib.contextmanager
-def real_api(journal: Path | None = None) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(journal=journal), host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    """With the usual bounds no batch is so bad."""
+    short: dict[str, Any] = dict(training_steps=3, batch_size=4, checkpoint_interval=1, warmup_steps=0, eval_deadline=0)
+    unbounded: dict[str, Any] = dict(mismatch_limit=1e3, dual_clip=0, log_ratio_limit=80)
+    return whole_runs.config(model, folder, url, **short | unbounded | changes)
 
 
 def post(url: str, *groups: Group) -> list[int]:
@@ -201,6 +155,7 @@ def post(url: str, *groups: Group) -> list[int]:
     return [http.post(url + "/scored_data", json=body, timeout=10).status_code for body in bodies]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [*HOPELESS, *HARMLESS])
 def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: str, tmp_path: Path, name: str) -> None:
     """Posted before the trainer, when anything goes; then to the API that knows what the trainer needs."""
@@ -264,7 +219,7 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
 
     with monkeypatch.context() as patch:
         patch.setattr("atroposlib.api.groups.group_checks.check", lambda group, needs: None)
-        with real_api(journal) as url:
+        with real_api(journal=journal) as url:
             threading.Thread(target=environment, daemon=True).start()
             with pytest.raises(KeyboardInterrupt):
                 grpo.run(config(model, tmp_path, url), RecordingBridge(fail_at=2))
@@ -272,7 +227,7 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
             metrics = http.get(url + "/metrics", timeout=10).text
     assert 'atropos_groups_rejected_total{found_by="trainer"} 3.0' in metrics
     assert "environment dice_0: inference_logprobs[1]" in caplog.text
-    with real_api(journal) as url:
+    with real_api(journal=journal) as url:
         grpo.run(config(model, tmp_path, url, resume="auto"), RecordingBridge())
         letters = http.get(url + "/dead-letters?groups=true", timeout=10).json()
     assert sorted(letter["environment"] for letter in letters) == ["dice_0", "dice_0", "unknown"]
@@ -325,10 +280,6 @@ def impossible(seed: int) -> Group:
     return group | {"inference_logprobs": rows}
 
 
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "final_model" / "model.safetensors")
-
-
 def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_warm_up(model: str, tmp_path: Path) -> None:
     """Steps 2 and 3 of four are bad: the result is that of steps 1 and 4 alone."""
 
@@ -345,8 +296,9 @@ def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_warm_up(model: st
     assert [row["updates"] for row in found] == [1, 1, 1, 2]
     assert [row["loss"] is None for row in found] == [False, True, True, False]
     assert [row["policy_version"] for row in found] == [1, 2, 3, 4]
-    expected = final_weights(without)
-    assert all(torch.equal(value, expected[name]) for name, value in final_weights(with_bad).items())
+    final = Path("checkpoints", "final_model")
+    expected = weights(without / final)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(with_bad / final).items())
 
 
 @pytest.mark.parametrize(

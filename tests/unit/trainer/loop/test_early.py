@@ -21,10 +21,10 @@ from example_trainer.loss.metric import Metrics
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from tests.client import http
-from tests.unit.trainer.fakes import RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.loop.test_trainer_run import weights
-from tests.unit.trainer.loop.test_trainer_with_api import real_api
+from tests.unit.trainer.fakes import RecordingBridge, as_records, item
+from tests.unit.trainer.whole_runs import config, real_api, weights
 
+MODEL = {"initializer_range": 0.1}
 GROUPS = 3
 STEPS = 2
 COMPARED = ("loss", "pg_loss", "entropy", "grad_norm", "ratio_mean", "ratio_max", "logprob_diff_mean", "sampler_kl")
@@ -64,29 +64,12 @@ def train(folder: Path, model: str, between: Between = lambda url, place: None, 
     with real_api() as url:
         environment = Groups(url, between)
         environment.start()
-        settings = dict(
-            model_name=model,
-            atropos_url=url,
-            training_steps=STEPS,
-            batch_size=4 * GROUPS,
-            gradient_accumulation_steps=1,
-            micro_batch_tokens=24,
-            lr=1e-3,
-            save_path=folder / "checkpoints",
-            log_dir=folder,
-            checkpoint_interval=0,
-            fetch_timeout=DEADLINE_S,
-            eval_deadline=0,
-        )
-        grpo.run(TrainerConfig.model_validate(settings | changes), RecordingBridge())
+        settings = dict(training_steps=STEPS, batch_size=4 * GROUPS, lr=1e-3, warmup_steps=0, log_dir=folder)
+        settings |= dict(fetch_timeout=DEADLINE_S, eval_deadline=0)
+        grpo.run(config(model, folder, url, **settings | changes), RecordingBridge())
         environment.join(DEADLINE_S)
         assert not environment.is_alive()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), initializer_range=0.1)
 
 
 @pytest.fixture

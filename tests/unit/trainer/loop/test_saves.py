@@ -28,12 +28,8 @@ from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.rank_child import sequences
 
+MODEL = {"tie_word_embeddings": True}
 Make = Callable[..., tuple[Learner, Saves]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
 
 
 @pytest.fixture

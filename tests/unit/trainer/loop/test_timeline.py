@@ -8,6 +8,7 @@ from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.loop.timeline import Phase, Timeline
 from example_trainer.output.metrics import Row
+from tests.waiting import Clock
 
 
 class Server(VllmClient):
@@ -23,20 +24,10 @@ class Server(VllmClient):
         return found
 
 
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.s = 0.0
-
-    def __call__(self) -> float:
-        return self.s
-
-
 def step(timeline: Timeline, clock: Clock, phases: Sequence[tuple[Phase, float]]) -> Row:
     for name, seconds in phases:
         with timeline.phase(name):
-            clock.s += seconds
+            clock.now += seconds
     return timeline.row()
 
 
@@ -50,18 +41,6 @@ def rows(*servers: Server, steps: int) -> list[tuple[float | int | None, ...]]:
     return [tuple(row[name] for name in names) for row in found]
 
 
-def test_what_is_not_busy_is_idle() -> None:
-    assert rows(Server(100.0, 107.0, 110.0), steps=2) == [(4, 6, 7, 3), (4, 6, 3, 7)]
-
-
-def test_several_servers_count_with_their_mean() -> None:
-    assert rows(Server(0.0, 6.0), Server(50.0, 52.0), steps=1) == [(4, 6, 4, 6)]
-
-
-def test_a_server_that_was_started_again_counts_from_its_start() -> None:
-    assert rows(Server(100.0, 2.0), steps=1) == [(4, 6, 2, 8)]
-
-
 def test_what_a_server_generated_before_it_is_started_again_counts_too() -> None:
     clock = Clock()
     timeline = Timeline([Server(100.0, 107.0, 2.0)], clock)
@@ -71,8 +50,20 @@ def test_what_a_server_generated_before_it_is_started_again_counts_too() -> None
     assert (row["sampler_busy_s"], row["sampler_idle_s"]) == (9, 1)
 
 
-def test_a_server_that_does_not_tell_leaves_the_sampler_unknown() -> None:
-    assert rows(Server(1.0, None, 5.0, 6.0), steps=3) == [(4, 6, None, None), (4, 6, None, None), (4, 6, 1, 9)]
+UNKNOWN = (4, 6, None, None)
+
+
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        ([Server(100.0, 107.0, 110.0)], [(4, 6, 7, 3), (4, 6, 3, 7)]),
+        ([Server(0.0, 6.0), Server(50.0, 52.0)], [(4, 6, 4, 6)]),  # their mean
+        ([Server(100.0, 2.0)], [(4, 6, 2, 8)]),  # started again: it counts from its start
+        ([Server(1.0, None, 5.0, 6.0)], [UNKNOWN, UNKNOWN, (4, 6, 1, 9)]),  # it does not tell
+    ],
+)
+def test_what_is_not_busy_is_idle(servers: list[Server], expected: list[tuple[float | None, ...]]) -> None:
+    assert rows(*servers, steps=len(expected)) == expected
 
 
 def test_each_second_is_in_the_innermost_phase_and_each_column_has_its_phases() -> None:
@@ -81,17 +72,17 @@ def test_each_second_is_in_the_innermost_phase_and_each_column_has_its_phases() 
     timeline = Timeline([Server(*[0.0] * 4)], clock)
     timeline.begin()
     with timeline.phase("sampling"):
-        clock.s += 3
+        clock.now += 3
         with timeline.phase("overlap"):
-            clock.s += 5
-        clock.s += 4
-    clock.s += 100  # of no phase
+            clock.now += 5
+        clock.now += 4
+    clock.now += 100  # of no phase
     with timeline.phase("forward and backward"):
-        clock.s += 11
+        clock.now += 11
     with timeline.phase("sync"):
-        clock.s += 13
+        clock.now += 13
         timeline.phase("optimizer")(lambda: step_on(clock, 17))()
-        clock.s += 19
+        clock.now += 19
     row = step(timeline, clock, [("report", 23), ("evaluation", 29)])
     assert {name: row[name] for name in ("generate_s", "early_s", "train_s", "step_s", "eval_wait_s")} == {
         "generate_s": 7,
@@ -106,7 +97,7 @@ def test_each_second_is_in_the_innermost_phase_and_each_column_has_its_phases() 
 
 
 def step_on(clock: Clock, seconds: float) -> None:
-    clock.s += seconds
+    clock.now += seconds
 
 
 def test_a_phase_that_fails_is_left() -> None:
@@ -114,5 +105,5 @@ def test_a_phase_that_fails_is_left() -> None:
     timeline = Timeline([Server(*[0.0] * 4)], clock)
     with pytest.raises(KeyError), timeline.phase("sync"):
         timeline.phase("optimizer")(dict[str, float]().__getitem__)("no such key")
-    clock.s += 5
+    clock.now += 5
     assert step(timeline, clock, [("sampling", 1)])["step_s"] == 1

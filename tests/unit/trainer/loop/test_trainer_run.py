@@ -1,18 +1,16 @@
 """Whole runs of the trainer against a batching API in a thread and a bridge without a peer."""
 
-import json
 import logging
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -26,74 +24,14 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.objectives import PRESETS
 from example_trainer.weights.checkpoint import find_checkpoint
 from example_trainer.weights.written import CheckpointError
-from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
+from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, serve
+from tests.unit.trainer.whole_runs import config, feed, rows, train, weights
+
+MODEL = {"tie_word_embeddings": True}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 REPOSITORY = Path(__file__).parents[4]
 BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
-
-
-def feed(step: int) -> list[dict[str, Any]]:
-    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the previous
-    one.
-    """
-    return [
-        item([1.0, 0.0, 0.0, 1.0], seed=10 + step, policy_versions=[[max(step - 1, 0), step]] * 4),
-        item([0.0, 0.0, 0.0, 0.0], seed=50 + step),
-    ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def config(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
-    settings: dict[str, Any] = dict(
-        model_name=model,
-        atropos_url=url,
-        training_steps=4,
-        batch_size=8,
-        gradient_accumulation_steps=1,
-        lr=1e-2,
-        warmup_steps=3,
-        save_path=folder / "checkpoints",
-        log_dir=folder / "logs",
-        checkpoint_interval=0,
-        api_timeout=5,
-        fetch_timeout=5,
-        micro_batch_tokens=24,
-    )
-    return TrainerConfig(**settings | changes)
-
-
-def train(
-    model: str,
-    folder: Path,
-    first_step: int = 0,
-    api: FakeApi | None = None,
-    bridge: RecordingBridge | None = None,
-    **changes: Any,
-) -> FakeApi:
-    api = api or FakeApi(lambda delivered: feed(first_step + delivered))
-    with serve(api) as url:
-        grpo.run(config(model, folder, url, **changes), bridge or RecordingBridge())
-    return api
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 class RestartedServer(FakeApi):
@@ -319,24 +257,21 @@ def test_only_the_newest_checkpoints_of_the_run_are_kept(model: str, tmp_path: P
     assert (save_path / "latest").read_text() == "step_4\n"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.pt"])
-def test_a_truncated_checkpoint_is_refused_with_both_sizes(model: str, tmp_path: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_a_finished_run_says_what_to_raise(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, training_steps=1, checkpoint_interval=1)
-    path = tmp_path / "checkpoints" / "step_1" / name
-    size = path.stat().st_size
-    os.truncate(path, size - 100)
-    with pytest.raises(CheckpointError, match=f"{name} has {size - 100} bytes, the checkpoint was written with {size}"):
-        find_checkpoint("latest", tmp_path / "checkpoints")
-
-
-def test_a_changed_checkpoint_is_refused(model: str, tmp_path: Path) -> None:
-    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
-    path = tmp_path / "checkpoints" / "step_1" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        find_checkpoint(str(path.parent), tmp_path)
+    with pytest.raises(TrainerError, match="has done 1 of 1 steps: raise --training-steps"):
+        train(model, tmp_path, training_steps=1, resume="latest")
+    for name in ("model.safetensors", "trainer_state.pt"):
+        path = tmp_path / "checkpoints" / "step_1" / name
+        content, size = path.read_bytes(), path.stat().st_size
+        os.truncate(path, size - 100)
+        says = f"{name} has {size - 100} bytes, the checkpoint was written with {size}"
+        with pytest.raises(CheckpointError, match=says):
+            find_checkpoint("latest", tmp_path / "checkpoints")
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="SHA-256 differs"):
+            find_checkpoint(str(path.parent), tmp_path)
+        path.write_bytes(content)
 
 
 def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:
@@ -346,12 +281,6 @@ def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:
         find_checkpoint("latest", tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is not a complete checkpoint"):
         find_checkpoint("nowhere", tmp_path)
-
-
-def test_resuming_a_finished_run_says_what_to_raise(model: str, tmp_path: Path) -> None:
-    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
-    with pytest.raises(TrainerError, match="has done 1 of 1 steps: raise --training-steps"):
-        train(model, tmp_path, training_steps=1, resume="latest")
 
 
 def test_a_write_that_fails_leaves_the_previous_checkpoint(model: str, tmp_path: Path) -> None:
@@ -379,16 +308,12 @@ def test_a_disk_that_is_too_small_is_seen_before_writing(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) -> None:
+def test_a_parity_above_the_tolerance_stops_the_run_unless_products_are_in_bfloat16(model: str, tmp_path: Path) -> None:
     bridge = RecordingBridge(parity=0.5)
-    with pytest.raises(
-        TrainerError, match=r"by 0.5 nats \(root mean square\) right after a sync \(--parity-tolerance 0.05\)"
-    ):
+    says = r"by 0.5 nats \(root mean square\) right after a sync \(--parity-tolerance 0.05\)"
+    with pytest.raises(TrainerError, match=says):
         train(model, tmp_path, bridge=bridge)
     assert bridge.closed
-
-
-def test_products_in_bfloat16_are_given_the_parity_of_bfloat16(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, bridge=RecordingBridge(parity=0.5), kernels="bfloat16", training_steps=1)
 
 

@@ -1,7 +1,6 @@
 """The trainer against the real batching API, with an environment that answers and evaluates at random."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -9,30 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from atroposlib.api.server import create_app
-from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
 from example_trainer.loop.run import Run
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights import shards
 from tests.client import http
-from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
+from tests.unit.trainer import whole_runs
+from tests.unit.trainer.fakes import RecordingBridge, item
+from tests.unit.trainer.whole_runs import real_api, rows
 
 STEPS = 4
 
 
-@contextlib.contextmanager
-def real_api(settings: RunApiConfig | None = None) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+class Killed(Exception):
+    """Stands for SIGKILL."""
+
+
+def config_of(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
+    settings: dict[str, Any] = dict(batch_size=4, warmup_steps=0, lr=1e-5, fetch_timeout=30, eval_deadline=0)
+    return whole_runs.config(model, folder, url, **settings | changes)
+
+
+def rewards(folder: Path) -> list[int]:
+    """Of each step, the number of its group."""
+    return [round(row["reward_mean"] * 4 - 1) for row in rows(folder)]
 
 
 class Environment(threading.Thread):
@@ -73,66 +73,30 @@ class Environment(threading.Thread):
         self.post("/disconnect-env", **me)
 
 
-def test_steps_policies_and_evaluations_stay_in_line(tmp_path: Path) -> None:
+def test_steps_policies_and_evaluations_stay_in_line(model: str, tmp_path: Path) -> None:
     with real_api() as url:
         environment = Environment(url)
         environment.start()
-        config = TrainerConfig.model_validate(
-            dict(
-                model_name=model_folder(tmp_path / "model"),
-                atropos_url=url,
-                training_steps=STEPS,
-                batch_size=4,
-                gradient_accumulation_steps=1,
-                save_path=tmp_path / "checkpoints",
-                log_dir=tmp_path / "logs",
-                checkpoint_interval=0,
-                fetch_timeout=30,
-                eval_deadline=30,
-            )
-        )
-        grpo.run(config, RecordingBridge())
+        grpo.run(config_of(model, tmp_path, url, training_steps=STEPS, eval_deadline=30), RecordingBridge())
         environment.join(10)
         assert not environment.is_alive()
 
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    found = rows(tmp_path)
     assert environment.policies == [0, 1, 2, 3, 4]
-    assert [(row["policy_version"], row["accuracy"]) for row in rows] == [(1, None), (2, 0.2), (3, None), (4, 0.4)]
-    assert all(row["staleness_mean"] == 0 and row["loss"] is not None for row in rows)
+    assert [(row["policy_version"], row["accuracy"]) for row in found] == [(1, None), (2, 0.2), (3, None), (4, 0.4)]
+    assert all(row["staleness_mean"] == 0 and row["loss"] is not None for row in found)
 
 
 @pytest.mark.parametrize(
     ("ack_after", "steps", "again"), [("checkpoint", 8, [2, 3, 4, 5, 6, 7]), ("step", 7, [3, 4, 5, 6, 7])]
 )
 def test_a_killed_run_resumes_with_the_batches_since_its_checkpoint(
-    tmp_path: Path, ack_after: str, steps: int, again: list[int]
+    model: str, tmp_path: Path, ack_after: str, steps: int, again: list[int]
 ) -> None:
-    model = model_folder(tmp_path / "model")
 
     def config(steps: int, resume: str | None, folder: str) -> TrainerConfig:
-        return TrainerConfig.model_validate(
-            dict(
-                model_name=model,
-                atropos_url=url,
-                training_steps=steps,
-                batch_size=4,
-                gradient_accumulation_steps=1,
-                save_path=tmp_path / "checkpoints",
-                log_dir=tmp_path / folder,
-                checkpoint_interval=2,
-                ack_after=ack_after,
-                resume=resume,
-                fetch_timeout=30,
-                eval_deadline=0,
-            )
-        )
-
-    def rewards(folder: str) -> list[float]:
-        rows = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [round(json.loads(row)["reward_mean"] * 4 - 1) for row in rows]
-
-    class Killed(Exception):
-        """Stands for SIGKILL."""
+        settings: dict[str, Any] = dict(checkpoint_interval=2, ack_after=ack_after, resume=resume)
+        return config_of(model, tmp_path, url, training_steps=steps, log_dir=tmp_path / folder / "logs", **settings)
 
     class DyingBridge(RecordingBridge):
         def sync(self, policy_version: int, update: Any) -> Any:
@@ -146,8 +110,8 @@ def test_a_killed_run_resumes_with_the_batches_since_its_checkpoint(
         with contextlib.suppress(Killed):
             grpo.run(config(8, None, "first"), DyingBridge())
         grpo.run(config(steps, "latest", "second"), RecordingBridge())
-    assert rewards("first") == [0, 1, 2]
-    assert rewards("second") == again
+    assert rewards(tmp_path / "first") == [0, 1, 2]
+    assert rewards(tmp_path / "second") == again
 
 
 def post_numbered(url: str, count: int) -> None:
@@ -161,10 +125,10 @@ def post_numbered(url: str, count: int) -> None:
 
 @pytest.mark.parametrize(("opened_at", "again"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4])])
 def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_at: int | None, again: list[int]
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_at: int | None, again: list[int]
 ) -> None:
     """Checkpoints are written while training continues. The run dies in step 4, before or after step 2's is done."""
-    model, gate, cut = model_folder(tmp_path / "model"), threading.Event(), shards._cut
+    gate, cut = threading.Event(), shards._cut
     saves: list[int] = []
 
     def late(blocks: list[memoryview]) -> Iterator[memoryview]:
@@ -172,9 +136,6 @@ def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_
         if len(saves) == 2:
             gate.wait(20)
         yield from cut(blocks)
-
-    class Killed(Exception):
-        """Stands for SIGKILL."""
 
     class Bridge(RecordingBridge):
         def sync(self, policy_version: int, update: Any) -> Any:
@@ -187,22 +148,11 @@ def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_
 
     def run(folder: str, bridge: RecordingBridge, **changes: Any) -> list[int]:
         settings: dict[str, Any] = dict(
-            model_name=model,
-            atropos_url=url,
-            training_steps=5,
-            batch_size=4,
-            gradient_accumulation_steps=1,
-            save_path=tmp_path / "checkpoints",
-            log_dir=tmp_path / folder,
-            checkpoint_interval=100,
-            checkpoint_format="sharded",
-            fetch_timeout=30,
-            eval_deadline=0,
+            training_steps=5, log_dir=tmp_path / folder / "logs", checkpoint_interval=100, checkpoint_format="sharded"
         )
         with contextlib.suppress(Killed):
-            grpo.run(TrainerConfig.model_validate(settings | changes), bridge)
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [round(json.loads(line)["reward_mean"] * 4 - 1) for line in lines]
+            grpo.run(config_of(model, tmp_path, url, **settings | changes), bridge)
+        return rewards(tmp_path / folder)
 
     monkeypatch.setattr(shards, "_cut", late)
     monkeypatch.setattr(shards, "STOP_S", 0.1)

@@ -20,9 +20,10 @@ from example_trainer.loss.metric import Metric, Metrics
 from example_trainer.output.metrics import Row
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.data.test_packing import make_sequence
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.loop.test_trainer_run import config, rows, train, weights
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item
+from tests.unit.trainer.whole_runs import config, rows, train, weights
 
+MODEL = {"tie_word_embeddings": True, "initializer_range": 0.1}
 ADVANTAGES = [1.0, -0.5, 0.25, -1.0, 0.75]
 SEVERAL = Plan(updates_per_batch=2, epochs=2, seed=0, step=1)
 
@@ -43,11 +44,6 @@ def of_rollouts(rollouts: list[int], silent_tokens: int = 0) -> Batch:
     ]
     batch = batch_of(answers(0))
     return replace(batch, sequences=made, loss_divisor=silent_tokens + sum(each.trained_tokens for each in made))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True, initializer_range=0.1)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 3), st.integers(0, 10))

@@ -27,10 +27,10 @@ from example_trainer.model.policy import Policy
 from example_trainer.settings.config import LossSettings, TrainerConfig
 from tests.unit.envs.fakes import CountingEnv, server_config
 from tests.unit.envs.fakes import config as env_config
-from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, item, model_folder, tiny_model
-from tests.unit.trainer.loop.test_bad_data import rows
-from tests.unit.trainer.loop.test_trainer_with_api import real_api
+from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, item, tiny_model
+from tests.unit.trainer.whole_runs import config, real_api, rows
 
+MODEL = {"vocab_size": 300}
 Figures = dict[str, float | None]
 OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
 OPTIONAL = GroupRequirements(trainable_only=True, logprobs_optional=True)
@@ -121,24 +121,8 @@ class WithoutLogprobs(CountingEnv):
 
 
 def trainer_config(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
-    settings: dict[str, Any] = dict(
-        model_name=model,
-        atropos_url=url,
-        training_steps=2,
-        batch_size=4,
-        gradient_accumulation_steps=1,
-        save_path=folder / "checkpoints",
-        log_dir=folder / "logs",
-        checkpoint_interval=0,
-        fetch_timeout=60,
-        eval_deadline=0,
-    )
-    return TrainerConfig.model_validate(settings | changes)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=300)
+    settings: dict[str, Any] = dict(training_steps=2, batch_size=4, warmup_steps=0, lr=1e-5, micro_batch_tokens=None)
+    return config(model, folder, url, **settings | dict(fetch_timeout=60, api_timeout=120, eval_deadline=0) | changes)
 
 
 async def test_an_environment_without_them_trains_where_the_trainer_recomputes(model: str, tmp_path: Path) -> None:

@@ -17,13 +17,10 @@ from example_trainer.exact.check import NotExact
 from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import LossSettings
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder
-from tests.unit.trainer.loop.test_trainer_run import feed, train
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item
+from tests.unit.trainer.whole_runs import feed, train
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+MODEL = {"tie_word_embeddings": True}
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

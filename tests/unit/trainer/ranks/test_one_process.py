@@ -3,19 +3,17 @@ kernels run, and up to the rounding of float32 elsewhere.
 """
 
 import hashlib
-import json
 import platform
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from example_trainer import grpo
 from example_trainer.model.cpu_kernels import _processor
-from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+from tests.unit.trainer.whole_runs import config, rows, weights
 
 # loss and gradient norm of each step, and the digest of the weights after them, by commit 18bf317 (oneDNN: 0501767)
 GOLDEN: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
@@ -81,36 +79,18 @@ def test_one_process_trains_as_it_always_did(name: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         with serve(api) as url:
-            run: dict[str, Any] = dict(
-                model_name=model,
-                weight_bridge_mode="none",
-                atropos_url=url,
-                device="cpu",
-                threads=1,
-                batch_size=7,
-                gradient_accumulation_steps=1,
-                training_steps=3,
-                lr=1e-3,
-                dual_clip=0,  # these random log-probabilities have ratios beyond any bound
-                kernels="torch",
-                micro_batch_tokens=40,
-                logits_chunk_mb=1,
-                share_prefixes=False,
-                checkpoint_interval=0,
-                save_path=tmp_path / "checkpoints",
-                log_dir=tmp_path / "logs",
-                api_timeout=5,
-                fetch_timeout=5,
-            )
-            grpo.run(TrainerConfig(**run | settings), RecordingBridge())
+            run: dict[str, Any] = dict(weight_bridge_mode="none", device="cpu", threads=1, kernels="torch")
+            run |= dict(training_steps=3, batch_size=7, micro_batch_tokens=40, lr=1e-3, warmup_steps=0)
+            run |= dict(dual_clip=0)  # these random log-probabilities have ratios beyond any bound
+            run |= dict(logits_chunk_mb=1, share_prefixes=False)
+            grpo.run(config(model, tmp_path, url, **run | settings), RecordingBridge())
     finally:
         torch.set_num_threads(threads)
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    found = [(row["loss"], row["grad_norm"]) for row in rows]
+    found = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path)]
     golden = [(float.fromhex(loss), float.fromhex(norm)) for loss, norm in steps]
     assert found == [pytest.approx(pair, rel=1e-4) for pair in golden]
     if kernels() == RECORDED and ("oneDNN" not in name or _processor() == ONEDNN):
         assert found == golden
-        weights = load_file(tmp_path / "checkpoints" / "final_model" / "model.safetensors")
-        content = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+        trained = weights(tmp_path / "checkpoints" / "final_model")
+        content = b"".join(trained[name].numpy().tobytes() for name in sorted(trained))
         assert hashlib.sha256(content).hexdigest()[:16] == digest

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
-    PreTrainedModel,
     Qwen2VLConfig,
 )
 
@@ -44,51 +45,50 @@ def alone() -> Iterator[Ranks]:
     ranks.leave()
 
 
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-
 def load(folder: Path | str, ranks: Ranks) -> None:
     assert ranks.mesh is not None
     sharded_model(config(str(folder), compute_dtype="bfloat16"), str(folder), CPU, ranks.mesh)
 
 
+def without_safetensors(folder: Path) -> None:
+    model = tiny_model()
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def that_changes_its_logits(folder: Path) -> None:
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0, initializer_range=0.3)).save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("save", "says"),
     [
         (
-            lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)),
+            lambda folder: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)).save_pretrained(
+                folder
+            ),
             r"OlmoeForCausalLM is a model with experts \(model.layers.0.mlp is a OlmoeSparseMoeBlock\)",
         ),
         (
-            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4)),
+            lambda folder: GPT2LMHeadModel(
+                GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4)
+            ).save_pretrained(folder),
             "GPT2LMHeadModel has no list of decoder layers.* --trainer-ranks 1 --compute-dtype float32 --offload none",
         ),
+        (Qwen2VLConfig(text_config=SHAPE).save_pretrained, "cannot load --model-name .*Qwen2VLConfig"),
+        (without_safetensors, "contains no safetensors, only pytorch_model.bin: .*save the model again"),
+        (that_changes_its_logits, "GraniteForCausalLM cannot be trained with packed sequences: its logits"),
     ],
-    ids=["olmoe", "gpt2"],
+    ids=["olmoe", "gpt2", "images", "no safetensors", "changed logits"],
 )
-def test_families_that_are_not_sharded_are_refused_by_name(alone: Ranks, tmp_path: Path, model: Any, says: str) -> None:
-    made: PreTrainedModel = model()
-    made.save_pretrained(tmp_path)
+def test_what_is_not_sharded_is_refused_by_name(
+    alone: Ranks, tmp_path: Path, save: Callable[[Path], Any], says: str
+) -> None:
+    save(tmp_path)
     with pytest.raises(ModelError, match=says) as refused:
         load(tmp_path, alone)
     assert "\n" not in str(refused.value)
-
-
-def test_a_model_that_reads_images_is_refused(alone: Ranks, tmp_path: Path) -> None:
-    Qwen2VLConfig(text_config=SHAPE).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"cannot load --model-name .*Qwen2VLConfig"):
-        load(tmp_path, alone)
-
-
-def test_a_folder_without_safetensors_is_refused(alone: Ranks, tmp_path: Path) -> None:
-    model = tiny_model()
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"contains no safetensors, only pytorch_model.bin: .*save the model again"):
-        load(tmp_path, alone)
 
 
 def test_files_of_another_model_are_refused_before_there_is_storage(
@@ -99,22 +99,6 @@ def test_files_of_another_model_are_refused_before_there_is_storage(
     monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *anything, **more: pytest.fail("there is storage"))
     with pytest.raises(ModelError, match=r"has \[48, 32\] for model.layers.0.mlp.gate_proj.weight \[64, 32\]"):
         load(tmp_path, alone)
-
-
-def test_an_architecture_that_changes_its_logits_is_refused_when_sharded(alone: Ranks, tmp_path: Path) -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    torch.manual_seed(0)
-    GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0, initializer_range=0.3)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="GraniteForCausalLM cannot be trained with packed sequences: its logits"):
-        load(tmp_path, alone)
-
-
-@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
-def test_optimizers_of_whole_tensors_are_refused_by_name(two_ranks: None, optimizer: str) -> None:
-    says = f"--optimizer {optimizer} updates whole tensors, and this trainer has 2 ranks: use adamw, or"
-    with pytest.raises(TrainerError, match=says):
-        join(config().model_copy(update={"optimizer": optimizer}), CPU)  # whether or not bitsandbytes is installed
 
 
 def test_one_rank_takes_every_optimizer_unless_it_shards() -> None:
@@ -141,48 +125,48 @@ def test_what_computes_as_vllm_does_takes_no_other_dtype_and_is_not_offloaded(
         resolve_config(TrainerConfig, ["--model-name", "m", *ways, *flags], prog="grpo", env={})
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
-    two_ranks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(TrainerError, match="--fsdp-size 4 does not divide the 6 trainer ranks: give one of 1, 2, 3, 6"):
-        join(config(fsdp_size=4), CPU)
-
-
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("ranks", "settings", "says"),
     [
+        (1, {"tp_size": 2}, "--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"),
+        (2, {"tp_size": 4}, "--tp-size 4 does not divide the 2 trainer ranks: give --trainer-ranks 4, or a multiple"),
         (
-            {"tp_size": 4},
-            "--tp-size 4 does not divide the 2 trainer ranks: give --trainer-ranks 4, or a multiple",
-        ),
-        (
+            2,
             {"tp_size": 2, "fsdp_size": 2},
             "--fsdp-size 2 does not divide the 2 trainer ranks / --tp-size 2: give one",
         ),
+        (6, {"fsdp_size": 4}, "--fsdp-size 4 does not divide the 6 trainer ranks: give one of 1, 2, 3, 6"),
         (
+            2,
             {"tp_size": 2, "weight_bridge_mode": "lora_only", "lora_dropout": 0.1},
             "--lora-dropout 0.1: ranks that split a layer .*: give --lora-dropout 0, or --tp-size 1",
         ),
-        ({"tp_size": 2, "optimizer": "adafactor"}, "--optimizer adafactor updates whole tensors"),
+        *[
+            (2, changes | {"optimizer": optimizer}, f"--optimizer {optimizer} updates whole tensors, and this trainer")
+            for optimizer in ("adafactor", "adamw_8bit")
+            for changes in ({}, {"tp_size": 2})
+        ],
         (
+            2,
             {"tp_size": 2, "batch_invariant": True},
             "--batch-invariant trains on one device, but this trainer has 2 ranks",
         ),
         (
+            2,
             {"weight_bridge_mode": "shared_vllm", "single_copy": True},
             "with one trainer rank or one per vLLM rank, but this trainer has 2 ranks: give .* --tp-size and",
         ),
     ],
 )
-def test_what_cannot_be_split_over_ranks_is_refused(two_ranks: None, settings: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_split_over_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, settings: dict[str, Any], says: str
+) -> None:
+    if ranks > 1:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    optimizer = settings.pop("optimizer", "adamw")
     with pytest.raises(TrainerError, match=says):
-        join(config(**settings), CPU)
-
-
-def test_one_rank_alone_does_not_split() -> None:
-    with pytest.raises(TrainerError, match="--tp-size 2 does not divide the 1 trainer rank: give --trainer-ranks 2"):
-        join(config(tp_size=2), CPU)
+        join(config(**settings).model_copy(update={"optimizer": optimizer}), CPU)  # without bitsandbytes, too
 
 
 def test_a_trainer_on_a_cpu_starts_as_many_ranks_as_its_sizes_need() -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 
 from atroposlib.wire import bridge
 from atroposlib.wire.bridge import BroadcastOffer
-from tests.unit.vllm_patching.engine_with_workers import EngineWithWorkers, make_worker
+from tests.unit.vllm_patching.engine_with_workers import EngineWithWorkers, broadcast_offer, make_worker
 from tests.unit.vllm_patching.memory.test_arena import manifest
 from vllm_patching.engines import engines_of
 from vllm_patching.engines.base import Refused, Serving
@@ -85,18 +86,7 @@ def test_a_gpu_without_room_for_a_bucket_is_not_sent_where_it_is_already(worker:
 async def test_a_server_without_a_staging_buffer_refuses_a_broadcast(tmp_path: Path) -> None:
     engine = EngineWithWorkers(tmp_path)
     serving = Serving(engine, Gate(), model="m", staging=False)
-    offer = BroadcastOffer(
-        session="s",
-        trainer="h:1",
-        lease_s=60.0,
-        address="127.0.0.1",
-        port=1,
-        world_size=2,
-        backend="gloo",
-        manifest_digest=manifest().digest(),
-        bucket_bytes=64,
-        timeout_s=5.0,
-    )
+    offer = msgspec.convert(broadcast_offer(), BroadcastOffer)
     broadcast = engines_of(serving)[BroadcastOffer]
     with pytest.raises(Refused, match=r"--bridge-staging none.*single copy"):
         await broadcast.fits(offer)

@@ -9,7 +9,6 @@ import pytest
 from packaging.version import Version
 
 from atroposlib.routing import unpack
-from tests.unit.vllm_patching.engines.test_bridge_state import committed, opened
 from tests.unit.vllm_patching.fake_engine import VOCABULARY, FakeEngine, serving
 from vllm_patching import compat
 
@@ -102,11 +101,11 @@ async def test_a_sequence_names_the_versions_of_its_tokens(
     engine = FakeEngine(1)
     engine.output = output(sequence([7, 8, 9], *versions))
     async with serving(engine) as client:
-        await opened(client, world_size=2)
-        await committed(client, engine, 1)
+        await client.opened()
+        await client.committed(1)
 
         async def sync() -> None:
-            await committed(client, engine, 2)
+            await client.committed(2)
 
         engine.during["generate"] = sync
         reply = await client.post("/generate", json={"prompt": PROMPT})
@@ -120,11 +119,11 @@ async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s
     engine = FakeEngine(1)
     engine.output = output(sequence([7]), sequence([8]))
     async with serving(engine) as client:
-        await opened(client, world_size=2)
-        await committed(client, engine, 1)
+        await client.opened()
+        await client.committed(1)
 
         async def sync() -> None:
-            await committed(client, engine, 2)
+            await client.committed(2)
 
         engine.during["generate"] = sync
         across = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
@@ -139,7 +138,7 @@ async def test_what_a_poisoned_engine_gave_up_is_refused_with_the_reason() -> No
     async with serving(engine) as client:
         reply = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
         assert reply.json()["finish_reasons"] == ["stop", "abort"]
-        await opened(client, world_size=2)
+        await client.opened()
 
         async def fence() -> None:
             await client.post("/v1/bridge/fence", json={"session": "a", "reason": "too slow"})

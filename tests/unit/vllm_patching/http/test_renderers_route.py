@@ -13,8 +13,7 @@ from packaging.version import Version
 
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.sessions import Call, digest
-from tests.unit.vllm_patching.engines.test_bridge_state import committed, opened
-from tests.unit.vllm_patching.fake_engine import FakeEngine, serving
+from tests.unit.vllm_patching.fake_engine import BridgeClient, FakeEngine, serving
 from vllm_patching import compat
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.http.renderers import Conversations, _served_version
@@ -34,7 +33,7 @@ def choice(ids: list[int], *versions: int, finish_reason: str = "stop") -> dict[
 @asynccontextmanager
 async def vllm(
     answer: Callable[[Any], Any], engine: FakeEngine | None = None, **arguments: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[BridgeClient]:
     """Our endpoints, in front of a token route that gives what `answer` makes of the body."""
     async with serving(engine or FakeEngine(1), **arguments) as client:
         app: FastAPI = client._transport.app  # type: ignore[attr-defined]
@@ -96,12 +95,12 @@ async def test_where_vllm_labels_nothing_the_versions_are_those_at_the_request_s
 
     async def answer(body: Any) -> Any:
         if body["token_ids"] == [1]:
-            await committed(client, engine, 2)
+            await client.committed(2)
         return {"choices": [choice(body["token_ids"])]}
 
     async with vllm(answer, engine) as client:
-        await opened(client, world_size=2)
-        await committed(client, engine, 1)
+        await client.opened()
+        await client.committed(1)
         for ids in ([1], [2]):
             await client.post(ROUTE, json={**BODY, "token_ids": ids}, headers={"X-Session-ID": "a"})
         noted = await versions(client, "a")

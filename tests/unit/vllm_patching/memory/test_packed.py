@@ -8,24 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.waiting import Clock
 from vllm_patching import compat
 from vllm_patching.memory import packed
 from vllm_patching.memory.packed import PackedLinear, Product
 
 
-class Clock:
-    """Time that passes only where a layer is packed: two seconds each."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock = Clock()
+    clock = Clock(100.0)  # it passes only where a layer is packed: two seconds each
     monkeypatch.setattr(packed, "time", clock)
     packed.hold_once(False)
     yield clock
