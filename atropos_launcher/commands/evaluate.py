@@ -22,6 +22,7 @@ from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, rea
 from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.run_file.teacher import untaught
 from atropos_launcher.runs import expect_open
 from atropos_launcher.service import Service
 from atroposlib.config import Config
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG, flags=EvaluateFlags)
     given = asked.given
     assert isinstance(given, EvaluateFlags)
-    asked = replace(asked, run=asking(asked.run, given))
+    asked = replace(asked, run=untaught(asking(asked.run, given)))
     run_dir = evaluation_folder(asked, given)
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))

@@ -32,10 +32,11 @@ from atropos_launcher.placement.gpus import (
     ranks_of_single_copy,
     served_dtype,
 )
-from atropos_launcher.placement.machines import MachineFlags, Machines
+from atropos_launcher.placement.machines import LOOPBACK, MachineFlags, Machines
 from atropos_launcher.placement.ports import Ports, holder
+from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
-from atropos_launcher.plan.sections import KEY, resolve_trainer
+from atropos_launcher.plan.sections import KEY, expect_lesson, resolve_trainer
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import add_outcome, write_record
@@ -77,6 +78,7 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
     run_dir = choose_folder(asked)
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+        expect_lesson(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:
             print(described(plan, asked), end="")
             expect_fit(plan, asked)
@@ -110,6 +112,8 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
     cores = place_cores(run.layout.cores, 1 if machines.several else len(run.servers), os.sched_getaffinity(0))
     given = [server.get("port") for server in run.servers]
+    mine, others = gpus_of_teacher(run, asked.gpus)
+    asked = replace(asked, gpus=others)
     if machines.several:
         vllm_ports = ports_of_machines(machines, given, ports, asked.dry_run)
         cores = replace(cores, vllm=cores.vllm * len(run.servers))
@@ -123,8 +127,32 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
         Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
         for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
     ]
-    placed = [_placed(asked, site) for site in sites]
+    teacher = find_teacher(asked, mine, ports, vllm_ports)
+    placed = [replace(_placed(asked, site), teacher=teacher) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple[int, ...]) -> TeacherPlace | None:
+    """Where the run's teacher is, or will be on these GPUs. Raises ConfigError, PortTaken."""
+    teacher = asked.run.teacher
+    if teacher is None:
+        return None
+    if teacher.url is not None:
+        return TeacherPlace(teacher.url.rstrip("/").removesuffix("/v1"))
+    if asked.machines.several:
+        raise ConfigError(
+            "teacher.model: a run on several machines starts no teacher: start its vLLM server on one of them, and give"
+            " --teacher.url http://HOST:PORT"
+        )
+    given = teacher.flags.get("port")
+    if given in taken:
+        raise ConfigError(f"teacher.port {given} is a vLLM server's too: give the teacher another, or none")
+    first = int(given or taken[-1] + 1)
+    if asked.dry_run:
+        port = first
+    else:
+        port = ports.require("--teacher.port", first) if given else ports.first_free(first)
+    return TeacherPlace(f"http://{LOOPBACK}:{port}", find_model(teacher.model, asked.dry_run), port, gpus)
 
 
 def _placed(asked: Asked, site: Site) -> Site:
@@ -203,6 +231,12 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
         if not asked.dry_run:
             print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
         raise ConfigError(why)
+    if plan.site.teacher is not None:
+        lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
+        if why and asked.gpu_bytes:
+            if not asked.dry_run:
+                print("\n".join(lines), file=sys.stderr)
+            raise ConfigError(why)
 
 
 def ports_line(asked: Asked, site: Site) -> str:
@@ -263,6 +297,8 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
+    if site.teacher is not None:
+        notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
 
 

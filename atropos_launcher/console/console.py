@@ -15,6 +15,7 @@ from atropos_launcher.console.rate_limit import Repeated
 from atropos_launcher.console.sample_text import latest_sample
 from atropos_launcher.run_file.servers import NAME as SERVER
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.service import TRAINER, is_trainer
 from atropos_launcher.services.event_text import text
 from atropos_launcher.services.events import (
@@ -140,7 +141,7 @@ def _lost_on_a_full_disk() -> Iterator[None]:
 
 def _kind(service: str) -> str:
     """Return the service whose way of showing lines it shares: the one vLLM server, or the one trainer."""
-    return SERVER if is_server(service) else TRAINER if is_trainer(service) else service
+    return SERVER if is_server(service) or service == TEACHER else TRAINER if is_trainer(service) else service
 
 
 def is_terminal(out: TextIO) -> bool:

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.service import is_trainer
 from atropos_launcher.services.events import Died, Ended, Event, LogLine, Restarted, Started, Up, Waiting
 from atroposlib.processes.log_files import printable
@@ -132,7 +133,7 @@ class RunProgress:
     def _read(self, service: str, line: str, now: float) -> None:
         if service in self._starts:
             start = self._starts[service]
-            start.stage = max(start.stage, vllm_stage(line)) if is_server(service) else 0
+            start.stage = max(start.stage, vllm_stage(line)) if serves(service) else 0
             start.part = part_of(line)
         elif part := part_of(line):
             self._downloads[service] = part
@@ -141,7 +142,7 @@ class RunProgress:
                 self.batches, self.queued = int(sent["number"]), 0
         elif service == "trainer":
             self._read_trainer(line, now)
-        elif not is_server(service) and not is_trainer(service):
+        elif not serves(service) and not is_trainer(service):
             self._read_environment(service, line, now)
 
     def _read_trainer(self, line: str, now: float) -> None:
@@ -188,6 +189,11 @@ class RunProgress:
         if left_s is not None:
             notes.append(f"about {duration(left_s)} left")
         return Bar("trainer", self.done, self.steps, ", ".join(notes))
+
+
+def serves(service: str) -> bool:
+    """Return whether it is a vLLM server, of the run or of its teacher."""
+    return is_server(service) or service == TEACHER
 
 
 def vllm_stage(line: str) -> int:
@@ -239,7 +245,7 @@ def duration(seconds: float) -> str:
 def _start_bar(service: str, start: _Start, now: float) -> Bar:
     spent = f"{duration(now - start.since)} of at most {duration(start.limit_s)}"
     part = f" {start.part.percent} %" if start.part else ""
-    if not is_server(service):
+    if not serves(service):
         return Bar(service, None, None, f"{STARTING}{part}, {spent}")
     name, stages = VLLM_STAGES[start.stage][0], len(VLLM_STAGES)
     within = start.part.percent / 100 if start.part else 0.0

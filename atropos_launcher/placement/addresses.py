@@ -11,8 +11,10 @@ from atropos_launcher.placement.cores import CorePlacement, thread_bindings
 from atropos_launcher.placement.gpus import Placement, device_flags, device_variables, seen
 from atropos_launcher.placement.machines import LOOPBACK as HOST
 from atropos_launcher.placement.machines import THIS_ONE, Machines
+from atropos_launcher.placement.teacher import TeacherPlace
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree, server_name
+from atropos_launcher.run_file.teacher import TEACHER
 from example_trainer.settings.bridges import MODES, Adapter, Mode
 
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
@@ -36,6 +38,7 @@ class Site:
     meeting_port: int = 0  # of trainer ranks on several machines, on the first one
     # what the memory plan decides for a trainer that vLLM leaves a part of its GPU: --offload auto, sizes not given
     settled: Mapping[str, Any] = field(default_factory=dict)
+    teacher: TeacherPlace | None = None
 
     @property
     def api(self) -> str:
@@ -64,7 +67,8 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
         "VLLM_BRIDGE_CONFIG_PATH": _bridge_config(site, "vllm"),
         **device_variables(site.placement, site.environ),
     }
-    if os.path.isabs(site.model) and not any(section.from_hub for section in run.environments.values()):
+    models = [site.model, *([site.teacher.model] if site.teacher is not None and site.teacher.model else [])]
+    if all(map(os.path.isabs, models)) and not any(section.from_hub for section in run.environments.values()):
         found["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
     return found
 
@@ -89,6 +93,14 @@ def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
     if (cores := site.cores.vllm[index]) and not site.placement.on_gpus:
         ranks = max(site.placement.by_ranks, tensor_parallel_size(run.servers[index]))
         found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
+    return found
+
+
+def teacher_variables(site: Site, teacher: TeacherPlace) -> dict[str, str]:
+    """The environment variables of the teacher's server alone: its GPUs or cores, and that it gets no weights."""
+    found = {**seen(teacher.gpus), "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
+    if site.cores.teacher and not teacher.gpus:
+        found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(site.cores.teacher, 1, TEACHER)
     return found
 
 

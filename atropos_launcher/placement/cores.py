@@ -26,6 +26,7 @@ class CorePlacement:
     trainer: Cores = ()
     environments: Cores = ()
     api: Cores = ()
+    teacher: Cores = ()
 
 
 def place_cores(layout: CoreLayout, servers: int, usable: Iterable[int]) -> CorePlacement:
@@ -53,7 +54,11 @@ def place_cores(layout: CoreLayout, servers: int, usable: Iterable[int]) -> Core
         taken, left = left[:count], left[count:]
         found[name] = tuple(taken) if count else tuple(sorted({*chain(*_sets(value))}))
     return CorePlacement(
-        _of_servers(layout, found["vllm"], servers), found["trainer"], found["environments"], found["api"]
+        _of_servers(layout, found["vllm"], servers),
+        found["trainer"],
+        found["environments"],
+        found["api"],
+        found["teacher"],
     )
 
 

@@ -32,6 +32,7 @@ from atropos_launcher.run_file.run_file import (
     validated,
 )
 from atropos_launcher.run_file.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
+from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
@@ -55,7 +56,7 @@ USAGE = {
     "atropos evaluate": "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]",
     "atropos quickstart": "%(prog)s [MODEL] [--FLAG VALUE ...]",
 }
-SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
+SECTIONS = ("trainer", "api", "bridge", "vllm", TEACHER, "layout", "env", "environments")
 PLANNED_GB = 80  # of a GPU that --gpus asks for
 LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
 MORE = """\
@@ -65,6 +66,7 @@ Settings of the programs:
   --env.file FILE               another environment; it keeps the recipe's settings that it knows
   --environments.NAME.X V       the same, for one of several environments
   --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is for the second
+  --teacher.model M             a model to learn from, served beside with flags --teacher.X V of vLLM; or --teacher.url
   --bridge.X V, --api.X V       the bridge's settings, the batching API's flags
   --layout.X V                  GPUs and CPU cores of each service: --layout.vllm 0,1 --layout.cores.trainer 0-3
 
@@ -346,8 +348,9 @@ def _with_sections(typed: Mapping[str, Sequence[Setting]], content: Tree, given:
     if given.dataset_path:
         name = only_environment(content, "--dataset-path")
         content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
-    for flag in typed["layout"]:
-        content = merge(content, nested({f"layout.{flag.name}": flag.value}))
+    for section in ("layout", TEACHER):
+        for flag in typed[section]:
+            content = merge(content, nested({f"{section}.{flag.name}": flag.value}))
     trainer = [word for flag in typed["trainer"] for word in flag.words()]
     bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
     api = [word for flag in typed["api"] for word in flag.words()]

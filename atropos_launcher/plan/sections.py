@@ -19,9 +19,11 @@ from atropos_launcher.paths import environment_file, environment_names, environm
 from atropos_launcher.placement.addresses import Site, argv, variables, vllm_flags
 from atropos_launcher.placement.gpus import device_bridge
 from atropos_launcher.placement.machines import LOOPBACK as HOST
+from atropos_launcher.placement.teacher import TeacherPlace
 from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree
+from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError, Setting
 from example_trainer.settings.bridges import MODES
@@ -203,7 +205,38 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
         found[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
+        if run.teacher is not None and site.teacher is not None:
+            found[service] |= {TEACHER: connection_of_teacher(run.teacher, site.teacher)}
+            env.setdefault("teacher_enabled", True)
     return found
+
+
+def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:
+    """An environment's settings for the teacher. What names its model and tokenizer by default, the server says."""
+    return {
+        "model_name": "default",
+        "base_url": f"{place.url}/v1",
+        "server_type": "vllm",
+        "tokenizer_name": teacher.tokenizer_name or "default",
+        **({"api_key_env": teacher.api_key_env} if teacher.api_key_env else {}),
+    }
+
+
+def expect_lesson(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError for a teacher that nothing is learned from, and for a trainer that distils without one."""
+    distils = trainer.distill_coef > 0
+    if run.teacher is not None and not distils:
+        raise ConfigError(
+            "teacher: nothing is learned from it while the trainer does not distil: give its weight, such as"
+            " --trainer.distill-coef 1, or remove `teacher`"
+        )
+    untaught = [name for name, plan in environments.items() if not plan.resolved["env"].get("teacher_enabled")]
+    if distils and untaught:
+        raise ConfigError(
+            f"--trainer.distill-coef {trainer.distill_coef:g}: the environment {untaught[0]} asks no teacher, and the"
+            " trainer would refuse its groups: give `teacher` in the run file, as --teacher.model NAME or --teacher.url"
+            " http://HOST:PORT, or drop the flag"
+        )
 
 
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:

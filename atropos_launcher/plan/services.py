@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.placement.addresses import Site, argv, server_variables, variables, vllm_flags
+from atropos_launcher.placement.addresses import (
+    Site,
+    argv,
+    server_variables,
+    teacher_variables,
+    variables,
+    vllm_flags,
+)
 from atropos_launcher.placement.cores import expect_ranks_share
 from atropos_launcher.placement.gpus import seen, trainer_ranks
 from atropos_launcher.placement.machines import LOOPBACK
+from atropos_launcher.placement.teacher import teacher_flags
 from atropos_launcher.plan.on_machine import on_machine
 from atropos_launcher.plan.sections import (
     VLLM_START_S,
@@ -26,6 +34,7 @@ from atropos_launcher.plan.sections import (
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
 from atropos_launcher.run_file.servers import server_name
+from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.service import TRAINER, Service, trainer_name
 from atroposlib.config import config_yaml
 from atroposlib.flags import ConfigError
@@ -139,6 +148,7 @@ def services(
                 cores=site.cores.vllm[index],
             )
             made.append(on_machine(serving, site.machines.serving[index], site) if site.machines.several else serving)
+    made += teachers(run, site, trainer, shared)
     made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
     mine = site.cores.environments
     for service, plan in environments.items():
@@ -153,6 +163,26 @@ def services(
             )
         )
     return made
+
+
+def teachers(run: RunFile, site: Site, trainer: TrainerConfig, shared: Mapping[str, str]) -> list[Service]:
+    """The teacher's server, if this run starts it."""
+    teacher = site.teacher
+    if teacher is None or not teacher.model:
+        return []
+    program = str(PACKAGES / "example_trainer" / "vllm_api_server.py")
+    flags = argv(teacher_flags(run, teacher, trainer, LOOPBACK))
+    return [
+        Service(
+            name=TEACHER,
+            command=(sys.executable, "-u", program, *flags),
+            environment={**shared, **teacher_variables(site, teacher)},
+            health=f"{teacher.url}/health",
+            start_limit_s=VLLM_START_S,
+            restarts=SERVER_RESTARTS,  # environments drop what they sample meanwhile
+            cores=site.cores.teacher,
+        )
+    ]
 
 
 def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], shared: Mapping[str, str]) -> list[Service]:

@@ -43,5 +43,6 @@ class CoreLayout(Config):
         "auto", description="of all vLLM servers, or a list with a set for each"
     )
     trainer: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of all trainer ranks")
+    teacher: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of the teacher's vLLM server")
     environments: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of every environment")
     api: Annotated[Asked, BeforeValidator(_one_set)] = Field("auto", description="of the batching API")

@@ -30,6 +30,7 @@ from atropos_launcher.run_file.servers import (
     merged_servers,
     merged_trees,
 )
+from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, nearest
@@ -39,7 +40,7 @@ from example_trainer.settings.bridges import LAUNCHED, MODES
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
-TAKEN = ("api", "trainer", "view", LAUNCHER)  # names of services, and so of their logs
+TAKEN = ("api", "trainer", "view", TEACHER, LAUNCHER)  # names of services, and so of their logs
 NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
 
 
@@ -67,6 +68,7 @@ class Layout(Config):
         description="vLLM's GPUs, one per tensor-parallel rank; for several servers in turn, or one list per server",
     )
     trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
+    teacher: Gpus = Field("auto", description="the teacher's GPUs, where it is started; by default the last ones")
     cores: CoreLayout = CoreLayout()
 
     @property
@@ -126,6 +128,9 @@ class RunFile(Config):
     trainer: Tree = Field({}, description="the trainer's settings")
     vllm: Servers = Field(
         {}, description="flags of the vLLM server; `count: N` in them for N equal ones, or a list of servers"
+    )
+    teacher: TeacherSection | None = Field(
+        None, description="a model to learn from: `model`, with flags of its vLLM server, or `url` of one that runs"
     )
     api: Tree = Field({}, description="the batching API's settings")
     layout: Layout = Layout()

@@ -207,7 +207,9 @@ class TeacherDistillationEnv(BaseEnv):
     async def _expect_teacher(self) -> None:
         if self.teacher_server is None:
             return
-        servers, longest = self.teacher_server.servers, self.max_token_len
+        servers = self.teacher_server.servers
+        contexts = [await server.context_length() for server in self.server.servers]
+        longest = min([self.max_token_len, *([max(filter(None, contexts))] if all(contexts) else [])])
         await self._env_run.wait_for(servers, "teacher", "--teacher.base_url")
         for server in servers:
             try:
@@ -221,8 +223,8 @@ class TeacherDistillationEnv(BaseEnv):
             if limit is not None and limit <= longest:
                 raise WrongSetting(
                     f"the teacher at {server.name} reads at most {limit} tokens and has to answer one, but a sequence"
-                    f" of the trainer may have {longest} (--seq-len): start the teacher with --max-model-len"
-                    f" {longest + 1} or more, or the trainer with --seq-len {limit - 1} or less"
+                    f" may have {longest} (the trainer's --seq-len, or the student's context): start the teacher with"
+                    f" --max-model-len {longest + 1} or more, or the trainer with --seq-len {limit - 1} or less"
                 )
 
     async def _release(self) -> None:

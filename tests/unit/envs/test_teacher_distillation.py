@@ -330,17 +330,19 @@ async def test_an_environment_without_a_teacher_says_what_the_trainer_lacks(tmp_
 
 
 async def test_a_teacher_with_a_shorter_context_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server:
+    async with FakeInferenceServer() as server, FakeInferenceServer() as student:
         server.max_model_len, server.model_name = 512, "teacher"
-        env = asks_teacher(tmp_path, server)
-        env.max_token_len = 511
+        settings, asked = taught(tmp_path), [teacher_config(server, tmp_path)]
+        env = TeacherlessEnv(settings, server_config(student), teacher_server_configs=asked)
+        student.model_name = env.server.model_name
         async with env._env_run:
-            await env._expect_teacher()
-            env.max_token_len = 512
-            with pytest.raises(
-                WrongSetting, match=r"at most 512 tokens .* may have 512 \(--seq-len\).*--seq-len 511 or"
-            ):
+            for trainers, students in ((511, None), (512, 511)):  # the student's context bounds what is sampled
+                env.max_token_len, student.max_model_len = trainers, students
                 await env._expect_teacher()
+            for students in (None, 600):
+                student.max_model_len = students
+                with pytest.raises(WrongSetting, match=r"at most 512 tokens .* may have 512 .*--seq-len 511 or less"):
+                    await env._expect_teacher()
 
 
 async def test_a_teacher_whose_server_reads_other_tokens_is_refused(tmp_path: Path) -> None:

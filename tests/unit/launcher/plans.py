@@ -17,7 +17,7 @@ from atropos_launcher.plan import command_line, sections
 from atropos_launcher.plan.command_line import Asked, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.commands.cli import load_tree
+from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
@@ -43,7 +43,7 @@ def environment_class(file: str) -> type[BaseEnv]:
 @cache
 def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
     """What `python FILE serve ARGV --dry-run` prints."""
-    tree = load_tree(environment_class(file), "serve", argv, "serve")
+    tree = load_tree(with_teacher_if_given(environment_class(file), argv), "serve", argv, "serve")
     found: dict[str, Any] = json.loads(tree.model_dump_json())
     return found
 
