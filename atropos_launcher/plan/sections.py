@@ -212,7 +212,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
 
 
 def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:
-    """An environment's settings for the teacher. What names its model and tokenizer by default, the server says."""
+    """An environment's settings for the teacher. By default the server itself names its model and tokenizer."""
     return {
         "model_name": "default",
         "base_url": f"{place.url}/v1",
