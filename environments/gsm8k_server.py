@@ -4,9 +4,9 @@
     python environments/gsm8k_server.py serve --env.group_size 8 --openai.base_url http://localhost:9001/v1
     python environments/gsm8k_server.py serve --env.dataset_path problems.jsonl
 
-Problems come from the hub (openai/gsm8k), from local files, or are generated (464 sums and products that a small
-model learns in minutes). An answer is graded by math-verify. If the grader fails, the answer has no score and is
-counted: a score of 0 would train the model on the grader's failure.
+Problems come from the hub (openai/gsm8k), from local files, or are generated (sums and products of one-digit numbers
+that a small model learns in minutes). An answer is graded by math-verify. If the grader fails, the answer has no score
+and is counted: a score of 0 would train the model on the grader's failure.
 """
 
 from pathlib import Path

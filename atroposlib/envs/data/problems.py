@@ -26,6 +26,8 @@ from atroposlib.grading.extraction import extract_boxed
 
 ANSWER_MARK = "####"
 ARITHMETIC_SEED = 0
+WORDINGS = ("What is {}?", "How much is {}?", "Calculate {}.", "{} = ?")
+HELD_OUT_FACTS = 64
 HUB_REMEDY = (
     "check the network, or pass --env.dataset arithmetic or generated, or --env.dataset_path with local jsonl files"
 )
@@ -70,10 +72,24 @@ ProblemStream = ItemStream[Problem]
 
 
 def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSet:
-    """The 464 questions a + b (1..20) and a * b (2..9), shuffled by `seed`, the first `held_out` of them held out."""
-    sums = [_arithmetic_problem(a, "+", b, a + b) for a in range(1, 21) for b in range(1, 21)]
-    products = [_arithmetic_problem(a, "*", b, a * b) for a in range(2, 10) for b in range(2, 10)]
-    return split([*sums, *products], held_out, seed, "the arithmetic set")
+    """The 145 sums a + b (1..9) and products a * b (2..9), each asked in the four ways of `WORDINGS`: 580 questions.
+
+    At most 64 of the 145, chosen by `seed`, are held out in every wording, so that none is trained on. The first 64
+    held-out questions are these in the first wording. Raises DataError for more than 256.
+    """
+    sums = [(a, "+", b, a + b) for a in range(1, 10) for b in range(1, 10)]
+    products = [(a, "*", b, a * b) for a in range(2, 10) for b in range(2, 10)]
+    most = HELD_OUT_FACTS * len(WORDINGS)
+    if held_out > most:
+        raise DataError(f"the arithmetic set has at most {most} questions to hold out, not {held_out}; lower it")
+    facts = split([*sums, *products], min(held_out, HELD_OUT_FACTS), seed, "the arithmetic set")
+    train, tested = (
+        [_arithmetic_problem(wording, *fact) for wording in WORDINGS for fact in each]
+        for each in (facts.train, facts.held_out)
+    )
+    assert facts.report is not None
+    facts.report.train, facts.report.held_out = len(train), held_out
+    return ProblemSet(train, tested[:held_out], facts.report)
 
 
 def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
@@ -113,8 +129,9 @@ async def hub_problem_set(
     return _problem_set(await hub_tables(dataset, name, deadline_s, HUB_REMEDY), held_out, seed, fields, overlap)
 
 
-def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:
-    return Problem(f"What is {a} {operator} {b}?", f"{a} {operator} {b} = {result}\n{ANSWER_MARK} {result}")
+def _arithmetic_problem(wording: str, a: int, operator: str, b: int, result: int) -> Problem:
+    task = f"{a} {operator} {b}"
+    return Problem(wording.format(task), f"{task} = {result}\n{ANSWER_MARK} {result}")
 
 
 def _problem_set(tables: Tables, held_out: int, seed: int, fields: Fields, overlap: Overlap) -> ProblemSet:

@@ -28,25 +28,47 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def test_arithmetic_set_is_the_464_questions_with_their_results() -> None:
-    problems = arithmetic_problems(64)
-    assert (len(problems.train), len(problems.held_out)) == (400, 64)
+def test_arithmetic_set_is_145_facts_in_four_wordings_with_their_results() -> None:
+    problems = arithmetic_problems(256)
+    assert (len(problems.train), len(problems.held_out)) == (324, 256)
     everything = problems.train + problems.held_out
-    assert len({problem.question for problem in everything}) == 464
+    assert len({problem.question for problem in everything}) == 580
     for problem in everything:
-        found = re.fullmatch(r"What is ([1-9]|1\d|20) ([+*]) ([1-9]|1\d|20)\?", problem.question)
+        found = re.fullmatch(r"(What is|How much is|Calculate)? ?([1-9]) ([+*]) ([1-9])( = \?|\?|\.)", problem.question)
         assert found is not None
-        a, b = int(found[1]), int(found[3])
-        assert problem.result == str(a + b if found[2] == "+" else a * b)
-        assert found[2] == "+" or (min(a, b) >= 2 and max(a, b) <= 9)
+        a, b = int(found[2]), int(found[4])
+        assert problem.result == str(a + b if found[3] == "+" else a * b)
+        assert found[3] == "+" or min(a, b) >= 2
+
+
+@pytest.mark.parametrize("held_out", [1, 16, 64, 65, 200, 256])
+def test_no_fact_is_trained_on_and_held_out(held_out: int) -> None:
+    problems = arithmetic_problems(held_out)
+    trained, tested = ({problem.answer for problem in each} for each in (problems.train, problems.held_out))
+    assert not trained & tested
+    assert (len(problems.held_out), len(tested)) == (held_out, min(held_out, 64))
+    assert problems.report is not None
+    assert (problems.report.train, problems.report.held_out) == (len(problems.train), held_out)
+
+
+def test_the_first_held_out_questions_are_facts_in_the_first_wording() -> None:
+    problems = arithmetic_problems(256)
+    assert problems.held_out[:64] == arithmetic_problems(64).held_out
+    assert problems.train == arithmetic_problems(64).train
+    assert all(problem.question.startswith("What is ") for problem in problems.held_out[:64])
+
+
+def test_more_than_there_are_cannot_be_held_out() -> None:
+    with pytest.raises(DataError, match="at most 256 questions to hold out, not 257"):
+        arithmetic_problems(257)
 
 
 def test_arithmetic_split_is_the_same_in_every_run() -> None:
     assert arithmetic_problems(64) == arithmetic_problems(64)
     assert [problem.question for problem in arithmetic_problems(64).held_out[:3]] == [
-        "What is 6 * 2?",
-        "What is 10 + 18?",
-        "What is 20 + 9?",
+        "What is 4 * 3?",
+        "What is 5 * 4?",
+        "What is 2 + 2?",
     ]
 
 
@@ -97,11 +119,11 @@ def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str | No
 def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_its_order() -> None:
     problems = arithmetic_problems(64).train
     stream, again, other = ProblemStream(problems, 1), ProblemStream(problems, 1), ProblemStream(problems, 2)
-    taken = [stream[number] for number in range(800)]
-    assert taken == [again[number] for number in reversed(range(800))][::-1]
-    assert taken != [other[number] for number in range(800)]
-    assert set(taken[:400]) == set(taken[400:]) == set(problems)
-    assert taken[:400] != taken[400:]
+    taken = [stream[number] for number in range(648)]
+    assert taken == [again[number] for number in reversed(range(648))][::-1]
+    assert taken != [other[number] for number in range(648)]
+    assert set(taken[:324]) == set(taken[324:]) == set(problems)
+    assert taken[:324] != taken[324:]
 
 
 @pytest.mark.services
