@@ -69,11 +69,3 @@ class Child:
         """Once its group is gone, or is about to be."""
         if self.process is not None:
             self.process.reap()
-
-
-def describe(status: int) -> str:
-    """`exit status 1`, `killed by signal KILL`."""
-    if status >= 0:
-        return f"exit status {status}"
-    names = {number.value: number.name.removeprefix("SIG") for number in signal.Signals}
-    return f"killed by signal {names.get(-status, -status)}"  # those for programs' own use have no names

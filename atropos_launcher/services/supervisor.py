@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from atropos_launcher.service import LAUNCHER, Service
-from atropos_launcher.services.child import Child, describe
+from atropos_launcher.services.child import Child
 from atropos_launcher.services.events import (
     Died,
     Ended,
@@ -51,6 +51,7 @@ from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.shared_memory import SharedMemory
 from atropos_launcher.services.stop_services import end
 from atroposlib.errors import WRONG_USE, AtroposError, reading
+from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.log_files import last_lines
 
 POLL_S = 0.2
@@ -277,7 +278,7 @@ class Supervisor:
         again = child.has_served and child.deaths <= service.restarts and status != WRONG_USE
         pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if again else None
         shown = last_lines(child.log, LINES_SHOWN)
-        how = self._how(status) if not service.host else describe(status)
+        how = self._how(status) if not service.host else exit_words(status)
         if service.optional and not again:
             child.has_ended = True
             child.record.group.signal(signal.SIGTERM)  # what it has left
@@ -296,9 +297,9 @@ class Supervisor:
         counter = self._oom.since_last()
         self.out_of_memory = counter is not None
         if counter is not None:
-            return f"{describe(status)}: the machine or its control group was out of memory ({counter} rose)"
+            return f"{exit_words(status)}: the machine or its control group was out of memory ({counter} rose)"
         self.killed = status == -signal.SIGKILL
-        return describe(status)
+        return exit_words(status)
 
     def _restart(self, child: Child) -> None:
         assert child.record is not None

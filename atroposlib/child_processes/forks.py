@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.processes.exec_child import die_with
+from atroposlib.processes.exit_words import exit_words
 
 NICENESS = 10
 REPLY_BYTES = 16 << 20
@@ -92,8 +93,7 @@ def _reply(fork: _Fork) -> dict[str, object]:
         with suppress(ValueError):
             return {"id": fork.number, **json.loads(fork.written)}
     late = code in (-signal.SIGALRM, -signal.SIGXCPU)
-    why = "late" if late else f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return {"id": fork.number, "error": {"message": why, "is_wrong": False}}
+    return {"id": fork.number, "error": {"message": "late" if late else exit_words(code), "is_wrong": False}}
 
 
 def _forked(request: Request, answer: Answer, memory_bytes: int) -> tuple[int, _Fork]:

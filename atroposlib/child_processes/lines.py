@@ -20,6 +20,7 @@ from typing import Any
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.logs import get_logger
 from atroposlib.processes.async_child import start_group
+from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.groups import Group, Marked, left_after
 
 log = get_logger(__name__)
@@ -163,7 +164,7 @@ class LineChild:
         while process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(POLLED_EVERY_S)
         await asyncio.sleep(POLLED_EVERY_S)  # what it wrote last is read meanwhile
-        await self._fail(f"it ended with {shown_code(process.returncode)}")
+        await self._fail(f"it ended: {exit_words(process.returncode)}")
 
     async def _read_errors(self) -> None:
         assert self._process is not None
@@ -201,8 +202,3 @@ class LineChild:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ChildFailed(failure))
-
-
-def shown_code(code: int) -> str:
-    """An exit code in words."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -22,6 +22,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 from atroposlib.processes import exec_child
+from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.groups import FOLLOW_S, POLL_S, Group, end_groups
 from atroposlib.processes.log_files import last_lines
 from atroposlib.processes.shared_memory import mapped_files, remove_unused
@@ -100,13 +101,11 @@ class ChildGroup:
         return status
 
     def end(self) -> str | None:
-        """Say how the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
+        """Say how the leader ended, in the words of `exit_words`, or None while it runs."""
         if self._popen.returncode is not None:
             return "stopped"
         status = self.status()
-        if status is None:
-            return None
-        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return None if status is None else exit_words(status)
 
     def last_lines(self) -> str:
         """Return the end of what this process has written to its log."""

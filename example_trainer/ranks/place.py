@@ -19,6 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from atroposlib.processes.exec_child import die_with
+from atroposlib.processes.exit_words import signal_name
 from example_trainer.errors import TrainerError
 from example_trainer.settings.bridges import Adapter
 from example_trainer.settings.config import TrainerConfig
@@ -200,7 +201,7 @@ def _gpus(config: TrainerConfig) -> list[str]:
 def was_ended_by(signum: int) -> str:
     """Say of a rank, in the words that follow its name, which signal ended it."""
     hint = " (by the kernel, if memory ran out)" if signum == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(signum).name}{hint}"
+    return f"was ended by {signal_name(signum)}{hint}"
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------

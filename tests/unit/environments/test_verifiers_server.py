@@ -233,7 +233,7 @@ async def test_what_a_killed_child_had_started_is_killed_with_it(
     ("settings", "says", "tries"),
     [
         ({"arguments": {"open": "refuse"}}, "no such taskset", 1),
-        ({"arguments": {"open": "die"}}, "exit code 3; its last words: cannot load", 1),
+        ({"arguments": {"open": "die"}}, "exit status 3; its last words: cannot load", 1),
         ({"verifiers_python": "/none"}, r"scripts/verifiers_setup\.sh", 0),
     ],
 )

@@ -67,7 +67,7 @@ def test_the_rest_of_a_group_whose_leader_has_died_is_ended(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("code", "end"),
-    [("raise SystemExit(7)", "exit status 7"), ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL")],
+    [("raise SystemExit(7)", "exit status 7"), ("import os; os.kill(os.getpid(), 9)", "killed by signal KILL")],
 )
 def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
     server = start(f"print('last words', flush=True); {code}", tmp_path)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.services.child import describe
 from atroposlib.processes import exec_child
 from tests.serving import free_port
 from tests.unit.launcher.processes import (
@@ -287,14 +286,6 @@ def test_a_console_that_is_gone_ends_the_run_with_all_its_services(tmp_path: Pat
     assert launcher.returncode == 128 + signal.SIGPIPE
     assert not lives(pid)
     assert not (tmp_path / "pids").exists()
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(3, "exit status 3"), (-9, "killed by signal KILL"), (-signal.SIGRTMIN - 1, "killed by signal 35")],
-)
-def test_how_a_service_ended_is_said_in_words(status: int, words: str) -> None:
-    assert describe(status) == words
 
 
 def test_two_launchers_of_one_run_are_refused_and_the_first_goes_on(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_server_that_dies_is_started_again_from_what_it_served(bench: Bench, m
         assert session_members(pid) == []  # its orphaned engine too
         assert bridge._server.client.status().policy_version == 1
     pid = own_pid(bridge)
-    with pytest.raises(BridgeError, match=r"ended by itself: killed by SIGKILL. Last lines of [^$]*FAKE --model"):
+    with pytest.raises(BridgeError, match=r"ended by itself: killed by signal KILL. Last lines of [^$]*FAKE --model"):
         noticed(bridge, pid)
     bridge.close()
     assert session_members(pid) == []
