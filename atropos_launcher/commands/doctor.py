@@ -53,6 +53,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, keys_of, make_parser
 from atroposlib.http_guard import is_loopback
+from atroposlib.processes.exit_words import exit_words
 from atroposlib.wire.bridge import Manifest
 from example_trainer.memory.plan import GIB
 from example_trainer.settings.bridges import LAUNCHED, Broadcast
@@ -321,7 +322,7 @@ def live(config: DoctorConfig) -> Iterator[Finding]:
         found = json.loads(line)
         yield Finding(found["level"], name, f"{found['url']}: {found['found']}", found["remedy"])
     if done.returncode != 0:
-        yield Finding("fail", name, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        yield Finding("fail", name, (done.stderr.strip().splitlines() or [exit_words(done.returncode)])[-1])
 
 
 def urls_of_run(run: Path) -> list[str]:

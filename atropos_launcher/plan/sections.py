@@ -26,6 +26,7 @@ from atropos_launcher.run_file.servers import Tree
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError, Setting
+from atroposlib.processes.exit_words import exit_words
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
@@ -302,7 +303,7 @@ def ask_environment(
             ) from None
     printed = done.stdout[done.stdout.find("env:") :]
     if done.returncode != 0 or not printed.startswith("env:"):
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}, and nothing on stderr"]
+        said = done.stderr.strip().splitlines() or [f"{exit_words(done.returncode)}, and nothing on stderr"]
         raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
     resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}"))
     return resolved

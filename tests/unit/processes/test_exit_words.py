@@ -10,7 +10,14 @@ from atroposlib.processes.exit_words import exit_words, signal_name
 from example_trainer.ranks.place import was_ended_by
 
 ROOT = Path(__file__).parents[3]
-WORDS = re.compile(r"exit status \{|killed by \{|exit code \{|ended by \{")
+OWNER = ROOT / "atroposlib/processes/exit_words.py"
+PACKAGES = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching")
+WORDS = re.compile(r"(exit status|exit code|killed by|killed by signal) \{")
+
+
+def test_no_other_module_has_words_of_its_own() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert [path for path in files if WORDS.search(path.read_text())] == [OWNER]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,7 @@ WORDS = re.compile(r"exit status \{|killed by \{|exit code \{|ended by \{")
     [
         (3, "exit status 3"),
         (-9, "killed by signal KILL"),
-        (-signal.SIGRTMIN - 1, f"killed by signal {signal.SIGRTMIN + 1}"),
+        (-signal.SIGRTMIN - 1, "killed by signal 35"),
     ],
 )
 def test_status_in_words(status: int, words: str) -> None:
