@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class HasRun(Protocol):
-    """An environment; `EnvRun` is in `environment.py`, which imports this module."""
+    """An environment; `EnvRun` is in `env_run.py`, which `environment.py` imports beside this module."""
 
     _env_run: Any
 

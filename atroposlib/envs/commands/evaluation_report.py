@@ -12,7 +12,8 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation.evaluation_metrics import TABLE, table
 from atroposlib.envs.files.html_report import write_samples_html
-from atroposlib.envs.run.environment import Environment, EnvRun
+from atroposlib.envs.run.env_run import EnvRun
+from atroposlib.envs.run.environment import Environment
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 
@@ -21,7 +22,7 @@ log = get_logger(__name__)
 PAGE = "samples.html"
 
 
-async def evaluate_once(env: Environment, run: EnvRun) -> None:
+async def evaluate_once(env: Environment, run: EnvRun[Environment]) -> None:
     """Evaluate and report. Raises ServerError, EnvError for an evaluation without a result, and what the author's
     method raises.
     """
@@ -43,7 +44,7 @@ async def evaluate_once(env: Environment, run: EnvRun) -> None:
         raise EnvError(f"the evaluation failed: {failed}")
 
 
-def _write_page(run: EnvRun, page: Path, title: str, shown: str) -> None:
+def _write_page(run: EnvRun[Environment], page: Path, title: str, shown: str) -> None:
     """An author chooses what a sample is: one that cannot be shown costs the page, not the evaluation."""
     try:
         write_samples_html(run.held_out, page, title, shown)

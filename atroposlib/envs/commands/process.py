@@ -8,7 +8,8 @@ from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.files.html_report import write_html
-from atroposlib.envs.run.environment import Environment, EnvRun
+from atroposlib.envs.run.env_run import EnvRun
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
 
@@ -41,7 +42,7 @@ async def process(env: Environment) -> None:
     log.info("Wrote the groups to %s and the page to %s", env.jsonl_writer.path, page)
 
 
-async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> None:
+async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeServers) -> None:
     env, accepted = run.env, run.counts["groups_accepted"]
     failed, limit = 0, env.config.max_fruitless_items
     for _ in range(limit) if limit else itertools.count():

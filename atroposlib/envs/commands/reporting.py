@@ -15,7 +15,8 @@ from typing import Self
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
 from atroposlib.envs.run.api_link import ApiLink
-from atroposlib.envs.run.environment import EnvRun
+from atroposlib.envs.run.env_run import EnvRun
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.run.outcomes import Outcomes
 from atroposlib.wire import routes
 from atroposlib.wire.batching import EnvReport, Heartbeat
@@ -42,7 +43,7 @@ class Reporting:
     `run.waits_for` and `run.in_flight`.
     """
 
-    def __init__(self, client: AsyncBatchingApi, run: EnvRun | StartUp) -> None:
+    def __init__(self, client: AsyncBatchingApi, run: EnvRun[Environment] | StartUp) -> None:
         self._client = client
         self._run = run
         self._link: ApiLink | None = None
@@ -57,7 +58,7 @@ class Reporting:
     async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
-    def follow(self, run: EnvRun, link: ApiLink) -> None:
+    def follow(self, run: EnvRun[Environment], link: ApiLink) -> None:
         """Report on `run` from now on, as the environment that `link` registers."""
         self._run, self._link = run, link
 
@@ -102,7 +103,7 @@ class Reporting:
             await asyncio.sleep(INTERVAL_S)
 
 
-def _without_server(run: EnvRun) -> str:
+def _without_server(run: EnvRun[Environment]) -> str:
     """The inference servers, when groups are being sampled and none of them is live."""
     servers = run.env.server.servers
     if not run.in_flight or any(server.health.live for server in servers):

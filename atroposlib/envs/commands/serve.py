@@ -33,7 +33,8 @@ from atroposlib.envs.files.records import crossed
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.run.api_link import ApiLink
-from atroposlib.envs.run.environment import Environment, EnvRun
+from atroposlib.envs.run.env_run import EnvRun
+from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.run.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.run.worker_pool import WorkerPool
 from atroposlib.envs.server_handling.errors import PermanentServerError
@@ -90,7 +91,7 @@ class ServeLoop:
     started.
     """
 
-    def __init__(self, run: EnvRun, client: AsyncBatchingApi, reporting: Reporting) -> None:
+    def __init__(self, run: EnvRun[Environment], client: AsyncBatchingApi, reporting: Reporting) -> None:
         self.run = run
         self.env = env = run.env
         self.link = run.link = ApiLink(

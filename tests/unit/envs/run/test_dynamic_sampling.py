@@ -147,7 +147,7 @@ async def test_drops_are_one_line_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("atroposlib.envs.run.environment.time.monotonic", lambda: now)
+    monkeypatch.setattr("atroposlib.envs.run.env_run.time.monotonic", lambda: now)
     caplog.set_level(logging.INFO)
     async with FakeInferenceServer() as inference:
         env = CountingEnv(config(tmp_path, ""), server_config(inference))
