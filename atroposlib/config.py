@@ -50,9 +50,9 @@ def load_config(
     *,
     prog: str,
     env: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     epilog: str = "",
-    content: Mapping[str, Any] | None = None,
+    content: Mapping[str, object] | None = None,
     notes: Callable[[C], Sequence[str]] | None = None,
 ) -> C:
     """Resolve `config_cls` from `argv` (default: the process's own), YAML, `env` (default: os.environ) and `defaults`.
@@ -83,9 +83,9 @@ def resolve_config(
     *,
     prog: str,
     env: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     epilog: str = "",
-    content: Mapping[str, Any] | None = None,
+    content: Mapping[str, object] | None = None,
 ) -> tuple[C, bool]:
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
     keys = keys_of(config_cls)
@@ -132,7 +132,7 @@ def config_yaml(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def in_place(values: Mapping[str, Any], *trees: type[BaseModel]) -> Tree:
+def in_place(values: Mapping[str, object], *trees: type[BaseModel]) -> Tree:
     """`values` with every key at its own place: an alias becomes the field's name, a hoisted one goes down into its
     tree, so that no layer holds two spellings of a value.
     """

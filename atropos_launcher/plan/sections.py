@@ -150,7 +150,7 @@ def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
 
 
 def _resolved(
-    config_cls: type[C], section: str, content: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+    config_cls: type[C], section: str, content: Mapping[str, object], typed: Sequence[str], environ: Mapping[str, str]
 ) -> C:
     try:
         config, _ = resolve_config(config_cls, typed, prog=section, env=environ, content=content)
@@ -285,7 +285,7 @@ def no_program(name: str) -> str:
 
 
 def ask_environment(
-    name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+    name: str, program: Sequence[str], settings: Mapping[str, object], typed: Sequence[str], environ: Mapping[str, str]
 ) -> Tree:
     """The configuration as the program resolves it. Raises ConfigError with what it says against it."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -65,18 +64,18 @@ def typed_values(config: Config, typed: Sequence[str]) -> Tree:
     return found
 
 
-def dumped(content: Any) -> str:
+def dumped(content: object) -> str:
     """Write `content` as YAML."""
     plain = list(content) if isinstance(content, tuple) else content
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 
-def without_secrets(text: str, given: Mapping[str, Any], section: str) -> str:
+def without_secrets(text: str, given: Mapping[str, object], section: str) -> str:
     """A configuration without its masked secrets: a service finds them in its environment variables. Raises
     ConfigError for one that the run itself holds.
     """
 
-    def cleared(value: Any, own: Any, path: str) -> Any:
+    def cleared(value: object, own: object, path: str) -> object:
         if isinstance(value, list):
             owners = own if isinstance(own, list) and len(own) == len(value) else [own] * len(value)
             return [cleared(item, owner, path) for item, owner in zip(value, owners, strict=True)]

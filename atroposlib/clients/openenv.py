@@ -120,7 +120,7 @@ class OpenEnvClient:
         self._last_begun = -math.inf
         self._told = -math.inf
 
-    async def schema(self) -> Mapping[str, Any]:
+    async def schema(self) -> Mapping[str, object]:
         """The JSON schema of an action; that of an observation is kept. Raises NotYet while the server is not up,
         NotOpenEnv where there is none.
         """

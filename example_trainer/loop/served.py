@@ -1,7 +1,6 @@
 """Does vLLM serve what the trainer has? Asked after the first sync, and after the first sync of an update."""
 
 import time
-from typing import Any
 
 from atroposlib.logs import get_logger
 from example_trainer.bridges import WeightBridge
@@ -16,7 +15,7 @@ PARITY_LIMITS = {"float32": 0.05, "float16": 0.25, "bfloat16": 1.0}
 log = get_logger(__name__)
 
 
-def expect_served_lengths(config: TrainerConfig, model: Any) -> None:
+def expect_served_lengths(config: TrainerConfig, model: object) -> None:
     """Raise ModelError if a vLLM server computes every token with another rotary table than the trainer, because it
     serves longer sequences than the model was made for.
     """

@@ -248,7 +248,7 @@ class Ranks:
         dist.all_gather(found, mine, group=self._control)
         return found
 
-    def _reduced(self, values: Tensor, how: Any) -> Tensor:
+    def _reduced(self, values: Tensor, how: object) -> Tensor:
         values = values.detach().to("cpu", torch.float64)
         dist.all_reduce(values, how, group=self._control)
         return values
@@ -536,7 +536,7 @@ def _digest() -> str:
     return digest.hexdigest()
 
 
-def _arguments(method: Callable[..., object]) -> Any:
+def _arguments(method: Callable[..., object]) -> object:
     types = [kind for name, kind in get_type_hints(method).items() if name != "return"]
     return tuple[tuple(types)] if types else tuple[()]  # type: ignore[misc]
 

@@ -15,7 +15,7 @@ The trainer calls them through example_trainer/exact/cuda.py. Forward only. Writ
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def longest_query(tokens: int, head_size: int) -> int:
     return max(65 if head_size == 64 else 2, tokens)
 
 
-def vllm_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> CudaKernels:
+def vllm_kernels(config: object, dtype: torch.dtype, device: torch.device) -> CudaKernels:
     """vLLM's for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM cannot do it."""
     switch_on(os.environ, cpu=False)  # vLLM's Python and its C++ read VLLM_BATCH_INVARIANT when they are first asked
     try:

@@ -94,7 +94,7 @@ async def close_session(sessions: Server, session: str) -> Response:
 
 def _mount(route: Route) -> None:
     @router.post(route.path, tags=BRIDGE)
-    async def act(sessions: Server, body: Annotated[Any, Body()]) -> Response:
+    async def act(sessions: Server, body: Annotated[object, Body()]) -> Response:
         return await _whole(route.answer(sessions, body))
 
 
@@ -109,7 +109,7 @@ async def generate(request: Request, sessions: Server, body: Annotated[dict[str,
 
 
 @router.post(TOOL_CALLS, tags=["generate"])
-async def parse_tool_calls(request: Request, body: Annotated[Any, Body()]) -> Response:
+async def parse_tool_calls(request: Request, body: Annotated[object, Body()]) -> Response:
     return _json(await request.app.state.tool_calls.found(typed_body("body", body, ParseToolCalls)))
 
 

@@ -319,7 +319,7 @@ def _server_group(name: str, servers: Any, in_yaml: Any, flagged: bool) -> Serve
     return ServerGroup(kind, kind, values[0] if values else {})
 
 
-def _is_list_of_one(content: Any) -> bool:
+def _is_list_of_one(content: object) -> bool:
     return isinstance(content, list) and len(content) == 1
 
 

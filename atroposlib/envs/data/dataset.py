@@ -93,7 +93,7 @@ class Row:
     where: str
     values: dict[str, Any]
 
-    def picked(self, columns: Mapping[str, str]) -> dict[str, Any]:
+    def picked(self, columns: Mapping[str, str]) -> dict[str, object]:
         """The values of the mapped columns by their new names; of all if there is no mapping. Raises DataError."""
         return {name: self.value(column) for name, column in columns.items()} or self.values
 
@@ -277,7 +277,7 @@ def _disjoint(train: list[T], held_out: Sequence[T], report: DataReport, overlap
     return kept
 
 
-def _note_copies(train: Sequence[Any], keys: Sequence[int], report: DataReport) -> None:
+def _note_copies(train: Sequence[object], keys: Sequence[int], report: DataReport) -> None:
     """Questions that come again are kept: their author may have meant it."""
     seen = set[int]()
     for item, key in zip(train, keys, strict=True):

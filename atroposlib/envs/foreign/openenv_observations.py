@@ -20,7 +20,7 @@ class Observations:
     most `limit` characters.
     """
 
-    def __init__(self, tokenizer: Any, fields: Sequence[str], limit: int, template: str = "") -> None:
+    def __init__(self, tokenizer: object, fields: Sequence[str], limit: int, template: str = "") -> None:
         self._fields = tuple(fields)
         self._limit = limit
         self._template = template
