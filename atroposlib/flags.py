@@ -334,7 +334,7 @@ def _help(key: Key, defaults: Mapping[str, Any]) -> str:
     return f"{key.field.description or ''}{noted}".replace("%", "%%")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(_shown, value))
     if isinstance(value, Enum):

@@ -398,7 +398,7 @@ def _of_bridge(tree: Tree, kind: str | None) -> Tree:
     return {key: value for key, value in tree.items() if key != "bridge"}
 
 
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what}: expected keys and values, found {type(value).__name__}")
     return value

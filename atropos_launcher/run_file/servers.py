@@ -49,7 +49,7 @@ def each_server(vllm: object) -> list[Tree]:
     return [dict(server) for server in vllm]
 
 
-def is_for_each(value: Any) -> TypeGuard[list[Any]]:
+def is_for_each(value: object) -> TypeGuard[list[Any]]:
     """Return whether a value of `layout` is a list for each server, as [[0, 1], [2]]."""
     return isinstance(value, list) and any(isinstance(part, list) for part in value)
 

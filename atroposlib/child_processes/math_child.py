@@ -8,7 +8,7 @@ calls equal, since it takes differences below 1e-15 for nothing.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atroposlib.child_processes.loop import answer_requests
@@ -208,7 +208,7 @@ def _equations(statements: Sequence[object]) -> list[Any]:
     return [each for statement in statements if isinstance(statement, Basic) for each in statement.find(Eq)]
 
 
-def _is_consistent(left: object, right: object, verify: Any) -> bool:
+def _is_consistent(left: object, right: object, verify: Callable[..., object]) -> bool:
     """Return whether `left = right` can state `right`.
 
     y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot.

@@ -75,7 +75,7 @@ class Tool:
                 raise BadTool(f"tool {name}: a model passes arguments by name, and {parameter} takes none by name")
 
         @functools.wraps(function)
-        def given(**arguments: object) -> dict[str, Any]:
+        def given(**arguments: object) -> dict[str, object]:
             return arguments
 
         try:
@@ -103,7 +103,7 @@ class CallResult:
     """
 
     text: str
-    value: Any = None
+    value: object = None
     error: CallError | None = None
     raised: Exception | None = None
 

@@ -17,10 +17,10 @@ from msgspec import UNSET
 ATOMS = {str, float, bool, NoneType}
 LEAST, MOST = -(2**63), 2**64 - 1  # of an integer that every reader of JSON takes
 
-Default = Callable[[Any], Any] | None
+Default = Callable[[object], object] | None
 
 
-def encode(value: Any, *, default: Default = None, any_keys: bool = False) -> bytes:
+def encode(value: object, *, default: Default = None, any_keys: bool = False) -> bytes:
     """Return `value` as JSON; `default` gives what stands for a value that is not JSON. `any_keys`: a key may be of
     any plain type, and is written as a text. Raises TypeError.
     """
@@ -32,13 +32,13 @@ def encode(value: Any, *, default: Default = None, any_keys: bool = False) -> by
         raise TypeError("Recursion limit reached") from None
 
 
-def _plain(value: Any, default: Default, any_keys: bool) -> object:
+def _plain(value: object, default: Default, any_keys: bool) -> object:
     kind = type(value)
-    if kind in ATOMS or (kind is int and LEAST <= value <= MOST):
+    if kind in ATOMS or (type(value) is int and LEAST <= value <= MOST):
         return value
     if isinstance(value, dict):
         return {_key(key, default, any_keys): _plain(each, default, any_keys) for key, each in value.items()}
-    if kind is tuple or isinstance(value, list):
+    if isinstance(value, list) or (isinstance(value, tuple) and kind is tuple):
         kinds = set(map(type, value))
         if kinds <= ATOMS or (kinds == {int} and LEAST <= min(value) and max(value) <= MOST):  # of thousands of tokens
             return value

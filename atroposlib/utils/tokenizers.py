@@ -181,7 +181,7 @@ def _neutral_token(tokenizer: Tokenizer) -> int | None:
     return next((token for token, added in known.items() if added.special and not added.rstrip), None)
 
 
-def chat_ids(tokenizer: Tokenizer, messages: Sequence[object], **kwargs: Any) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, messages: Sequence[object], **kwargs: object) -> list[int]:
     """Token ids of the templated `messages`, under any version of transformers and any tokenizer."""
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs))
 

@@ -216,7 +216,7 @@ def _versions(row: Sample, place: int, mask: list[int]) -> list[int | None]:
 
 def _advantage(trained: Trained | None, place: int) -> float | None:
     """Return the advantage of a sequence: one number, or one per token of which the first stands for all."""
-    value = decoded(_at(trained.advantages if trained else None, place), Any)
+    value = decoded(_at(trained.advantages if trained else None, place), object)
     while isinstance(value, list) and value:
         value = value[0]
     return finite(value)
@@ -269,7 +269,7 @@ def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
     """Messages whose `content` is a string, and `images` those of its parts; null if there are none. What else a
     message has stays as it is.
     """
-    value = decoded(raw, Any)
+    value = decoded(raw, object)
     if isinstance(value, str):
         return [{"role": "text", "content": value}]
     if not isinstance(value, list):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -69,7 +69,7 @@ def evaluations(runs: Runs, request: Request) -> dict[str, object]:
     return {"rows": _run(runs, request).files.evaluations()}
 
 
-def timeline(runs: Runs, request: Request) -> dict[str, Any]:
+def timeline(runs: Runs, request: Request) -> dict[str, object]:
     run = _run(runs, request)
     steps = run.files.timeline(_whole(request, "from"), _whole(request, "to"))
     ends = [part[key] for step in steps for part in step["trainer"] for key in ("start", "end")]
@@ -83,7 +83,7 @@ def timeline(runs: Runs, request: Request) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def settings(runs: Runs, request: Request) -> dict[str, Any]:
+def settings(runs: Runs, request: Request) -> dict[str, object]:
     return {"settings": _run(runs, request).files.settings()}
 
 
@@ -97,13 +97,13 @@ def logs(runs: Runs, request: Request) -> dict[str, object]:
     return {"services": services, "lines": [] if service is None else run.files.log(service, lines)}
 
 
-def held_out(runs: Runs, request: Request) -> dict[str, Any]:
+def held_out(runs: Runs, request: Request) -> dict[str, object]:
     run = _run(runs, request)
     runs.use(run)
     return {"versions": run.groups.held_out_versions()}
 
 
-def groups(runs: Runs, request: Request) -> dict[str, Any]:
+def groups(runs: Runs, request: Request) -> dict[str, object]:
     """A page of the list."""
     run = _run(runs, request)
     source, sort = _one_of(request, "source", (*SOURCES, DEAD_LETTERS)), _one_of(request, "sort", SORTS)
@@ -120,7 +120,7 @@ def groups(runs: Runs, request: Request) -> dict[str, Any]:
     return {"total": page.total, "complete": page.complete, "indexed_frac": round(run.groups.indexed, 3), "rows": found}
 
 
-def group(runs: Runs, request: Request) -> dict[str, Any]:
+def group(runs: Runs, request: Request) -> dict[str, object]:
     """The whole group."""
     run, name = _run(runs, request), request.path_params["n"]
     source, only = _one_of(request, "source", (*SOURCES, DEAD_LETTERS)), _whole(request, "rollout")
@@ -161,7 +161,7 @@ def _entry(run: Run, place: Place, row: Sample | HeldOut | None, done: Trained |
     entry = place.entry
     sampled_at = None if entry["step"] == NONE else int(entry["step"])
     version, mean = int(entry["version"]), float(entry["mean"])
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "n": f"{place.name}.{int(entry['offset'])}",
         "time": _known(float(entry["time"])),
         "step": _step(run, None if done is None else done.step, sampled_at),

@@ -5,13 +5,45 @@ gradients.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from example_trainer.model.cpu_kernels import exact_product
 from example_trainer.model.packed_attention import tree_attention
+
+
+class Saved(Protocol):
+    """What autograd keeps of a forward pass for the backward pass."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class SavedLinear(Saved, Protocol):
+    """Also keeps the dtype of the bias, None without any."""
+
+    bias_dtype: torch.dtype | None
+
+
+class SavedAttention(Saved, Protocol):
+    """Also keeps how the row is divided into sequences."""
+
+    scale: float
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+class SavedKernel(Saved, Protocol):
+    """Also keeps what the kernel computes, in plain torch."""
+
+    formula: Callable[..., Any]
 
 
 class Linear(torch.autograd.Function):
@@ -22,13 +54,15 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: SavedLinear, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: SavedLinear, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         # a GPU sums products of bfloat16 in float32 by itself; a CPU would emulate each of them
         on_cpu = x.device.type == "cpu"
@@ -60,7 +94,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: SavedAttention,
         kernel: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
@@ -80,7 +114,9 @@ class PackedAttention(torch.autograd.Function):
         return kernel(rows[0], rows[1][of_all], rows[2][of_all], lengths, scale, tuple(map(len, seen)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
+    def backward(
+        ctx: SavedAttention, grad: Tensor
+    ) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
         query, key, value = (tensor.detach()[None].requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
             output = tree_attention(query, key, value, ctx.lengths, ctx.parents, ctx.scale)
@@ -102,13 +138,15 @@ class Kernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., object], formula: Callable[..., object], *inputs: Tensor) -> object:
+    def forward(
+        ctx: SavedKernel, kernel: Callable[..., object], formula: Callable[..., object], *inputs: Tensor
+    ) -> object:
         ctx.save_for_backward(*inputs)
         ctx.formula = formula
         return kernel(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: SavedKernel, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         inputs = [
             saved.detach().float().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)

@@ -86,7 +86,7 @@ class ApiClient:
         """Return when GET /info answers. Raises ApiError after `patience_s` seconds."""
         self._patiently(routes.INFO, what="the batching API")
 
-    def register(self, starting_step: int, **run: Any) -> None:
+    def register(self, starting_step: int, **run: object) -> None:
         """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps
         already done.
 

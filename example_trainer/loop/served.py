@@ -6,7 +6,7 @@ from atroposlib.logs import get_logger
 from example_trainer.bridges import WeightBridge
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.errors import TrainerError
-from example_trainer.model.rotary import expect_length, length_limit
+from example_trainer.model.rotary import HasTextConfig, expect_length, length_limit
 from example_trainer.settings.config import TrainerConfig
 
 # nats on a fixed prompt; rounding of the served precision stays well below, another model's weights are above
@@ -15,7 +15,7 @@ PARITY_LIMITS = {"float32": 0.05, "float16": 0.25, "bfloat16": 1.0}
 log = get_logger(__name__)
 
 
-def expect_served_lengths(config: TrainerConfig, model: object) -> None:
+def expect_served_lengths(config: TrainerConfig, model: HasTextConfig) -> None:
     """Raise ModelError if a vLLM server computes every token with another rotary table than the trainer, because it
     serves longer sequences than the model was made for.
     """

@@ -34,7 +34,7 @@ def _is_plain(kind: Any) -> bool:
         return False
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        norm: Any = kind(8, eps=1e-5)
+        norm = kind(8, eps=1e-5)
         if not hasattr(norm, "variance_epsilon") or getattr(norm, "weight", torch.empty(0)).shape != (8,):
             return False
         nn.init.uniform_(norm.weight, 0.5, 1.5)

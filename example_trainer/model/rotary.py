@@ -7,7 +7,7 @@ its own. Up to that length all agree. Every way to load a model for training ask
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from example_trainer.errors import ModelError
 
@@ -23,7 +23,15 @@ class LengthLimit(NamedTuple):
     named: str
 
 
-def length_limit(config: Any) -> LengthLimit | None:
+class HasTextConfig(Protocol):
+    """A model's configuration as transformers read it."""
+
+    model_type: str
+
+    def get_text_config(self) -> object: ...
+
+
+def length_limit(config: HasTextConfig) -> LengthLimit | None:
     """The lowest limit among a model's layers; None if no frequency depends on a length."""
     text = config.get_text_config()
     layers = _of_layers(getattr(text, "rope_parameters", None))
@@ -62,7 +70,7 @@ def _limit(config: object, parameters: Mapping[str, Any]) -> LengthLimit | None:
     return LengthLimit(rope_type, whole, WHOLE)
 
 
-def expect_length(config: Any, longest: int | None, what: str = "--seq-len") -> None:
+def expect_length(config: HasTextConfig, longest: int | None, what: str = "--seq-len") -> None:
     """Raise ModelError if sequences of up to `longest` tokens (`what` says so; None: as many as the model takes) would
     be trained with another rotary table than vLLM samples with.
     """

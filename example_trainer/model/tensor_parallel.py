@@ -13,7 +13,7 @@ own queries. So its gradient is a sum over these neighbours, which is made there
 
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,24 @@ from example_trainer.model.loading import ModelError
 from example_trainer.ranks.partition import COPIES, HEADS, TP, copies, local
 
 
+class _Group(Protocol):
+    group: dist.ProcessGroup
+
+
+class _Columns(Protocol):
+    columns: slice
+
+
 class _Enter(torch.autograd.Function):
     """Whole hidden states as they are; of their gradient every rank has a part."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Group, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Group, grad: Tensor) -> tuple[Tensor, None]:
         whole = grad.clone(memory_format=torch.contiguous_format)  # autograd may have given others the same tensor
         dist.all_reduce(whole, group=ctx.group)
         return whole, None
@@ -48,13 +56,13 @@ class _Leave(torch.autograd.Function):
     """The sum of what the ranks have; each has all of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -62,7 +70,7 @@ class _Joined(torch.autograd.Function):
     """The ranks' columns [..., n / ranks] side by side, [..., n]."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Columns, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.columns = slice(dist.get_rank(group) * part.shape[-1], (dist.get_rank(group) + 1) * part.shape[-1])
         own = part.contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -70,7 +78,7 @@ class _Joined(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Columns, grad: Tensor) -> tuple[Tensor, None]:
         return grad[..., ctx.columns], None
 
 

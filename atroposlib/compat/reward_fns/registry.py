@@ -38,7 +38,7 @@ PlainReward = Callable[..., list[float] | float]
 class FunctionReward(RewardFunction):
     """A plain function `f(completions, **kwargs)` as a reward; one number is the reward of every completion."""
 
-    def __init__(self, function: PlainReward, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, function: PlainReward, weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
         super().__init__(weight, name or function.__name__, **kwargs)
         self._function = function
 
@@ -92,7 +92,7 @@ class RewardRegistry:
         """All names, those of the built-in rewards included."""
         return sorted({*self._known, *BUILT_IN})
 
-    def load_required_functions(self, config: Any) -> set[str]:
+    def load_required_functions(self, config: object) -> set[str]:
         """Load the rewards that a configuration names, so that a wrong name shows at once; their names.
 
         They are in `reward_functions` and `reward_funcs` of the configuration, in `dataset_reward_funcs` and

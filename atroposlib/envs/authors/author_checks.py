@@ -124,7 +124,7 @@ async def groups(collect_trajectories: Callable[[object], Awaitable[object]], it
 
 async def metrics(evaluate: Callable[[], Awaitable[object]]) -> Mapping[str, object] | None:
     """Return the metrics that `evaluate` gives. Raises WrongReturn."""
-    found: Mapping[str, Any] | None = await settled(evaluate())
+    found: Mapping[str, object] | None = await settled(evaluate())
     if found is not None and not isinstance(found, Mapping):
         raise WrongReturn(evaluate, found, METHODS["evaluate"][1])
     return found

@@ -288,8 +288,8 @@ class ServerGroup:
     """
 
     kind: type[ServerBaseline]
-    annotation: Any
-    given: Any
+    annotation: object
+    given: object
 
 
 def _about(env_cls: type[Environment]) -> str:

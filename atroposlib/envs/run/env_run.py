@@ -379,16 +379,13 @@ class EnvRun(Generic[E]):
     def _chosen(self, group: ScoredDataGroup, item: Item, send: bool, limit_lengths: bool) -> list[Sampled]:
         """The groups to send now that this one has been sampled, with their items: it, none, or with it others."""
         config = self.env.config
-        limits: Any = {
-            "group_size": config.group_size,
-            "max_token_len": self.env.max_token_len if limit_lengths else -1,
-        }
-        rejected = rejection(group, **limits, scores_must_differ=False)
+        longest = self.env.max_token_len if limit_lengths else -1
+        rejected = rejection(group, group_size=config.group_size, max_token_len=longest, scores_must_differ=False)
         if rejected is not None:
             self._note_rejected(rejected, group, item)
             return []
         must_differ = config.ensure_scores_are_not_same and self.needs.teacher_top_k is None
-        rejected = rejection(group, **limits, scores_must_differ=must_differ)
+        rejected = rejection(group, group_size=config.group_size, max_token_len=longest, scores_must_differ=must_differ)
         if rejected is not None:
             self.counts["groups_without_signal"] += 1
         if not send or self.filling is None:

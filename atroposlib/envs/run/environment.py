@@ -105,7 +105,7 @@ class Environment(FormerAttributes, ABC):
         self.backlog: list[Item] = []
         self.items_sent_this_step = 0
         self.completion_lengths: list[int] = []
-        self.rollouts_for_wandb: list[list[tuple[Any, ...]]] = []
+        self.rollouts_for_wandb: list[list[tuple[object, ...]]] = []
 
         path = config.data_path_to_save_groups
         self.jsonl_writer = JsonlWriter(Path(path)) if path else None

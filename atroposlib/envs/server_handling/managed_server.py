@@ -102,7 +102,7 @@ class ManagedServer(SequenceKeeper):
     async def chat_completion(
         self,
         *,
-        messages: Sequence[object],
+        messages: Sequence[Any],
         n: int | None = 1,
         tools: Sequence[object] | None = None,
         tool_choice: str | None = None,
@@ -333,7 +333,7 @@ class DummyManagedServer(SequenceKeeper):
         self.translator = ToolCallTranslator(tokenizer, text_parser(tool_parser)) if tool_parser is not None else None
 
     async def chat_completion(
-        self, *, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **arguments: Any
+        self, *, messages: Sequence[Mapping[str, Any]], tools: Sequence[object] | None = None, **arguments: Any
     ) -> ChatCompletion:
         """The server's reply; a node with placeholder tokens per choice. With a `tool_parser`, calls that the server
         left in the text are found there.

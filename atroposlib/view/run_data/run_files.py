@@ -79,7 +79,7 @@ class _Parsed:
     """run.yaml as it was when it was last changed."""
 
     changed: tuple[int, int, int]
-    value: dict[str, Any]
+    value: dict[str, object]
     problem: str
 
 
@@ -160,7 +160,7 @@ class RunFiles:
             _note(problems, self._yaml.problem)
         return self._yaml.value
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """run.yaml with dots between its keys, and what the last start of the run says."""
         starts = self.record().starts
         last = starts[-1] if starts else Start()
@@ -261,7 +261,7 @@ def read_yaml(content: bytes) -> dict[str, object]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # in Python: the one in C crashes on deep nesting
-        def compose_node(self, parent: Any, index: Any) -> Any:
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError("it has an alias, which could stand for any amount of text")
             return super().compose_node(parent, index)
