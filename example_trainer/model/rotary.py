@@ -7,7 +7,7 @@ its own. Up to that length all agree. Every way to load a model for training ask
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from example_trainer.errors import ModelError
 
@@ -26,7 +26,7 @@ class LengthLimit(NamedTuple):
 class HasTextConfig(Protocol):
     """A model's configuration as transformers read it."""
 
-    model_type: str
+    model_type: ClassVar[str]
 
     def get_text_config(self) -> object: ...
 

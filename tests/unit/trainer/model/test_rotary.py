@@ -92,7 +92,7 @@ def test_rotary_types_of_one_table_have_no_limit() -> None:
 
 def test_layers_of_several_rotary_types_count_each() -> None:
     class Layered:
-        model_type = "layered"
+        model_type: ClassVar[str] = "layered"
         rope_parameters: ClassVar[dict[str, Any]] = {
             "full_attention": LONGROPE,
             "sliding_attention": {"rope_type": "default"},
