@@ -17,6 +17,7 @@ from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT, sync_and_probe
 from tests.integration.trainer_process import parities
 from tests.unit.trainer.fakes import FakeApi, item, serve
+from tests.waiting import wait_until
 
 DEADLINE_S = 300.0
 DRILL_LIMIT_S = 30  # --dist-timeout-s: longer than ranks take to start, and than --bridge-timeout-s
@@ -102,10 +103,13 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_leaves_the_last_version_ser
     assert status == 1, said[-3000:]
     assert f"grpo: error: {ended}" in said
     assert "2 trainer ranks send what they hold (direct)" in said
-    log = server.log.read_text()
-    assert "Receiving policy version 1 " in log.rpartition("Joined session")[2]
-    assert "Staged policy version 1 " not in log.rpartition("Joined session")[2]
-    assert f"failed (trainer rank {drill[0]} of 2: " in log.rpartition("Joined session")[2]
+
+    def of_session() -> str:
+        return server.log.read_text().rpartition("Joined session")[2]
+
+    wait_until(lambda: f"failed (trainer rank {drill[0]} of 2: " in of_session())  # the server sees it when it can
+    assert "Receiving policy version 1 " in of_session()
+    assert "Staged policy version 1 " not in of_session()
     expect_serving(server)
     assert server.status()["policy_version"] == 0
     client = VllmClient(server.host, server.port, API_KEY, 120.0)
