@@ -27,6 +27,9 @@ SETTINGS = (
     "objective",
     "clip_eps",
     "kl_coef",
+    "distill_coef",
+    "distill",
+    "reward_coef",
     "seed",
 )
 
