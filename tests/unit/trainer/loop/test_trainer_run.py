@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.objectives import PRESETS
 from example_trainer.weights.checkpoint import find_checkpoint
 from example_trainer.weights.written import CheckpointError
-from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, serve
+from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, serve, with_made_up_teacher
 from tests.unit.trainer.whole_runs import config, feed, rows, train, weights
 
 MODEL = {"tie_word_embeddings": True}
@@ -103,6 +104,34 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "final_model")
     start = AutoModelForCausalLM.from_pretrained(model)
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "top_k"),
+    [(dict(distill="reverse_kl"), 0), (dict(distill="forward_kl", distill_top_k=3), 3)],
+)
+def test_a_run_that_distils_asks_for_a_teacher_and_shows_the_distance_to_it(
+    changes: dict[str, Any], top_k: int, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taught(delivered: int) -> list[dict[str, Any]] | None:
+        batch = feed(delivered)
+        return batch and [with_made_up_teacher(group, top_k) for group in batch]
+
+    api = FakeApi(taught)
+    train(model, tmp_path, api=api, training_steps=2, distill_coef=0.5, reward_coef=0.0, **changes)
+    assert api.registrations[0]["teacher_top_k"] == top_k
+    for row in rows(tmp_path):
+        assert row["teacher_kl"] is not None
+        assert row["grad_norm"] > 0
+        assert row["trained_tokens"] == row["completion_tokens"]  # of the groups of equal scores, too
+    assert re.search(r"Step 1/2 \| .* \| teacher KL -?\d+\.\d{4} \| ", capsys.readouterr().out)
+
+
+def test_a_run_that_distils_sets_groups_without_a_teacher_aside(model: str, tmp_path: Path) -> None:
+    api = FakeApi(lambda delivered: [with_made_up_teacher(item([1.0, 0.0]), 0), item([1.0, 0.0])])
+    train(model, tmp_path, api=api, training_steps=1, distill_coef=1.0)
+    (row,) = rows(tmp_path)
+    assert (row["rejected_groups"], row["groups"]) == (1, 1)
 
 
 def test_a_profiler_shows_the_phases_of_a_step_by_the_names_of_the_timeline(model: str, tmp_path: Path) -> None:
