@@ -1,10 +1,8 @@
-"""The running API: decides changes on the state, has them journalled, applies them, and keeps the bytes of the groups.
+"""The running API: decides what changes in the state, which is as it is on disk (journalled_state.py).
 
-    routes ──▶ RolloutService ──change, bytes──▶ Journal (thread) ──on disk──▶ RolloutState.apply ──▶ reply
+    routes ──▶ RolloutService ──change, bytes──▶ JournalledState ──on disk, applied──▶ reply
 
-Everything but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of the
-journal; without a journal at once. Deliveries are decided one at a time, while posts continue. If a write fails,
-nothing has changed.
+Everything but the journal's thread runs on the event loop. Deliveries are decided one at a time, while posts continue.
 """
 
 import asyncio
@@ -22,21 +20,19 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from atroposlib.api.groups.group_checks import flaw
-from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
 from atroposlib.api.journal.journal import Journal
-from atroposlib.api.journal.journal_file import Body, DeadLetter, JournalError
-from atroposlib.api.journal.replay import bodies_of, replay
+from atroposlib.api.journal.journal_file import Body, DeadLetter
+from atroposlib.api.journalled_state import JournalledState
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.state import changes
 from atroposlib.api.state.activity import Reports
-from atroposlib.api.state.changes import Change, PostedGroup, StoredGroup, encode_change
+from atroposlib.api.state.changes import Change, PostedGroup, StoredGroup
 from atroposlib.api.state.counters import Counters
 from atroposlib.api.state.leases import Lease
 from atroposlib.api.state.liveness import Liveness
-from atroposlib.api.state.long_poll import LongPoll
 from atroposlib.api.state.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.state.selection import Group
-from atroposlib.api.state.state import Batch, RolloutState
+from atroposlib.api.state.state import Batch
 from atroposlib.groups import staleness_weight
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (
@@ -55,7 +51,6 @@ from atroposlib.wire.batching import (
     TrainerStep,
 )
 
-COMPACT_FROM = 20_000  # changes since the last snapshot
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
 MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
 MAX_LOGGED = 10  # of the groups set aside together
@@ -83,47 +78,31 @@ class NotTheTrainer(Exception):
     """Another trainer has registered since."""
 
 
-class RolloutService:
+class RolloutService(JournalledState):
     """See the module's head. `clock` is in seconds. Raises JournalError when the journal cannot be replayed."""
 
     def __init__(
         self, settings: RunApiConfig, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(journal)
         self.settings = settings
-        self.journal = journal
-        self.state = RolloutState()
         self.counters = Counters()
-        self.latest: Body | None = None
-        self.held_bytes = 0
-        self.journal_error: str | None = None
         self.new_lease: Callable[[], int] = _random_id
-        self.dead_letters = DeadLetters()
         self.reports = Reports(clock)
-        self.long_poll = LongPoll()
         self._clock = clock
-        self._bodies: dict[int, Body] = {}
         self._untold: deque[SetAside] = deque(maxlen=MAX_UNTOLD)
         self._posting: dict[str, tuple[asyncio.Future[Any], int]] = {}  # by key, with the digest of what is posted
-        self._unwritten_groups = 0
         self._deciding = asyncio.Lock()
         self._environments = Liveness(settings.env_timeout)
         self._forget_s = max(settings.env_forget, settings.env_timeout)
         self._remembered = Liveness(self._forget_s)
         self._trainers = Liveness(settings.trainer_timeout)
         self._asked_at: float | None = None  # when this trainer last asked for a batch
-        self._number = self._applied = self._since_snapshot = 0
-        if journal is None:
-            self.state.apply(changes.Founded(secrets.token_hex(8)))
-        else:
-            self._replay(journal)
         self._next_id = self.state.next_id
-
-    async def close(self) -> None:
-        """Compact and close the journal."""
-        if self.journal is not None:
-            if self._since_snapshot:
-                self._compact(self.journal)
-            await asyncio.to_thread(self.journal.close)
+        if journal is not None:  # all that were known then may return
+            for env_id in self.state.queue.environments:
+                self.hear_environment(env_id)
+            self._trainers.heard(self.state.trainer, self._clock())
 
     # --- trainer -----------------------------------------------------------------------------------------------------
 
@@ -534,117 +513,6 @@ class RolloutService:
         self._environments.clear()
         self._remembered.clear()
         self._trainers.clear()
-
-    # --- changes -----------------------------------------------------------------------------------------------------
-
-    def _submit(
-        self, change: Change, bodies: Sequence[Body] = (), letters: Sequence[DeadLetter] = ()
-    ) -> asyncio.Future[Any]:
-        """Journal and apply a change; returns what `apply` returns. Raises JournalError or one of REFUSALS."""
-        loop = asyncio.get_running_loop()
-        applied: asyncio.Future[object] = loop.create_future()
-        self._number += 1
-        number = self._number
-        self._unwritten_groups += len(bodies)
-
-        def done(error: JournalError | None) -> None:
-            loop.call_soon_threadsafe(self._written, number, change, bodies, applied, error)
-
-        if self.journal is None:
-            self._written(number, change, bodies, applied, None)
-        else:
-            self.journal.write(number, encode_change(change), bodies, done, letters=letters)
-        return applied
-
-    def _written(
-        self,
-        number: int,
-        change: Change,
-        bodies: Sequence[Body],
-        applied: asyncio.Future[object],
-        error: JournalError | None,
-    ) -> None:
-        """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
-        self._unwritten_groups -= len(bodies)
-        if error is not None and self.journal_error is None:
-            log.error("Refusing every request that changes the state: %s", error)
-        elif error is None and self.journal_error is not None:
-            log.info("The journal can be written again")
-        self.journal_error = None if error is None else str(error)
-        try:
-            if error is not None:
-                raise error
-            result = self._apply(change, bodies)
-        except Exception as failure:  # raised where it is awaited
-            if not applied.cancelled():
-                applied.set_exception(failure)
-        else:
-            if not applied.cancelled():
-                applied.set_result(result)
-        self._applied = number
-        self.long_poll.wake()
-        self._since_snapshot += 1
-        if self.journal is not None and self._since_snapshot > max(COMPACT_FROM, 4 * len(self._bodies)):
-            self._compact(self.journal)
-
-    def _apply(self, change: Change, bodies: Sequence[Body]) -> object:
-        self._keep(bodies)
-        try:
-            return self.state.apply(change)
-        finally:
-            gone = self.state.drain_released()
-            for identity in gone:
-                self.held_bytes -= len(self._bodies.pop(identity).data)
-            if self.journal is not None:
-                self.journal.forget(gone)
-            if bodies and bodies[-1].id in self._bodies:
-                self.latest = bodies[-1]
-
-    def _keep(self, bodies: Sequence[Body]) -> None:
-        for body in bodies:
-            self._bodies[body.id] = body
-            self.held_bytes += len(body.data)
-
-    # --- journal -----------------------------------------------------------------------------------------------------
-
-    def _replay(self, journal: Journal) -> None:
-        start = time.monotonic()
-        try:
-            replayed = replay(journal.reader)
-            self._keep(list(bodies_of(journal.reader, replayed.state)))
-            self.dead_letters.add(journal.reader.dead_letters(MAX_LETTERS_IN_MEMORY))
-            journal.keep_only(set(self._bodies))
-        except JournalError:
-            journal.close()
-            raise
-        self.state = replayed.state
-        self._number = self._applied = replayed.number
-        self._since_snapshot = replayed.changes
-        if not self._number:
-            self._number = self._applied = 1
-            founded = changes.Founded(secrets.token_hex(8))
-            self.state.apply(founded)
-            journal.write(1, encode_change(founded), (), self._log_failure)  # its thread has the database from here on
-        self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
-        for env_id in self.state.queue.environments:
-            self.hear_environment(env_id)
-        self._trainers.heard(self.state.trainer, self._clock())
-        log.info(
-            "Journal %s: %d groups, %d environments, step %d, replayed in %.2f s",
-            journal.path,
-            len(self._bodies),
-            len(self.state.queue.environments),
-            self.state.queue.current_step,
-            time.monotonic() - start,
-        )
-
-    def _compact(self, journal: Journal) -> None:
-        self._since_snapshot = 0
-        journal.write(self._applied, encode_change(self.state.snapshot()), (), self._log_failure, replaces=True)
-
-    def _log_failure(self, error: JournalError | None) -> None:
-        if error is not None:
-            log.warning("%s", error)
 
 
 def _random_id() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api import service
+from atroposlib.api import journalled_state
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import Body, JournalDamaged, JournalError
 from atroposlib.api.journal.journal_head import Head, head_path, read_head
@@ -143,7 +143,7 @@ def test_packed_and_plain_groups_come_back_as_they_were(path: Path) -> None:
 
 
 def test_what_left_is_removed_and_the_journal_is_compacted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "COMPACT_FROM", 10)
+    monkeypatch.setattr(journalled_state, "COMPACT_FROM", 10)
     with api(path) as client:
         register(client, batch_size=4)
         for mark in range(40):
