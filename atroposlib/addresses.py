@@ -1,6 +1,7 @@
 """Addresses as every client and server here writes and reads them: IPv6 hosts in brackets, and which proxy of the
 environment a request would take. Clients of this machine take none, whatever the environment says; those of other
-people's servers do, and an error then names the variable.
+people's servers do, and an error then names the variable. No client follows a redirect, which could send prompts and
+keys to another server.
 """
 
 import ipaddress
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = "localhost,127.0.0.1,::1"
+SHOWN_CHARACTERS = 200  # of where a redirect leads
 
 
 def netloc(host: str, port: int) -> str:
@@ -64,3 +66,14 @@ def without_loopback_proxies(environment: Mapping[str, str]) -> dict[str, str]:
         for name in ("NO_PROXY", "no_proxy"):
             found[name] = ",".join(filter(None, [environment.get("no_proxy") or environment.get("NO_PROXY"), LOOPBACK]))
     return found
+
+
+def refused_redirect(url: str, status: int, target: str | None) -> str | None:
+    """Say what is wrong with the reply of `url` if it is a redirect: its target (Location header) and the remedy."""
+    if not 300 <= status < 400:
+        return None
+    shown = ascii(target)[:SHOWN_CHARACTERS] if target else "nowhere"
+    return (
+        f"{url} replied {status}, a redirect to {shown}, which is not followed because it would send the request "
+        "and its key there; if that is the intended server, configure its address"
+    )

@@ -41,7 +41,7 @@ MOVED = {
 IN_DIRECTORIES = {
     "atroposlib.envs.author_checks": "atroposlib.envs.authors.author_checks",
     "atroposlib.envs.author_errors": "atroposlib.envs.authors.author_errors",
-    "atroposlib.envs.author_methods": "atroposlib.envs.authors.author_methods",
+    "atroposlib.envs.author_methods": "atroposlib.envs.authors.author_checks",
     "atroposlib.envs.chat_template": "atroposlib.envs.sampling.chat_template",
     "atroposlib.envs.cli": "atroposlib.envs.commands.cli",
     "atroposlib.envs.dataset": "atroposlib.envs.data.dataset",

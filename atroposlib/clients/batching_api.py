@@ -23,9 +23,9 @@ import httpx
 import msgspec
 import numpy as np
 
+from atroposlib.addresses import refused_redirect
 from atroposlib.clients.waiting import NotYet
 from atroposlib.errors import reason
-from atroposlib.redirects import refused_redirect
 from atroposlib.wire.batching import MSGPACK, Outcome
 from atroposlib.wire.routes import SCORED_DATA, SCORED_DATA_LIST, Route
 

@@ -31,10 +31,10 @@ from typing import Any
 
 import aiohttp
 
+from atroposlib.addresses import refused_redirect
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most
 from atroposlib.clients.waiting import NotYet
 from atroposlib.logs import get_logger
-from atroposlib.redirects import refused_redirect
 
 log = get_logger(__name__)
 

@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import location
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData
 from atroposlib.envs.data.dataset import question_of

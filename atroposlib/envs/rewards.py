@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat, TypeVar, overload
 
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import WrongReturn
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel

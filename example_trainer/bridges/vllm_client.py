@@ -7,12 +7,11 @@ from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from atroposlib.addresses import netloc
+from atroposlib.addresses import netloc, refused_redirect
 from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
-from atroposlib.redirects import refused_redirect
 from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerActivity, ServerStatus
 from example_trainer.bridges.base import BridgeError
 from example_trainer.settings.config import TrainerConfig

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.rollouts import Rollout
 
 # How the framework calls what an author writes, and what it gives.
@@ -37,6 +36,13 @@ MAKE_NONE = ("atroposlib.envs.run.environment", "atroposlib.envs.base")  # modul
 PLAIN = ("prompt",)  # called without `await`, by authors too
 CHECK_THEMSELVES = ("score",)  # its parameters may be more
 REQUIRED = ("tokens", "masks", "scores")
+
+
+async def settled(value: object) -> Any:
+    """Return the result of a method that an author writes as a coroutine or as a plain function:
+    `await settled(env.setup())`.
+    """
+    return await value if inspect.isawaitable(value) else value
 
 
 def check_class(env_cls: type, command: str) -> None:

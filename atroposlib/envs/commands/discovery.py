@@ -3,6 +3,7 @@
 import aiohttp
 from pydantic import BaseModel
 
+from atroposlib.addresses import refused_redirect
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.commands.reporting import OWN_SET_UP, StartUp
@@ -12,7 +13,6 @@ from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.server_handling.errors import NOT_FOUND, hint
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.logs import get_logger
-from atroposlib.redirects import refused_redirect
 
 log = get_logger(__name__)
 

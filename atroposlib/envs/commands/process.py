@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorBudget, shown
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.files.html_report import write_html

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorBudget, location
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.commands.loop_watch import LoopWatch
 from atroposlib.envs.commands.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.config import BaseEnvConfig

@@ -22,8 +22,8 @@ from msgspec import structs
 from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.authors import author_checks
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
-from atroposlib.envs.authors.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData, noted_data, write_reports
 from atroposlib.envs.errors import (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from atroposlib.redirects import refused_redirect
+from atroposlib.addresses import refused_redirect
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 TOO_MANY_REQUESTS = 429

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atroposlib.envs.authors.author_methods import settled
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
