@@ -141,7 +141,7 @@ def finished(folder: Path, setting: Setting, arm: Arm, seed: int, flags: list[st
     return run
 
 
-def keep(path: Path, run: FinishedRun) -> None:
+def keep(path: Path, run: msgspec.Struct) -> None:
     """Write the rows, one step a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(msgspec.to_builtins(run))

@@ -98,15 +98,19 @@ def _torch(left: Tensor, right: Tensor) -> Tensor:
 
 
 @cache
-def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
-    """The float32 products, left [m, k] times right [n, k] transposed, with which the bit-exact mode computes
-    gradients: oneDNN's where measurements found it faster, without timing anything, as a run's bits must not depend on
-    a clock.
+def exact_kernels() -> Kernels:
+    """Return the kernels with which the bit-exact mode computes gradients, in float32: oneDNN's where measurements
+    found them faster, without timing anything, as a run's bits must not depend on a clock.
     """
     cpuinfo = Path("/proc/cpuinfo")
     is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
     faster = is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    return onednn_product if faster else _torch
+    return "onednn" if faster else "torch"
+
+
+def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the products of `exact_kernels`: left [m, k] times right [n, k] transposed."""
+    return onednn_product if exact_kernels() == "onednn" else _torch
 
 
 def _has_bfloat16() -> bool:
