@@ -42,8 +42,8 @@ export function runView(name) {
 		const better = (one, other) => (other[1] >= one[1] ? other : one); // of equal ones the later, as best_model
 		const [bestVersion, bestAccuracy] = evaluations.filter(([trained]) => trained > 0).reduce(better, [version, accuracy]);
 		const progress = run.planned_steps && h("progress", { max: run.planned_steps, value: done, "aria-label": "Steps done" });
-		const best = bestVersion === version ? "the best so far" : `best ${percent(bestAccuracy)}, version ${bestVersion}`;
-		const evaluated = [`policy version ${version}, ${best}`, h("br"), wrong()];
+		const best = bestVersion === version ? "the best so far" : `best: ${percent(bestAccuracy)} at version ${bestVersion}`;
+		const evaluated = [`policy version ${version}`, h("br"), best, h("br"), wrong()];
 		return [
 			card("Step", steps(done, run), progress, duration(run)),
 			card("Held-out accuracy", percent(accuracy), version === undefined ? "No evaluation has ended yet." : evaluated),

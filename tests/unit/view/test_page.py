@@ -153,6 +153,16 @@ def test_three_clicks_lead_to_the_wrong_held_out_answers(tab: Tab, window: Windo
     assert page.get_by_text("Held-out answer 0 of version 3").is_visible()
 
 
+def test_the_window_tells_the_best_policy_beside_the_last_one(tab: Tab, live: Window) -> None:
+    page = tab.open(live, "#/run/first")
+    page.get_by_text("the best so far").wait_for()  # of version 3, whose accuracy is 66.7 %
+    worse = {"time": 0.0, "env": "sums", "policy_version": 5, "accuracy": 0.5}
+    again = {"time": 0.0, "env": "sums", "policy_version": 3, "accuracy": None}  # the best one, at the end of the run
+    append(live.runs / "first/evaluations.jsonl", worse, again)
+    page.get_by_text("best: 66.7 % at version 3").wait_for()
+    assert page.get_by_text("policy version 5").is_visible()
+
+
 def test_the_tab_of_held_out_answers_has_wrong_only_too(tab: Tab, window: Window) -> None:
     page = tab.open(window, "#/run/first")
     page.get_by_role("link", name="Held-out answers").click()
