@@ -12,6 +12,7 @@ import pytest
 from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import GroupTooLargeError, PeerError
 from atroposlib.envs.payloads import ScoredDataItem
+from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, served, server_config
 from tests.waiting import until
@@ -333,6 +334,20 @@ async def test_cancelled_environment_disconnects_within_seconds(stage: Stage) ->
     await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 5)
     assert (await trainer.call("GET", "/evaluations?policy_version=2"))["pending"] == []
     assert env.workers == set()
+
+
+async def test_an_api_that_does_not_reply_to_the_goodbye_is_left(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.envs.commands.serve.GOODBYE_LIMIT_S", 0.1)
+    monkeypatch.setattr(ApiLink, "leave", lambda link: asyncio.sleep(60))
+    env = stage.env()
+    serving = asyncio.create_task(serve(env))
+    await Trainer(stage.api.url).register()
+    await until(lambda: env.taken > 0)
+    serving.cancel()
+    await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 5)
+    assert f"Left without disconnecting: {stage.api.url} did not reply within 0.1 s" in caplog.text
 
 
 async def test_finished_run_is_not_taken_for_a_new_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
