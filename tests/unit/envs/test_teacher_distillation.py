@@ -275,6 +275,20 @@ async def test_a_teacher_that_fails_once_is_asked_again(tmp_path: Path, failures
     assert group["distill_token_ids"] == [[[], [6], [7]]] * 4
 
 
+@pytest.mark.parametrize("fate", ["dead", "late"])
+async def test_a_teacher_that_is_dead_or_late_costs_the_group_within_its_timeout(fate: str, tmp_path: Path) -> None:
+    async with FakeInferenceServer() as student, FakeInferenceServer() as teacher:
+        env = asks_teacher(tmp_path, student)
+        env._env_run.needs = distils()
+        impatient = teacher_config(teacher, tmp_path).model_copy(update={"timeout": 1})
+        env.teacher_server = ServerManager([impatient], retry=RetryPolicy(attempts=1, dead_interval_s=0.1))
+        if fate == "dead":
+            await teacher.close()
+        teacher.delay_s = 2.0
+        with pytest.raises(GroupLost, match="without the teacher, which failed on 4 of 4 sequences: "):
+            await asyncio.wait_for(asked(env), 20)
+
+
 async def test_a_group_whose_teacher_is_gone_is_dropped_with_the_cause_and_its_siblings_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
