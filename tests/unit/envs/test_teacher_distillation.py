@@ -275,7 +275,7 @@ async def test_a_teacher_that_fails_once_is_asked_again(tmp_path: Path, failures
     assert group["distill_token_ids"] == [[[], [6], [7]]] * 4
 
 
-@pytest.mark.parametrize("fate", ["dead", "late"])
+@pytest.mark.parametrize("fate", [pytest.param("dead", marks=pytest.mark.slow), "late"])
 async def test_a_teacher_that_is_dead_or_late_costs_the_group_within_its_timeout(fate: str, tmp_path: Path) -> None:
     async with FakeInferenceServer() as student, FakeInferenceServer() as teacher:
         env = asks_teacher(tmp_path, student)
