@@ -218,7 +218,7 @@ def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:
         "model_name": "default",
         "base_url": f"{place.url}/v1",
         "server_type": "vllm",
-        "tokenizer_name": teacher.tokenizer_name or "default",
+        **({"tokenizer_name": teacher.tokenizer_name} if teacher.tokenizer_name else {}),
         **({"api_key_env": teacher.api_key_env} if teacher.api_key_env else {}),
     }
 

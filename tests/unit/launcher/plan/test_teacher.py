@@ -45,7 +45,8 @@ def test_a_teacher_is_served_beside_and_everyone_is_told() -> None:
     resolved = made.environments["env"].resolved
     assert resolved["env"]["teacher_enabled"] is True
     assert resolved["teacher"][0]["base_url"] == "http://127.0.0.1:9002/v1"
-    assert resolved["teacher"][0]["server_type"] == "vllm"
+    told = resolved["teacher"][0]
+    assert (told["server_type"], told["model_name"], told["tokenizer_name"]) == ("vllm", "default", "none")
     assert made.trainer.distill_coef == 1
     kept = yaml.safe_load(made.files["run.yaml"])
     assert kept["teacher"] == {"model": "org/big-7B"}
