@@ -8,9 +8,18 @@ import yaml
 
 from atropos_launcher.commands import evaluate, train
 from atropos_launcher.commands.train import expect_fit
+from atropos_launcher.placement.teacher import TeacherPlace
+from atropos_launcher.plan.sections import connection_of_teacher
 from atropos_launcher.plan.services import Plan
 from atropos_launcher.run_file.run_file import validated
+from atropos_launcher.run_file.teacher import TeacherSection
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.commands.discovery import fill_in_models
+from atroposlib.envs.commands.reporting import StartUp
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
@@ -60,6 +69,15 @@ def test_a_teacher_that_runs_elsewhere_is_only_asked() -> None:
     (asked,) = made.environments["env"].resolved["teacher"]
     assert (asked["base_url"], asked["tokenizer_name"]) == ("http://gpu-7:9002/v1", "org/big")
     assert made.services[0].environment["HF_HUB_OFFLINE"] == "1"
+
+
+async def test_the_teachers_server_is_asked_for_its_model_and_tokenizer(tmp_path: Path) -> None:
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    async with FakeInferenceServer(model_name="big", tokenizer_folder=tokenizer) as server:
+        url = server.base_url.removesuffix("/v1")
+        told = APIServerConfig(**connection_of_teacher(TeacherSection(url=url), TeacherPlace(url)))
+        await fill_in_models(BaseEnvConfig(tokenizer_name=tokenizer), [told], StartUp("env"))
+    assert (told.model_name, told.tokenizer_id) == ("big", tokenizer)
 
 
 def test_a_checkpoint_teaches(tmp_path: Path) -> None:
