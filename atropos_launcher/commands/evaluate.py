@@ -20,9 +20,8 @@ from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
-from atropos_launcher.run_file.run_file import RunFile
+from atropos_launcher.run_file.run_file import RunFile, untaught
 from atropos_launcher.run_file.servers import is_server
-from atropos_launcher.run_file.teacher import untaught
 from atropos_launcher.runs import expect_open
 from atropos_launcher.service import Service
 from atroposlib.config import Config

@@ -36,6 +36,7 @@ from atroposlib.config import Config
 from atroposlib.flags import ConfigError, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import LAUNCHED, MODES
+from example_trainer.settings.distillation import DistillationSettings
 
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
@@ -402,3 +403,11 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what}: expected keys and values, found {type(value).__name__}")
     return value
+
+
+def untaught(run: RunFile) -> RunFile:
+    """The run without its teacher, for what does not train."""
+    own = set(DistillationSettings.model_fields)
+    return run.model_copy(
+        update={TEACHER: None, "trainer": {key: value for key, value in run.trainer.items() if key not in own}}
+    )

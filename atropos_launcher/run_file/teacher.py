@@ -6,16 +6,10 @@
 The environments ask it, and the trainer learns from it with `distill_coef`.
 """
 
-from typing import TYPE_CHECKING
-
 from pydantic import ConfigDict, Field, model_validator
 
 from atropos_launcher.run_file.servers import Tree
 from atroposlib.config import Config
-from example_trainer.settings.distillation import DistillationSettings
-
-if TYPE_CHECKING:
-    from atropos_launcher.run_file.run_file import RunFile
 
 TEACHER = "teacher"  # its section, service and log
 
@@ -54,11 +48,3 @@ class TeacherSection(Config):
     def ranks(self) -> int:
         """How many GPUs it takes."""
         return int(self.flags.get("tensor_parallel_size") or 1)
-
-
-def untaught(run: "RunFile") -> "RunFile":
-    """The run without its teacher, for what does not train."""
-    own = set(DistillationSettings.model_fields)
-    return run.model_copy(
-        update={TEACHER: None, "trainer": {key: value for key, value in run.trainer.items() if key not in own}}
-    )

@@ -55,10 +55,12 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
     private = {name for name in dir(BaseEnv) if name.startswith("_") and not name.startswith("__")} | vars(env).keys()
     assert {name for name in private if name.startswith("_")} == {
         "_abc_impl",
+        "_awaits_teacher",
         "_before_sending",
         "_check_installed",
         "_env_run",
         "_evaluate_samples",
+        "_expect_teacher",
         "_further_servers",
         "_keep_answers",
         "_leave_out_long",
