@@ -46,6 +46,7 @@ class BestPolicies:
         self._link = config.save_path / trained.form.best
         self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
         self._last: BestPolicy | None = None  # the newest result
+        self._highest = self._kept[0] if self._kept else None  # of all results, kept or not
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
         self.without_gain = 0  # evaluations in a row that were not the best
         if self._kept:  # a process may have ended before it did this
@@ -66,8 +67,9 @@ class BestPolicies:
         """
         policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(found, final=None))
         self.note_final(policy_version, found)
-        gains = self.best is None or _rank(policy) > _rank(self.best)
+        gains = self._highest is None or _rank(policy) > _rank(self._highest)
         self.without_gain = 0 if gains else self.without_gain + 1
+        self._highest = policy if gains else self._highest
         others = [each for each in self._kept if each.policy_version != policy_version]
         ranked = sorted([policy, *others], key=_rank, reverse=True)
         kept, dropped = ranked[: self._config.keep_best], ranked[self._config.keep_best :]

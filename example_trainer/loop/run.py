@@ -142,7 +142,11 @@ class Run:
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
-        self.serve_best_again()
+        try:
+            self.serve_best_again()
+        except TrainerError as error:  # what was trained is on the disk
+            log.warning("The best policy is not asked further questions: %s", error)
+        self.report(replace_struct(self.reported, done=True))
         for line in self.best.lines():
             say(line)
         self.api.acknowledge()
@@ -278,19 +282,17 @@ class Run:
         return self.ends_early_after or self.config.training_steps
 
     def serve_best_again(self) -> None:
-        """Have the best policy evaluated on further questions, as the last one was, and tell environments that the run
-        is over.
-        """
+        """Have the best policy evaluated on further questions, as the last one was, if it is another."""
         last, best = self.reported, self.best.to_serve_again
-        if best is not None and not self.config.bridge.owns_vllm:
-            version, folder = last.policy_version + 1, self.best.folder(best)
-            log.info("Serving the best policy, of version %d, to be asked further questions", best.policy_version)
-            self.bridge.sync(version, partial(self.learner.load_weights, str(folder)))
-            self.report(replace_struct(last, policy_version=version, weights_of=best.policy_version))
-            found = self.api.evaluation(version, self.config.eval_deadline)
-            if found is not None:
-                self.best.note_final(best.policy_version, found)
-        self.report(replace_struct(self.reported, done=True))
+        if best is None or self.config.bridge.owns_vllm:
+            return
+        version, folder = last.policy_version + 1, self.best.folder(best)
+        log.info("Serving the best policy, of version %d, to be asked further questions", best.policy_version)
+        self.bridge.sync(version, partial(self.learner.load_weights, str(folder)))
+        self.report(replace_struct(last, policy_version=version, weights_of=best.policy_version))
+        found = self.api.evaluation(version, self.config.eval_deadline)
+        if found is not None:
+            self.best.note_final(best.policy_version, found)
 
     def report(self, report: TrainerStep) -> None:
         """Tell environments what is done and what vLLM serves."""

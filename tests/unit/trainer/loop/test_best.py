@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from atroposlib.wire.held_out import HeldOut
 from example_trainer import grpo
+from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.loop.best import BestPolicy
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
@@ -134,6 +135,22 @@ def test_the_best_policy_is_served_again_and_asked_what_the_last_one_was_asked(
     assert "version 2, held-out accuracy 71.9 % ± 2.8 (256 questions)" in said
 
 
+def test_a_server_that_is_lost_at_the_end_costs_the_further_questions_alone(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(bridge: RecordingBridge, policy_version: int, update: Any) -> SyncReport:
+        if policy_version == 5:
+            raise BridgeError("vLLM is lost")
+        return sync(bridge, policy_version, update)
+
+    sync = RecordingBridge.sync
+    monkeypatch.setattr(RecordingBridge, "sync", lost)
+    api, _ = train(model, tmp_path, {2: 0.75, 4: 0.5}, final={4: 0.5})
+    assert "The best policy is not asked further questions: vLLM is lost" in caplog.text
+    assert api.steps[-1] == {"step": 4, "policy_version": 4, "done": True}
+    assert (tmp_path / "checkpoints/final_model").is_dir()
+
+
 @pytest.mark.parametrize(
     ("accuracies", "final"),
     [
@@ -160,10 +177,11 @@ def test_nothing_is_served_again_that_tells_nothing(
         ({6: 0.75, 7: 0.5}, 1, 8),  # the next step is the last anyway
     ],
 )
+@pytest.mark.parametrize("keep", [0, 1])
 def test_a_run_ends_when_it_is_flat(
-    model: str, tmp_path: Path, accuracies: dict[int, float], limit: int, steps: int
+    model: str, tmp_path: Path, accuracies: dict[int, float], limit: int, steps: int, keep: int
 ) -> None:
-    api, bridge = train(model, tmp_path, accuracies, stop_when_flat=limit, training_steps=8)
+    api, bridge = train(model, tmp_path, accuracies, stop_when_flat=limit, training_steps=8, keep_best=keep)
     assert bridge.versions == list(range(steps + 1))
     shorter = {"num_steps": steps} if steps < 8 else {}
     assert api.steps[-1] == {"step": steps, "policy_version": steps, "done": True} | shorter
