@@ -181,8 +181,8 @@ class EnvStatus(Struct):
     instance: str = ""
     policy_version: int | UnsetType = UNSET
     trained_steps: int | UnsetType = UNSET
-    weights_of: int | None = None
-    more_versions: bool = False  # one may be served after the last step
+    weights_of: int | UnsetType = UNSET
+    more_versions: bool | UnsetType = UNSET  # whether one may be served after the last step
 
     @property
     def version(self) -> int:

@@ -354,6 +354,7 @@ class BatchQueue(Generic[R]):
         own_size = max(environment.request.group_size, self.lanes.largest_of(env_id))
         own = self.lanes.size_of[env_id]
         steps, version = self.progress or (UNSET, UNSET)
+        run, report = self.registration, self.report
         share = _pull(environment.request) / pulls if pulls > 0 else 0.0  # of the work, by weight x context length
         return EnvStatus(
             current_step=self.current_step,
@@ -366,10 +367,8 @@ class BatchQueue(Generic[R]):
             instance=self.instance,
             policy_version=version,
             trained_steps=steps,
-            weights_of=None if self.report is None else self.report.weights_of,
-            more_versions=self.registration is not None
-            and self.registration.says_done
-            and not (self.report is not None and self.report.done),
+            weights_of=UNSET if report is None or report.weights_of is None else report.weights_of,
+            more_versions=not (report is not None and report.done) if run is not None and run.says_done else UNSET,
         )
 
     def _available_from_others(self, env_id: int, largest: int, minimums: dict[int, float]) -> int:

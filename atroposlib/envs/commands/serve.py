@@ -176,7 +176,7 @@ class ServeLoop:
 
     def _more_may_come(self, status: EnvStatus) -> bool:
         """Return whether the trainer may serve one more version, to be evaluated, after its last step."""
-        if not status.more_versions:
+        if status.more_versions is not True:
             return False
         waited_s, limit_s = time.monotonic() - self._moved_at, self.env.config.startup_timeout
         if self._evaluation is not None or waited_s < limit_s:
@@ -358,7 +358,7 @@ class ServeLoop:
         if 0 < status.num_steps < run.total_steps:
             log.info("The run ends after step %d, not %d", status.num_steps, run.total_steps)
             run.total_steps = self.schedule.last_version = status.num_steps
-        run.weights_of = status.weights_of
+        run.weights_of = status.weights_of if isinstance(status.weights_of, int) else None
         old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, run.policy_version)
         run.policy_version = status.version
         due = self.schedule.advance(status.version)

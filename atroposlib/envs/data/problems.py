@@ -88,7 +88,7 @@ def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSe
         for each in (facts.train, facts.held_out)
     )
     assert facts.report is not None
-    facts.report.train, facts.report.held_out = len(train), held_out
+    facts.report.records, facts.report.train, facts.report.held_out = len(train) + len(tested), len(train), held_out
     return ProblemSet(train, tested[:held_out], facts.report)
 
 

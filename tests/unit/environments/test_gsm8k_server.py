@@ -130,7 +130,7 @@ async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(
 ) -> None:
     async with FakeInferenceServer() as server:
         async with running_env(tmp_path, server, dataset="auto", hub_timeout=0.2) as env:
-            assert len(env.problems.train) == 81
+            assert len(env.problems.train) == 324
             assert not env.boxed
         warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == 1

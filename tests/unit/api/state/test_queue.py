@@ -330,19 +330,19 @@ def test_what_is_served_after_the_last_step_is_evaluated_and_a_run_may_end_early
     queue = started(num_steps=7, says_done=True)
     queue.register_env(env(steps_per_eval=5))
     queue.register_env(env())
-    assert queue.env_status(0).more_versions
+    assert queue.env_status(0).more_versions is True
     queue.report = TrainerStep(7, 8, weights_of=5)
     assert queue.evaluations(8).pending == ["math_0"]
     assert queue.env_status(0).weights_of == 5
     queue.report = TrainerStep(7, 8, done=True)
-    assert not queue.env_status(0).more_versions
+    assert queue.env_status(0).more_versions is False
     queue.report = TrainerStep(2, 2, num_steps=2)
     assert (queue.env_status(0).num_steps, queue.evaluations(2).pending) == (2, ["math_0"])
     after = BatchQueue[str](queue.instance)
     after.load(queue.dump())
     assert after.env_status(0) == queue.env_status(0)
     queue.register(run())  # another trainer, which says nothing of all this
-    assert not queue.env_status(0).more_versions
+    assert queue.env_status(0).more_versions is UNSET
 
 
 def test_evaluations_with_many_metrics_are_bounded_together() -> None:
