@@ -342,14 +342,13 @@ class QuestionEnv(BaseEnv):
         measured of all together has names that begin with `final_`. Raises EvaluationFailed where more are left out
         than `max_unscored` allows.
         """
-        asked_always = self.held_out[: self.config.heldout_size] if self.config.asks_more_at_the_end else self.held_out
-        questions = self.held_out if self._env_run.is_last else asked_always
+        questions = self.held_out if self._env_run.is_last else self.asked_always
         started = time.time()
         counter = _Evaluated(len(questions))
         if not questions:
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
         results = await gather_or_cancel([self._evaluate_one(*each, counter) for each in enumerate(questions)])
-        usual = results[: len(asked_always)]
+        usual = results[: len(self.asked_always)]
         unscored = Unanswered.of([result.failure for result in usual])
         metrics = self._summary([result.scored for result in usual]) | {"temperature": 0.0} | unscored.metrics
         if len(results) > len(usual):
@@ -368,6 +367,11 @@ class QuestionEnv(BaseEnv):
         self._env_run.held_out = [self._held_out_row(index, result) for index, result in enumerate(results)]
         unscored.check(self.config.max_unscored, metrics)
         return metrics
+
+    @property
+    def asked_always(self) -> Sequence[Item]:
+        """The held-out questions of every evaluation: all, unless the last one has further questions."""
+        return self.held_out[: self.config.heldout_size] if self.config.asks_more_at_the_end else self.held_out
 
     async def _evaluate_one(self, index: int, item: Item, counter: "_Evaluated") -> Answered:
         if self._kept is not None and (kept := self._kept.find(index, item)) is not None:

@@ -87,7 +87,7 @@ def keep_answers(env: Questions, output: Path | None) -> Iterator[KeptAnswers | 
     with alone_in(path, OTHER_FILE):
         kept = KeptAnswers(path, header)
         log.info(
-            "%d of %d answers are in %s already; only the others are asked for", len(kept), len(env.held_out), path
+            "%d of %d answers are in %s already; only the others are asked for", len(kept), len(env.asked_always), path
         )
         yield kept
 

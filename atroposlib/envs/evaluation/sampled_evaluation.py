@@ -49,8 +49,10 @@ class Questions(Protocol):
     name: ClassVar[str | None]
     server: Any
     config: Any
-    held_out: Sequence[Item]
     right_from: float
+
+    @property
+    def asked_always(self) -> Sequence[Item]: ...
 
     def _identity(self, item: Item) -> object: ...
 
@@ -89,9 +91,9 @@ async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, f
 async def _completed(env: Questions, asked: SamplingFields, path: Path) -> dict[str, float]:
     header = header_of(env, asked)
     kept = _begun(path, header)
-    wanted = [(index, number) for number in range(asked.samples) for index in range(len(env.held_out))]
+    wanted = [(index, number) for number in range(asked.samples) for index in range(len(env.asked_always))]
     missing = [each for each in wanted if each not in kept]
-    log.info("%d samples of %d questions, %d already in %s", len(wanted), len(env.held_out), len(kept), path)
+    log.info("%d samples of %d questions, %d already in %s", len(wanted), len(env.asked_always), len(kept), path)
     progress, slots = Progress(len(missing)), asyncio.Semaphore(asked.concurrency)
 
     async def one(index: int, number: int) -> Sample:
@@ -158,7 +160,7 @@ def _report(
 
 async def _sampled(env: Questions, asked: SamplingFields, index: int, number: int) -> tuple[Sample, dict[str, Any]]:
     """A sample, and its line."""
-    item, spent, started = env.held_out[index], Counter[str](), time.monotonic()
+    item, spent, started = env.asked_always[index], Counter[str](), time.monotonic()
     _spent.set(spent)
     rollout: Rollout | None = None
     found: list[Rollout] | Scored | Failure = await attempt(
@@ -231,12 +233,12 @@ def counted(
 
 def header_of(env: Questions, asked: SamplingFields) -> dict[str, Any]:
     """Return the settings that must be the same for samples to belong together."""
-    prompts = json.dumps([env._identity(item) for item in env.held_out], sort_keys=True, default=str)
+    prompts = json.dumps([env._identity(item) for item in env.asked_always], sort_keys=True, default=str)
     return {
         "evaluation": {
             "environment": env.name,
             "model": env.server.model_name,
-            "questions": len(env.held_out),
+            "questions": len(env.asked_always),
             "prompts": hashlib.sha256(prompts.encode("utf-8", "replace")).hexdigest()[:16],
             **_weights(env.server.model_name),
             **_settings(env, asked),

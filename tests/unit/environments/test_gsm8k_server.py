@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parents[3] / "environments" / "gsm8k_server.py"
 
 def solve(prompt: str) -> str:
     """Right for sums, wrong for products."""
-    found = re.findall(r"What is (\d) ([+*]) (\d)", prompt)
+    found = re.findall(r"(\d) ([+*]) (\d)", prompt)
     a, _operator, b = found[-1]
     return f"The answer is {int(a) + int(b)}."
 
