@@ -73,7 +73,8 @@ def test_what_a_flag_takes(tmp_path: Path) -> None:
 
 
 def test_flags_of_the_programs(tmp_path: Path) -> None:
-    assert offered("train", "gsm8k", "--trainer.lr", cwd=tmp_path) == {"--trainer.lr", "--trainer.lr-decay-steps"}
+    rates = {"--trainer.lr", "--trainer.lr-by-signal", "--trainer.lr-decay-steps"}
+    assert offered("train", "gsm8k", "--trainer.lr", cwd=tmp_path) == rates
     assert "--api.journal" in offered("train", "gsm8k", "--api.j", cwd=tmp_path)
 
 
