@@ -39,11 +39,10 @@ export function runView(name) {
 		const done = last?.step ?? run.steps_done ?? 0;
 		const evaluations = metrics.points("accuracy");
 		const [version, accuracy] = evaluations.at(-1) ?? [];
-		const better = (one, other) => (other[1] >= one[1] ? other : one); // of equal ones the later, as best_model
-		const [bestVersion, bestAccuracy] = evaluations.filter(([trained]) => trained > 0).reduce(better, [version, accuracy]);
+		const [best = version, highest] = evaluations.filter(([trained]) => trained).sort((one, other) => one[1] - other[1]).at(-1) ?? [];
 		const progress = run.planned_steps && h("progress", { max: run.planned_steps, value: done, "aria-label": "Steps done" });
-		const best = bestVersion === version ? "the best so far" : `best: ${percent(bestAccuracy)} at version ${bestVersion}`;
-		const evaluated = [`policy version ${version}`, h("br"), best, h("br"), wrong()];
+		const bestLine = best === version ? "the best so far" : `best: ${percent(highest)} at version ${best}`;
+		const evaluated = [`policy version ${version}`, h("br"), bestLine, h("br"), wrong()];
 		return [
 			card("Step", steps(done, run), progress, duration(run)),
 			card("Held-out accuracy", percent(accuracy), version === undefined ? "No evaluation has ended yet." : evaluated),
