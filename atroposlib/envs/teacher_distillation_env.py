@@ -10,7 +10,7 @@ then the teacher's likeliest others; nothing precedes the first position, so its
 A trainer that distils (--distill-coef) registers how many tokens it needs the teacher to name. A group on which the
 teacher then fails, or says what no model can say, is dropped with the cause: it is never trained on as if there were no
 teacher. A trainer of this project that does not distil would ignore the teacher: there the first group ends the
-environment with a line that says so. For other trainers a group goes without the teacher that failed.
+environment with a line that says so. For other trainers the group is sent without the fields of a teacher that failed.
 """
 
 import asyncio

@@ -270,7 +270,7 @@ class Run:
         return self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None
 
     def stop_if_flat(self, step: int) -> None:
-        """Let the next step be the last one where --stop-when-flat says so."""
+        """Make the next step the last one after --stop-when-flat evaluations without a new best policy."""
         flat, limit = self.best.without_gain, self.config.stop_when_flat
         if limit and flat >= limit and step + 1 < self.last_step:
             self.ends_early_after = step + 1

@@ -39,7 +39,7 @@ export function runView(name) {
 		const done = last?.step ?? run.steps_done ?? 0;
 		const evaluations = metrics.points("accuracy");
 		const [version, accuracy] = evaluations.at(-1) ?? [];
-		const [best = version, highest] = evaluations.filter(([trained]) => trained).sort((one, other) => one[1] - other[1]).at(-1) ?? [];
+		const [best = version, highest] = evaluations.filter(([v]) => v).sort((a, b) => a[1] - b[1]).at(-1) ?? [];
 		const progress = run.planned_steps && h("progress", { max: run.planned_steps, value: done, "aria-label": "Steps done" });
 		const bestLine = best === version ? "the best so far" : `best: ${percent(highest)} at version ${best}`;
 		const evaluated = [`policy version ${version}`, h("br"), bestLine, h("br"), wrong()];

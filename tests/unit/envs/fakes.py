@@ -208,7 +208,7 @@ class CountingEnv(BaseEnv):
 
 
 class Asking(QuestionEnv):
-    """Says which number it wants; two are held out."""
+    """Asks for a number and names it in the prompt. Two numbers are held out."""
 
     name = "asking"
 
