@@ -35,6 +35,7 @@ COMMANDS = {
     "view": Command("atropos_launcher.commands.view", "runs in the browser: curves, every group, every token"),
     "evaluate": Command("atropos_launcher.commands.evaluate", "measure a model on a recipe's held-out problems"),
     "plot": Command("atropos_launcher.commands.plot", "plot a run so far, or compare several"),
+    "fine-tune": Command("atropos_launcher.commands.fine_tune", "train on demonstrations or preference pairs alone"),
     "env": Command("atropos_launcher.commands.env", "write a new environment, or run one: serve, process, evaluate"),
     "doctor": Command("atropos_launcher.commands.doctor", "check machine, ports and servers before a run"),
     "gpu-check": Command("atropos_launcher.commands.gpu_check", "run every check that needs a GPU, and print a table"),

@@ -7,7 +7,8 @@
          ▲                                                                    │
          └────────────── step done, policy version N now serves ◀─────────────┘
 
-The loop is in loop/run.py, what opens it in loop/opening.py.
+The loop is in loop/run.py, what opens it in loop/opening.py. With --offline-share 1 nothing is sampled, and neither API
+nor vLLM is asked (loop/fine_tuning.py).
 """
 
 if __name__ == "__main__":  # flags before torch, as atropos-grpo does
@@ -34,6 +35,7 @@ from atroposlib.logs import configure_logging, get_logger
 from atroposlib.processes.utf8 import restart_in_utf8
 from example_trainer.bridges import Prepare, make_bridge
 from example_trainer.errors import TrainerError
+from example_trainer.loop.fine_tuning import fine_tune
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.opening import open_run
 from example_trainer.loss.base import load_objective
@@ -61,6 +63,9 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
         resources.callback(learner.close)
         if not ranks.leads:
             ranks.follow(learner)
+            return
+        if config.offline_alone:
+            fine_tune(learner)
             return
         run = resources.enter_context(open_run(learner, lambda final: prepare or make_bridge(final)))
         run.start()

@@ -240,6 +240,15 @@ def expect_lesson(run: RunFile, trainer: TrainerConfig, environments: Mapping[st
         )
 
 
+def expect_sampling(trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a trainer that trains on nothing which is sampled."""
+    if trainer.offline_alone:
+        raise ConfigError(
+            "--trainer.offline-share 1 trains on offline data alone, for which nothing is sampled: use `atropos"
+            " fine-tune`, or give a smaller share"
+        )
+
+
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
     """Return whether an environment samples for later batches while the trainer is at one."""
     return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())

@@ -27,10 +27,11 @@ from example_trainer.data.routing_replay import routing_of
 from example_trainer.exact.check import Comparison
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
+from example_trainer.loss.offline_gradients import offline_gradients
 from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
-from example_trainer.model.policy import token_logprobs
+from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optim.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.ranks.partition import has_tp
@@ -168,6 +169,7 @@ class Learner:
             self.progress = replace(restored, share_prefixes=config.shares_prefixes)
         saved = self.progress.kernels if checkpoint else None
         kernels = kernels_of_run(config, self.trained.model, self.device, self.ranks, saved, served_dtype)
+        self._kernels = kernels
         use_kernels(self._policy, kernels)
         if self._reference is not None:
             use_kernels(self._reference, kernels)
@@ -178,19 +180,36 @@ class Learner:
         """The sequences with the log-probabilities that the policy gives their trained tokens as it is now. They are
         compared with the sampler's.
         """
-        config, comparison = self.config, Comparison()
-        self.trained.model.eval()  # no dropout of an adapter, as in vLLM
+        found, self.comparison = self._with_logprobs_of(self._policy, sequences)
+        return found
+
+    @collective
+    def with_start_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The same by the start model, which is loaded for it where the run has been resumed."""
+        start = self._reference or (self._policy if self.progress.updates == 0 else None)
+        if start is None:
+            start = start_policy(self.config, self.device, self.ranks.mesh)
+            use_kernels(start, self._kernels)
+        return self._with_logprobs_of(start, sequences)[0]
+
+    def _with_logprobs_of(self, policy: Policy, sequences: list[Sequence]) -> tuple[list[Sequence], Comparison]:
+        """The sequences with the log-probabilities that a policy gives their trained tokens, and these beside the
+        sampler's.
+        """
+        config, mine, training = self.config, Comparison(), policy.model.training
+        policy.model.eval()  # no dropout of an adapter, as in vLLM
         for batch in self._micro_batches(sequences):
-            logprobs = token_logprobs(self._policy, batch, config.logits_mb)
+            logprobs = token_logprobs(policy, batch, config.logits_mb)
             if batch.counted:
-                comparison.add(batch.targets, batch.sampler_logprobs, logprobs)
-        self.trained.model.train()
-        reshard(self._policy)
-        self.comparison = comparison.of_all(self.ranks)
-        _, _, column = self.comparison.columns()
-        return with_old_logprobs(
+                mine.add(batch.targets, batch.sampler_logprobs, logprobs)
+        policy.model.train(training)
+        reshard(policy)
+        comparison = mine.of_all(self.ranks)
+        _, _, column = comparison.columns()
+        found = with_old_logprobs(
             sequences, column.numpy(), config.pass_tokens, self.ranks.shares, config.shares_prefixes
         )
+        return found, comparison
 
     @collective
     def gradients(self, sequences: list[Sequence], loss_divisor: float) -> Metrics:
@@ -209,6 +228,20 @@ class Learner:
         )
         self.comparison = comparison.of_all(self.ranks)
         return measured
+
+    @collective
+    def offline_gradients(self, sequences: list[Sequence], loss_divisor: float) -> Metrics:
+        """Add the gradient of offline examples, each of which counts as its advantages say, to the parameters'
+        `.grad`.
+        """
+        return offline_gradients(
+            self._policy,
+            self._micro_batches(sequences),
+            loss_divisor,
+            chunk_mb=self.config.logits_mb,
+            ranks=self.ranks,
+            before_pass=self._before_pass,
+        )
 
     def by_sequence(self, sequences: list[Sequence], comparison: Comparison) -> list[NDArray[np.float32]]:
         """Split the comparison by sequence: the trainer's log-probabilities of each sequence's trained tokens."""

@@ -19,6 +19,7 @@ from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
 from example_trainer.loop.bad_data import RejectionBudget
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.offline import examples_of, sides_of
 from example_trainer.loop.run import Run
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.timeline import Timeline
@@ -36,13 +37,9 @@ Watched = WeightBridge | Ranks | Saves
 @contextmanager
 def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> Iterator[Run]:
     """A run on rank 0, ready to start. `prepare` gives the bridge of the final configuration. Raises TrainerError."""
-    given, watched = learner.config, list[Watched]([learner.ranks])
-    remove_leftovers(given.save_path)
-    checkpoint = find_checkpoint(given.resume, given.save_path)
-    if checkpoint:
-        expect_same_model(checkpoint, given)
-    resumed = str(checkpoint or "")
-    learner.resolve(resumed)
+    watched = list[Watched]([learner.ranks])
+    examples = examples_of(learner.config)
+    resumed = resolved(learner)
     config = learner.config
     with ExitStack() as resources:
         rejections = RejectionBudget(config.max_rejected_groups)
@@ -55,11 +52,8 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         learner.begin(resumed, bridge.served_dtype)
         done, model = learner.progress, learner.trained.model
         exactness = Exactness(config, model, bridge.served_dtype, done.kernels)
-        if done.step >= config.training_steps:
-            raise TrainerError(
-                f"{checkpoint} has done {done.step} of {config.training_steps} steps: raise --training-steps to"
-                " continue"
-            )
+        expect_steps_left(learner, resumed)
+        offline = sides_of(examples, config, learner.trained.tokenizer) if examples else []
         metrics = open_metrics(config, done.step + 1, resources, done.kernels)
         trained_file = open_trained(config, done.step + 1, resources)
         if config.overlap and not config.overlaps:
@@ -76,7 +70,29 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
             teacher_top_k=config.teacher_top_k,
         )
         timeline = Timeline(vllm_clients(config))
-        yield Run(config, api, learner, bridge, exactness, saves, rejections, metrics, trained_file, needs, timeline)
+        yield Run(
+            config, api, learner, bridge, exactness, saves, rejections, metrics, trained_file, needs, timeline, offline
+        )
+
+
+def resolved(learner: Learner) -> str:
+    """Complete the learner's configuration. Return the checkpoint that the run continues, empty for a fresh start.
+    Raises TrainerError.
+    """
+    given = learner.config
+    remove_leftovers(given.save_path)
+    checkpoint = find_checkpoint(given.resume, given.save_path)
+    if checkpoint:
+        expect_same_model(checkpoint, given)
+    learner.resolve(str(checkpoint or ""))
+    return str(checkpoint or "")
+
+
+def expect_steps_left(learner: Learner, resumed: str) -> None:
+    """Raise TrainerError if the checkpoint has done all steps."""
+    done, steps = learner.progress.step, learner.config.training_steps
+    if done >= steps:
+        raise TrainerError(f"{resumed} has done {done} of {steps} steps: raise --training-steps to continue")
 
 
 @contextmanager

@@ -24,12 +24,14 @@ from atroposlib.wire.batching import GroupRequirements, TrainerStep
 from atroposlib.wire.held_out import HeldOut
 from example_trainer.bridges import SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
+from example_trainer.data.offline import Sides
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
 from example_trainer.loop.best import BestPolicies
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.served import check_served, expect_served_lengths
@@ -68,6 +70,8 @@ class Run:
     bad_batches: BadBatches = field(init=False)
     best: BestPolicies = field(init=False)
     reported: TrainerStep = field(init=False)
+    offline_examples: list[Sides] = field(default_factory=list)  # of --offline-data
+    offline: OfflineData | None = None  # once there are weights to start from
     early: EarlyGradients | None = None  # of the batch that is fetched
     ends_early_after: int | None = None  # the last step of a run that does not do all --training-steps
     proven: bool = False  # vLLM's weights by the probes, after an update
@@ -82,6 +86,8 @@ class Run:
         """Have vLLM serve the start weights, and register with the API."""
         progress = self.progress
         self.bridge.sync(progress.policy_version, keep_weights)
+        if self.offline_examples:
+            self.offline = OfflineData(self.learner, self.offline_examples)
         expect_served_lengths(self.config, self.trained.model.config)
         self.check_served()
         self.api.register(
@@ -213,7 +219,7 @@ class Run:
                 "--kl-coef compares two distributions that top-p and top-k truncated differently, the policy's and the"
                 " start model's: sample with top_p 1 and without top_k"
             )
-        if not batch.sequences:
+        if not batch.sequences and self.offline is None:
             reason = (
                 "equal scores" if batch.zero_variance_groups == batch.groups else "equal scores or cut answers alone"
             )
@@ -231,7 +237,10 @@ class Run:
                 seed=config.seed,
                 step=step,
                 rate=learning_rate(config, step, self.progress.updates, batch.signal_share),
+                offline_share=config.offline_share,
+                updates_before=self.progress.updates,
             ),
+            self.offline,
         )
         try:
             judge = partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model)

@@ -8,6 +8,8 @@ update.
                                ▼       ▼         ▼       ▼
                             update  update    update  update ──▶ one sync, one policy version
 
+Each update may also have examples of offline data (offline.py), whose gradient is added to that of its mini-batch.
+
 `begin` computes the first gradient while vLLM generates. `make` is what the bridge runs where weights may change: with
 a single copy, while generation is paused.
 """
@@ -24,8 +26,9 @@ from example_trainer.errors import BadBatch
 from example_trainer.exact.check import Comparison
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import EarlyGradients, Part, together
-from example_trainer.loss.metric import Metric, Metrics, of_updates, values
+from example_trainer.loss.metric import Metric, Metrics, added, of_updates, values
 from example_trainer.optim.optimizer import expect_finite
 from example_trainer.output.metrics import Row
 from example_trainer.output.trained_rows import Logprobs
@@ -43,6 +46,8 @@ class Plan:
     seed: int = 0
     step: int = 1
     rate: float = 0.0
+    offline_share: float = 0.0  # of each update's loss
+    updates_before: int = 0  # in earlier steps
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
     """The mini-batches of a step in their order, none of them empty. Sequences of one rollout stay together.
 
     Each divides by its own part of the batch's divisor. What is not computed, of groups without a signal, is spread
-    over the mini-batches in proportion: together it counts as in one update.
+    over the mini-batches in proportion: together it counts as in one update. Where offline data has a share of each
+    update's loss, the rollouts have the rest; if no sequence is computed, the updates are of offline data alone.
     """
     if not batch.sequences:
-        return []
+        return [MiniBatch([], 1.0)] * (plan.updates_per_batch * plan.epochs) if plan.offline_share else []
+    counts = 1 - plan.offline_share
     if plan.updates_per_batch == 1:
-        return [MiniBatch(batch.sequences, batch.loss_divisor)] * plan.epochs
+        return [MiniBatch(batch.sequences, batch.loss_divisor / counts)] * plan.epochs
     rollouts = sorted({sequence.rollout for sequence in batch.sequences})
     dealt = []
     for epoch in range(plan.epochs):
@@ -73,7 +80,7 @@ def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
             trained = sum(sequence.trained_tokens for sequence in sequences)
             by_tokens = plan.loss_mean == "token"
             own, whole = (trained, batch.trained_tokens) if by_tokens else (len(members), len(rollouts))
-            dealt.append(MiniBatch(sequences, own * batch.loss_divisor / whole))
+            dealt.append(MiniBatch(sequences, own * batch.loss_divisor / whole / counts))
     return dealt
 
 
@@ -84,8 +91,11 @@ class Updates:
     for one that must not be trained on.
     """
 
-    def __init__(self, learner: Learner, bad_batches: BadBatches, plan: Plan) -> None:
+    def __init__(
+        self, learner: Learner, bad_batches: BadBatches, plan: Plan, offline: OfflineData | None = None
+    ) -> None:
         self._learner = learner
+        self._offline = offline
         self._bad_batches = bad_batches
         self._plan = plan
         self._mini_batches: list[MiniBatch] = []
@@ -120,12 +130,12 @@ class Updates:
             learner.discard()
             return
         self._mini_batches = mini_batches
-        self._first_is_good = measured is not None and self._is_good(measured, 0)
+        self._first_is_good = measured is not None and self._is_good(self._with_offline(measured, 0), 0)
 
     def make(self) -> None:
         """Make the updates. Raises BadBatch where the configuration says to stop."""
         for place, mini_batch in enumerate(self._mini_batches):
-            if self._first_is_good if place == 0 else self._is_good(self._gradients(mini_batch), place):
+            if self._first_is_good if place == 0 else self._is_good(self._gradients(mini_batch, place), place):
                 self._learner.update(self._plan.rate)
                 self.made += 1
 
@@ -156,16 +166,28 @@ class Updates:
 
     def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
         """Compute the gradient of the first mini-batch, and return its parts; without `early` there is one."""
+        if not mini_batch.sequences:
+            return [Part([], {}, Comparison())]
         if early is None:
-            return [Part(mini_batch.sequences, self._gradients(mini_batch), self._learner.comparison)]
+            return [Part(mini_batch.sequences, self._of_rollouts(mini_batch), self._learner.comparison)]
         parts = list(early.parts)
         if left := early.left(mini_batch.sequences):
             parts.append(Part(left, self._learner.gradients(left, 1.0), self._learner.comparison))
         self._learner.divide(mini_batch.loss_divisor)
         return parts
 
-    def _gradients(self, mini_batch: MiniBatch) -> Metrics:
+    def _gradients(self, mini_batch: MiniBatch, place: int) -> Metrics:
+        """Compute the gradient of the mini-batch of this place, and of the offline examples of its update."""
+        return self._with_offline(self._of_rollouts(mini_batch) if mini_batch.sequences else {}, place)
+
+    def _of_rollouts(self, mini_batch: MiniBatch) -> Metrics:
         return self._learner.gradients(mini_batch.sequences, mini_batch.loss_divisor)
+
+    def _with_offline(self, measured: Metrics, place: int) -> Metrics:
+        """Add the gradient of the update's offline examples, and what was measured of them."""
+        if self._offline is None:
+            return measured
+        return added((measured, self._offline.add_gradient(self._plan.updates_before + place)))
 
     def _is_good(self, measured: Metrics, place: int) -> bool:
         """Clip the gradient, and whether it can be stepped on; if not, it is dropped."""

@@ -79,7 +79,7 @@ def learning_rate(config: TrainerConfig, step: int, updates: int, signal_share: 
         (updates + 1) / max(1, config.warmup_steps),
         (config.training_steps - step + 1) / (config.lr_decay_steps + 1),
     )
-    if config.distill_coef > 0:  # a teacher's signal is in every group
+    if config.distill_coef > 0 or config.offline_share > 0:  # a teacher's signal is in every group, or in the file
         signal_share = 1.0
     return scheduled * signal_share if config.lr_by_signal else scheduled
 

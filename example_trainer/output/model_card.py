@@ -30,7 +30,16 @@ SETTINGS = (
     "distill_coef",
     "distill",
     "reward_coef",
+    "offline_share",
     "seed",
+)
+
+
+SHOWN = (
+    ("mean sampled reward", "reward_mean"),
+    ("held-out accuracy", "accuracy"),
+    ("loss of demonstrations", "sft_loss"),
+    ("loss of preference pairs", "dpo_loss"),
 )
 
 
@@ -40,6 +49,8 @@ class Measured(msgspec.Struct):
     step: int
     reward_mean: float | None = None
     accuracy: float | None = None
+    sft_loss: float | None = None
+    dpo_loss: float | None = None
 
 
 def write_model_card(folder: Path, config: TrainerConfig) -> None:
@@ -61,16 +72,18 @@ def model_card(config: TrainerConfig, rows: Sequence[Measured]) -> str:
         base_model=config.model_name if is_hub_id else None,
         library_name=library,
         pipeline_tag="text-generation",
-        tags=["reinforcement-learning", "grpo", "atropos"],
+        tags=["fine-tuning", "atropos"] if config.offline_alone else ["reinforcement-learning", "grpo", "atropos"],
     )
     what = "A LoRA adapter for" if config.bridge.trains_adapter else "Trained from"
     name = config.model_name if is_hub_id else Path(config.model_name).name
     settings = config.model_dump(mode="json", include=set(SETTINGS))
     lines = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {what} {name} by reinforcement learning",
+        f"# {what} {name} by {'fine-tuning' if config.offline_alone else 'reinforcement learning'}",
         "",
-        f"GRPO with Atropos {package_version()}, weights handed to vLLM by `{config.bridge.shown()}`.",
+        f"Offline data with Atropos {package_version()}."
+        if config.offline_alone
+        else f"GRPO with Atropos {package_version()}, weights handed to vLLM by `{config.bridge.shown()}`.",
         "",
         *_results(rows),
         "## Settings",
@@ -90,7 +103,7 @@ def model_card(config: TrainerConfig, rows: Sequence[Measured]) -> str:
 def _results(rows: Sequence[Measured]) -> list[str]:
     """The first and the last value of what was measured."""
     lines = ["## Results", "", "| | first | last |", "|---|---|---|"]
-    for label, key in (("mean sampled reward", "reward_mean"), ("held-out accuracy", "accuracy")):
+    for label, key in SHOWN:
         measured = [(row.step, value) for row in rows if (value := getattr(row, key)) is not None]
         if measured:
             (first_step, first), (last_step, last) = measured[0], measured[-1]

@@ -30,6 +30,7 @@ from example_trainer.settings.objectives import (
     LossMean,
     Ratio,
 )
+from example_trainer.settings.offline import OfflineSettings
 from example_trainer.settings.ranks import RankSettings
 from example_trainer.settings.servers import VllmServers
 
@@ -524,6 +525,7 @@ class TrainerConfig(
     ApiSettings,
     ExactnessSettings,
     BadDataSettings,
+    OfflineSettings,
     LossSettings,
     UpdateSettings,
     OptimizationSettings,
@@ -546,6 +548,19 @@ class TrainerConfig(
     def logits_mb(self) -> int:
         """MiB of logits alive at once, unless the memory plan finds room for more."""
         return self.logits_chunk_mb or LOGITS_CHUNK_MB
+
+    @property
+    def offline_examples(self) -> int:
+        """Return how many offline examples an update trains on: their share, where it has a rollout for each of the
+        others.
+        """
+        rollouts = self.batch_size * self.gradient_accumulation_steps / self.updates_per_batch
+        return max(1, round(rollouts * (1 if self.offline_alone else self.offline_share / (1 - self.offline_share))))
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return how many optimizer updates a step makes, if its batch teaches something."""
+        return self.updates_per_batch * self.epochs
 
     @property
     def overlaps(self) -> bool:

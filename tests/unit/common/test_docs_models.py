@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from atropos_launcher.commands import train
+from atropos_launcher.commands.fine_tune import trainer_flags
 from atropos_launcher.placement import gpus as layout
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
 from atropos_launcher.placement.ports import Ports
@@ -20,7 +21,7 @@ from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import PUBLISHED, model_size, published
 from example_trainer.memory.plan import GB, Serving, Training
 from example_trainer.settings.config import TrainerConfig
-from tests.unit.launcher.plans import HOSTS_FILES, ask_for, no_processes, plan
+from tests.unit.launcher.plans import PAGE_FILES, ask_for, no_processes, plan
 
 __all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
@@ -111,7 +112,9 @@ def test_a_documented_command_is_accepted_by_the_plan(command: str, gpus: str) -
     elif "run_gsm8k" in script or "quickstart" in script:
         expect_fit(Path(script).stem.removeprefix("run_"), *argv)
     elif script == "atropos" and argv[0] == "train":
-        expect_fit(*(HOSTS_FILES.get(word, word) for word in argv[1:]))
+        expect_fit(*(PAGE_FILES.get(word, word) for word in argv[1:]))
+    elif script == "atropos" and argv[0] == "fine-tune":
+        assert trainer_refusal(words, trainer_flags([PAGE_FILES.get(word, word) for word in argv[1:]])) is None
     elif script.endswith("train.sbatch"):
         expect_fit(*argv)
     else:

@@ -17,6 +17,7 @@ import pytest
 
 from atropos_launcher.commands.doctor import DoctorConfig
 from atropos_launcher.commands.evaluate import EvaluateFlags, asking
+from atropos_launcher.commands.fine_tune import trainer_flags
 from atropos_launcher.plan.command_line import read_command_line
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
@@ -24,7 +25,7 @@ from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 from atroposlib.flags import ConfigError
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.environments.support import env_class
-from tests.unit.launcher.plans import HOSTS_FILES, no_processes, plan
+from tests.unit.launcher.plans import PAGE_FILES, no_processes, plan
 
 __all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
@@ -89,7 +90,7 @@ READERS = {
     "larger_number_server.py": "environments/template_server.py",
     "guess_server.py": "environments/two_turn_template_server.py",
     "product_server.py": "environments/tool_template_server.py",
-    **HOSTS_FILES,
+    **PAGE_FILES,
 }
 
 
@@ -210,6 +211,8 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
         return lambda: recipe(command)(flags)
     if command == "doctor":
         return lambda: doctor(flags)
+    if command == "fine-tune":
+        return lambda: trainer(trainer_flags([PAGE_FILES.get(word, word) for word in flags]))
     if command == "env" and flags[0] == "new":
         return lambda: known_in("atropos_launcher/commands/new_environment.py", flags)
     if command == "env":

@@ -21,7 +21,9 @@ from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
-HOSTS_FILES = {name: str(ROOT / "tests/unit/docs" / name) for name in ("hosts.txt", "five_hosts.txt")}  # of pages
+PAGE_FILES = {  # that commands of pages name
+    name: str(ROOT / "tests/unit/docs" / name) for name in ("hosts.txt", "five_hosts.txt", "answers.jsonl")
+}
 
 
 @cache

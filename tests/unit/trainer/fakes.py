@@ -31,6 +31,7 @@ from transformers import (
 from atroposlib.groups import Untrainable
 from atroposlib.wire.batching import ScoredData
 from example_trainer.bridges import BridgeError, Prepared, SyncReport, WeightBridge
+from example_trainer.data.batching import Sequence as Tokens
 from example_trainer.weights.written import TrainedModel
 from tests.serving import Asked, Reply, ThreadedServer
 
@@ -117,6 +118,30 @@ def with_made_up_teacher(group: dict[str, Any], top_k: int) -> dict[str, Any]:
         "distill_token_ids": [[ids for ids, _ in sequence] for sequence in said],
         "distill_logprobs": [[logprobs for _, logprobs in sequence] for sequence in said],
     }
+
+
+def made_up_answers(count: int, sides: int, longest: int = 9) -> list[tuple[Tokens, ...]]:
+    """Offline examples of `sides` answers each, behind a prompt that they share."""
+    generator = np.random.default_rng(count)
+    found = []
+    for _ in range(count):
+        prompt = generator.integers(1, VOCAB, 4).tolist()
+        lengths = generator.integers(1, longest + 1, sides)
+        answers = [generator.integers(1, VOCAB, length).tolist() for length in lengths]
+        found.append(tuple(answer_of([*prompt, *answer], len(prompt)) for answer in answers))
+    return found
+
+
+def answer_of(tokens: list[int], begins: int) -> Tokens:
+    """A sequence that no sampler knows, trained from the place where its answer begins."""
+    return Tokens(
+        tokens=np.array(tokens),
+        trained=np.arange(len(tokens)) >= begins,
+        sampler_logprobs=None,
+        advantages=np.ones(len(tokens), np.float32),
+        reference_logprobs=None,
+        temperature=1.0,
+    )
 
 
 def as_records(items: Sequence[Any]) -> list[ScoredData | Untrainable]:

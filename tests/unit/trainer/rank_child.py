@@ -39,9 +39,10 @@ from example_trainer.bridges.session import Session, offered_by_us
 from example_trainer.data.batching import PLAIN, Sequence, make_batch
 from example_trainer.loop import learner as learner_module
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import Part, together
 from example_trainer.loss import batch_gradients as step_module
-from example_trainer.loss.metric import Metrics, values
+from example_trainer.loss.metric import Metrics, added, values
 from example_trainer.memory.fits import Room
 from example_trainer.model import policy
 from example_trainer.model.memory_check import smallest_room
@@ -54,7 +55,7 @@ from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.bridges.test_single_copy_bridge import FakeVllm
-from tests.unit.trainer.fakes import as_records, item, with_made_up_teacher
+from tests.unit.trainer.fakes import as_records, item, made_up_answers, with_made_up_teacher
 from tests.unit.trainer.process_memory import anonymous_memory
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
@@ -165,6 +166,8 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         learner.begin("")
         at_start = trained.prompt_logprobs(prompt).tolist()
         trained.write(out / "start")  # what a probe leaves gathered cannot be written
+    sides = job.get("offline_sides")
+    offline = OfflineData(learner, made_up_answers(12, sides)) if sides else None
     for step in range(job["steps"]):
         batch, tokens = sequences(step, loss=config, **job.get("batch", {}))
         if config.old_logprobs == "recomputed":
@@ -173,12 +176,15 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
             learner.clip()
             learner.update(config.lr)
         measured = in_parts(learner, batch, tokens) if job.get("parts") else learner.gradients(batch, tokens)
-        by_sequence = [values.tolist() for values in learner.by_sequence(batch, learner.comparison)]
+        compared = learner.comparison
+        if offline is not None:
+            measured = added((measured, offline.add_gradient(step)))
+        by_sequence = [values.tolist() for values in learner.by_sequence(batch, compared)]
         norm = learner.clip()
         if job.get("probe"):
             trained.prompt_logprobs(prompt)  # must not keep weights from before the update
         learner.update(config.lr)
-        found.append({**values(measured), "grad_norm": norm, **learner.comparison.row()})
+        found.append({**values(measured), "grad_norm": norm, **compared.row()})
     if job["steps"]:
         trained.write(out / "model")
     results: dict[str, Any] = {"steps": found, "start": at_start}

@@ -13,7 +13,9 @@ import pytest
 from atropos_launcher.commands import evaluate, plot
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.launcher.plans import ROOT, no_processes, plan
+from tests.unit.trainer.fakes import model_folder
 
 __all__ = ["no_processes"]
 
@@ -203,3 +205,20 @@ def test_an_environment_that_is_not_there_is_one_line() -> None:
     assert done.returncode == 2
     assert "there is no file or module 'nothing'; give the path of its .py file, or one of calculator" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_fine_tuning_is_the_trainer_alone(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", vocab_size=300)
+    save_tiny_tokenizer(Path(model))
+    (tmp_path / "rows.jsonl").write_text('{"prefix": "2+2=", "completion": "4."}\n{"completion": "5."}\n')
+    words = [str(tmp_path / "rows.jsonl"), "--model", model, "--out", str(tmp_path / "out"), "--training-steps", "2"]
+    done = launcher("fine-tune", *words, "--batch-size", "1", "--gradient-accumulation-steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Step 2/2 | sft loss " in done.stdout
+    assert (tmp_path / "out/final_model/model.safetensors").is_file()
+    (tmp_path / "rows.jsonl").write_text('{"question": "2+2="}\n')
+    done = launcher("fine-tune", *words)
+    assert done.returncode == 1
+    assert "rows.jsonl:1 has no pos but question" in done.stderr.splitlines()[-1]

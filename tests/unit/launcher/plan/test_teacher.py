@@ -124,6 +124,10 @@ def test_the_teacher_has_cores_of_its_own_where_it_is_said(monkeypatch: pytest.M
             "--teacher.model m --trainer.distill-coef 1 --teacher.port 9001",
             r"teacher.port 9001 is a vLLM server's too",
         ),
+        (
+            f"--trainer.offline-data {__file__} --trainer.offline-share 1",
+            r"--trainer.offline-share 1 trains on offline data alone.*: use `atropos fine-tune`",
+        ),
         ("--trainer.reward-coef 0", r"--reward-coef 0 leaves nothing to train on: give --distill-coef"),
     ],
 )

@@ -33,6 +33,13 @@ BF16 = {"compute_dtype": "bfloat16"}
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
 CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
+
+
+def beside(model: str) -> dict[str, object]:
+    """Offline data has a share of each update. The examples themselves are made up, as the model has no tokenizer."""
+    return {"offline_data": f"{model}/config.json", "offline_share": 0.3}
+
+
 TAUGHT = {"distill_coef": 0.5, "entropy_coef": 0.01}
 TAUGHT_TOP_K = TAUGHT | {"distill": "forward_kl", "distill_top_k": 4}
 RECOMPUTED = {"old_logprobs": "recomputed"}
@@ -121,6 +128,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             f"taught {ranks}": Job("llama", ranks, 2, TAUGHT),
             f"taught by top k {ranks}": Job("llama", ranks, 2, TAUGHT_TOP_K, {"batch": {"top_p": 0.8}}),
             f"lora taught by top k {ranks}": Job("llama", ranks, 2, LORA | TAUGHT_TOP_K),
+            f"demonstrations {ranks}": Job("llama", ranks, 3, beside(models["llama"]), {"offline_sides": 1}),
+            f"pairs {ranks}": Job("llama", ranks, 3, beside(models["llama"]), {"offline_sides": 2}),
+            f"pairs, another start {ranks}": Job(
+                "llama", ranks, 3, beside(models["llama"]) | PENALTIES, moved | {"offline_sides": 2}
+            ),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora, prefixes once {ranks}": Job("llama", ranks, 2, LORA | {"share_prefixes": True}),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1/model")}, "lora 1"),
@@ -261,6 +273,15 @@ def test_every_term_of_the_loss_agrees_where_prefixes_are_computed_once(done: Ru
     for column in ("ratio_max", "ratio_mean", "pg_loss", "entropy", "kl", "importance_masked_frac", "teacher_kl"):
         if whole.results["steps"][0].get(column) is not None:
             assert shared.column(column) == pytest.approx(whole.column(column), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["demonstrations", "pairs", "pairs, another start"])
+def test_offline_examples_are_dealt_to_the_ranks(done: Runs, name: str) -> None:
+    one, two = done[f"{name} 1"], done[f"{name} 2"]
+    expect_agreement(one, two)
+    metric = "sft_loss" if name == "demonstrations" else "dpo_loss"
+    assert two.column(metric) == pytest.approx(one.column(metric), rel=1e-5)
 
 
 @pytest.mark.rotating
