@@ -13,34 +13,23 @@ interrupted run starts again. A file records the processor, the commit and the f
 settings or numbers of steps.
 """
 
-import json
-import platform
 import re
 import shutil
 import statistics
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
-from atroposlib.files import write_whole
-from benchmarks.shared.launched import launched
+from benchmarks.shared.finished_runs import FinishedRun, commit, evaluations_of, keep, processor, read_run, steps_of
+from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
-from example_trainer.plot import Rows, read_rows
+from example_trainer.plot import Rows
 
-ROOT = Path(__file__).resolve().parents[1]
 LAST = 5  # steps at the end of a run whose mean reward the table has
-KEPT = (  # columns of metrics.jsonl
-    *("step", "reward_mean", "loss", "lr", "grad_norm", "entropy", "updates", "trained_tokens", "staleness_max"),
-    *("completion_tokens_per_rollout", "logprob_diff_mean", "logprob_diff_max", "sampler_kl"),
-    *("ratio_max", "ratio_clipped_frac", "importance_masked_frac", "importance_truncated_frac"),
-    *("bit_exact/differing_tokens", "bit_exact/tokens"),
-)
 Arm = Literal["plain", "truncated", "masked", "exact"]
 Setting = Literal["base", "high-lr", "long", "off-policy", "fp8"]
 Compared = tuple[str, Setting, int]  # processor, setting, number of steps
@@ -79,17 +68,12 @@ class Experiment(Config):
     report: bool = Field(False, description="run nothing: tables and figure of the finished runs")
 
 
-class FinishedRun(msgspec.Struct, frozen=True):
+class ExperimentRun(FinishedRun, frozen=True, kw_only=True):
     """One file of the directory of rows."""
 
     setting: Setting
     arm: Arm
     seed: int
-    processor: str
-    commit: str
-    flags: list[str]
-    steps: Rows
-    evaluations: Rows
 
     @property
     def table(self) -> Compared:
@@ -117,7 +101,7 @@ def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
     name = f"{setting}-{arm}-{seed}"
     rows = config.rows / folder_of(processor()) / f"{name}.json"
     if rows.is_file():
-        if (steps := len(read_run(rows).steps)) != config.steps:
+        if (steps := len(read_run(rows, ExperimentRun).steps)) != config.steps:
             raise TrainerError(f"{rows} has {steps} steps, not {config.steps}: give --steps {steps} or other --rows")
         print(f"{name}: finished before, {rows}", flush=True)
         return
@@ -127,37 +111,23 @@ def train(config: Experiment, setting: Setting, arm: Arm, seed: int) -> None:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # half a gigabyte per run
 
 
-def finished(folder: Path, setting: Setting, arm: Arm, seed: int, flags: list[str]) -> FinishedRun:
+def finished(folder: Path, setting: Setting, arm: Arm, seed: int, flags: list[str]) -> ExperimentRun:
     """Read what a run directory has. Raises TrainerError if an exact run was not exact, or another one was."""
-    steps = [{column: row.get(column) for column in KEPT} for row in read_rows(folder / "metrics.jsonl")]
-    evaluations = [
-        {key: row[key] for key in ("policy_version", "accuracy")} for row in read_rows(folder / "evaluations.jsonl")
-    ]
-    evaluations.sort(key=lambda row: int(row["policy_version"]))
-    run = FinishedRun(setting, arm, seed, processor(), commit(), flags, steps, evaluations)
+    steps = steps_of(folder)
+    run = ExperimentRun(
+        setting=setting,
+        arm=arm,
+        seed=seed,
+        processor=processor(),
+        commit=commit(),
+        flags=flags,
+        steps=steps,
+        evaluations=evaluations_of(folder),
+    )
     largest = max(row["logprob_diff_max"] or 0.0 for row in steps)
     if (largest == 0.0) != (arm == "exact"):
         raise TrainerError(f"{folder}: the largest difference of a log-probability is {largest} nats in arm {arm}")
     return run
-
-
-def keep(path: Path, run: msgspec.Struct) -> None:
-    """Write the rows, one step a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(msgspec.to_builtins(run))
-    for start in ('"steps": [', '"evaluations": [', '{"step"'):
-        text = text.replace(start, "\n" + start)
-    write_whole(path, (text + "\n").encode())
-
-
-def processor() -> str:
-    """Name, family, model and stepping: virtual machines give several processors one name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    if "model name" not in told:
-        return platform.machine()
-    return f"{told['model name']}, {told['cpu family']}/{told['model']}/{told['stepping']}"
 
 
 def folder_of(processor: str) -> str:
@@ -165,31 +135,17 @@ def folder_of(processor: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
 
 
-def commit() -> str:
-    """The checkout's, shortened."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 # --- tables and figure ----------------------------------------------------------------------------------------------
 
 
-def read_run(path: Path) -> FinishedRun:
-    """The rows of a file. Raises TrainerError that names it."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=FinishedRun)
-    except msgspec.DecodeError as error:
-        raise TrainerError(f"{path} is damaged: {error}; remove it, and its run starts again") from error
-
-
-def read_finished(config: Experiment) -> dict[Compared, dict[Arm, list[FinishedRun]]]:
+def read_finished(config: Experiment) -> dict[Compared, dict[Arm, list[ExperimentRun]]]:
     """All finished runs, by what makes them comparable, then by arm, seeds in order."""
-    found: dict[Compared, dict[Arm, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Compared, dict[Arm, list[ExperimentRun]]] = defaultdict(lambda: defaultdict(list))
     paths = sorted(config.rows.rglob("*.json"))
     if not paths:
         raise TrainerError(f"{config.rows} has no run: drop --report, and choose arms that the settings have")
     for path in paths:
-        run = read_run(path)
+        run = read_run(path, ExperimentRun)
         found[run.table][run.arm].append(run)
     order = {setting: nth for nth, setting in enumerate(SETTINGS)}
     return {key: found[key] for key in sorted(found, key=lambda key: (key[0], order[key[1]], key[2]))}
@@ -213,7 +169,7 @@ def tables(config: Experiment) -> str:
     return "\n".join(lines)
 
 
-def _cells(arm: Arm, runs: list[FinishedRun]) -> list[str]:
+def _cells(arm: Arm, runs: list[ExperimentRun]) -> list[str]:
     bounded = [run.mean("importance_masked_frac") + run.mean("importance_truncated_frac") for run in runs]
     compared = sum(row["bit_exact/tokens"] or 0 for run in runs for row in run.steps)
     differing = sum(row["bit_exact/differing_tokens"] or 0 for run in runs for row in run.steps)

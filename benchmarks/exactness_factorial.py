@@ -18,17 +18,15 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Literal, NamedTuple, get_args
 
-import msgspec
 import numpy as np
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from atroposlib.errors import one_line_errors, reading
-from benchmarks.exactness_experiment import KEPT, ROOT, commit, keep, processor
-from benchmarks.shared.launched import launched
+from atroposlib.errors import one_line_errors
+from benchmarks.shared.finished_runs import FinishedRun, commit, evaluations_of, keep, processor, read_run, steps_of
+from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
 from example_trainer.model.cpu_kernels import exact_kernels
-from example_trainer.plot import Rows, read_rows
 
 Dtype = Literal["float32", "bfloat16"]
 Arm = Literal["plain", "exact"]
@@ -65,15 +63,10 @@ class Cell(NamedTuple):
         return "-".join(map(str, self))
 
 
-class FinishedRun(msgspec.Struct, frozen=True):
+class FactorialRun(FinishedRun, frozen=True, kw_only=True):
     """One file of the directory of rows."""
 
     cell: Cell
-    processor: str
-    commit: str
-    flags: list[str]
-    steps: Rows
-    evaluations: Rows
 
     @property
     def result(self) -> float:
@@ -110,29 +103,27 @@ def train(config: Factorial, cell: Cell) -> None:
     rmtree(folder, ignore_errors=True)  # half a gigabyte
 
 
-def finished(folder: Path, cell: Cell, flags: list[str]) -> FinishedRun:
+def finished(folder: Path, cell: Cell, flags: list[str]) -> FactorialRun:
     """Read what a run directory has. Raises TrainerError if an evaluation is missing, if an exact run was not exact, or
     a plain one was.
     """
-    steps = [{column: row.get(column) for column in KEPT} for row in read_rows(folder / "metrics.jsonl")]
-    evaluations = [
-        {key: row[key] for key in ("policy_version", "accuracy")} for row in read_rows(folder / "evaluations.jsonl")
-    ]
+    steps, evaluations = steps_of(folder), evaluations_of(folder)
     measured = {row["policy_version"] for row in evaluations if row["accuracy"] is not None}
     if missing := {*range(EVERY, STEPS + 1, EVERY)} - measured:
         raise TrainerError(f"{folder}: policy versions {sorted(missing)} have no held-out accuracy; run it again")
     largest = max(row["logprob_diff_max"] or 0.0 for row in steps)
     if (largest == 0.0) != (cell.arm == "exact"):
         raise TrainerError(f"{folder}: the largest difference of a log-probability is {largest} nats in arm {cell.arm}")
-    return FinishedRun(cell, processor(), commit(), flags, steps, evaluations)
+    return FactorialRun(
+        cell=cell, processor=processor(), commit=commit(), flags=flags, steps=steps, evaluations=evaluations
+    )
 
 
-def read_finished(folder: Path) -> dict[Cell, FinishedRun]:
+def read_finished(folder: Path) -> dict[Cell, FactorialRun]:
     """All finished runs. Raises TrainerError."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        with reading(f"{path} is damaged", TrainerError, remedy="remove it, and its run starts again"):
-            run = msgspec.json.decode(path.read_bytes(), type=FinishedRun)
+        run = read_run(path, FactorialRun)
         found[run.cell] = run
     if not found:
         raise TrainerError(f"{folder} has no run: drop --report")
@@ -168,19 +159,19 @@ def difference(exact: Sequence[float], plain: Sequence[float]) -> Difference:
 
 
 def by_seed(
-    runs: Mapping[Cell, FinishedRun], dtype: Dtype, arm: Arm, rates: Sequence[str], seeds: Sequence[int]
+    runs: Mapping[Cell, FactorialRun], dtype: Dtype, arm: Arm, rates: Sequence[str], seeds: Sequence[int]
 ) -> list[float]:
     """For each seed that has runs at all these rates, the mean of their results."""
     whole = [seed for seed in seeds if all(Cell(dtype, arm, rate, seed) in runs for rate in rates)]
     return [statistics.fmean(runs[Cell(dtype, arm, rate, seed)].result for rate in rates) for seed in whole]
 
 
-def best_rate(runs: Mapping[Cell, FinishedRun], dtype: Dtype, arm: Arm) -> str:
+def best_rate(runs: Mapping[Cell, FactorialRun], dtype: Dtype, arm: Arm) -> str:
     """Return the rate with the highest mean result over the seeds that choose."""
     return max(RATES, key=lambda rate: statistics.fmean(by_seed(runs, dtype, arm, [rate], CHOOSING) or [0.0]))
 
 
-def report(runs: Mapping[Cell, FinishedRun]) -> str:
+def report(runs: Mapping[Cell, FactorialRun]) -> str:
     """Tables and tests, in Markdown."""
     lines = [f"{len(runs)} of {len(list(cells(SEEDS)))} runs", ""]
     lines += [

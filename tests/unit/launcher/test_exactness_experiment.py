@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exactness_experiment import ARMS, KEPT, SETTINGS, Arm, Experiment, finished, flags_of, keep, tables
+from benchmarks.exactness_experiment import ARMS, SETTINGS, Arm, Experiment, finished, flags_of, tables
+from benchmarks.shared.finished_runs import KEPT, keep
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 

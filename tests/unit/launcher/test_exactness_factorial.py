@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exactness_experiment import KEPT, keep
 from benchmarks.exactness_factorial import (
     SEEDS,
     Cell,
@@ -19,6 +18,7 @@ from benchmarks.exactness_factorial import (
     read_finished,
     report,
 )
+from benchmarks.shared.finished_runs import KEPT, keep
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 
