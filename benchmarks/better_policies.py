@@ -1,0 +1,237 @@
+"""Better policies by the end: the quickstart's recipe, prompts chosen by success, a teacher alone, and a warm start.
+
+    python -m benchmarks.better_policies                          what is missing of every arm; 3 to 6 minutes a run
+    python -m benchmarks.better_policies --arms quickstart --seeds 1
+    python -m benchmarks.better_policies --report                 table and figure of the runs so far
+
+Each run is `atropos train arithmetic` with real services, as the quickstart makes it. What is compared, with how many
+seeds, and which value decides is fixed in docs/benchmarks/better_policies.md. A finished run leaves one file,
+ROWS/ARM-SEED.json, and is not repeated.
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+from pydantic import Field
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.data.problems import Problem, arithmetic_problems
+from atroposlib.errors import one_line_errors
+from atroposlib.wire.held_out import HeldOut
+from benchmarks.shared.finished_runs import FinishedRun, commit, evaluations_of, keep, processor, read_run, steps_of
+from benchmarks.shared.launched import ROOT, launched
+from example_trainer.errors import TrainerError
+from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+Arm = Literal["former", "quickstart", "repeat", "taught", "warm"]
+SEEDS: Mapping[Arm, Sequence[int]] = {
+    "former": (1, 2, 3, 4, 5),
+    "quickstart": (1, 2, 3, 4, 5),
+    "repeat": (1, 2, 3),
+    "taught": (1, 2, 3),
+    "warm": (1, 2, 3),
+}
+FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
+DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
+STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
+TEACHER_SEED = 1
+ANSWERS, UPDATES = 200, 12  # of the warm start
+
+
+class BetterPolicies(Config):
+    """Train every arm with its seeds, then show a table and a figure."""
+
+    arms: list[Arm] = Field(list(get_args(Arm)), min_length=1, description="arms to run")
+    seeds: list[int] = Field([], description="seeds to run; by default those of each arm")
+    runs: Path = Field(
+        Path("runs/better_policies"), description="directory of the runs; one that was interrupted starts again"
+    )
+    rows: Path = Field(ROOT / "docs/benchmarks/better_policies", description="directory of the finished runs")
+    figure: Path = Field(ROOT / "docs/benchmarks/better_policies.png", description="where the figure goes")
+    limit_s: float = Field(1800.0, gt=0, description="seconds after which a run is stopped")
+    report: bool = Field(False, description="run nothing: table and figure of the finished runs")
+
+
+class PolicyRun(FinishedRun, frozen=True, kw_only=True):
+    """One file of the directory of rows. `last` and `best` are the policies' held-out accuracies, with the further
+    questions of a run's end; `seconds` are those of the command, with a warm start.
+    """
+
+    arm: Arm
+    seed: int
+    seconds: float
+    last: HeldOut
+    best: HeldOut
+
+    @property
+    def result(self) -> float:
+        """The result that decides: the last policy's accuracy on 256 questions, in percent."""
+        return percent(self.last)
+
+
+def percent(found: HeldOut) -> float:
+    """With the further questions of a run's end."""
+    return 100 * (found.final or found).accuracy
+
+
+def flags_of(config: BetterPolicies, arm: Arm, seed: int) -> list[str]:
+    """The command line of `atropos` for one run, but for its name and place."""
+    steps = WARM_STEPS if arm == "warm" else STEPS
+    common = ["train", "arithmetic", "--steps", str(steps), "--seed", str(seed), "--no-view"]
+    if arm == "former":
+        return [*common, *FORMER]
+    if arm == "repeat":
+        return [*common, "--env.repeat_share", "0.5"]
+    if arm == "taught":
+        return [*common, "--teacher.model", str(teacher(config)), *DISTILLED]
+    if arm == "warm":
+        return [*common, "--model", str(warm_start(config, seed) / "final_model")]
+    return common
+
+
+def teacher(config: BetterPolicies) -> Path:
+    """The best policy of the quickstart's first seed."""
+    return (config.runs / f"quickstart-{TEACHER_SEED}" / "checkpoints/best_model").resolve()
+
+
+def warm_start(config: BetterPolicies, seed: int) -> Path:
+    """The directory of a seed's fine-tuned model."""
+    return (config.runs / f"warm_start-{seed}").resolve()
+
+
+def fine_tune(config: BetterPolicies, seed: int) -> None:
+    """Teach the start model 200 worked answers, none of them to a held-out question. Raises TrainerError."""
+    folder = warm_start(config, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    data = folder / "answers.jsonl"
+    chosen = random.Random(seed).sample(arithmetic_problems(held_out=256).train, ANSWERS)
+    data.write_text("".join(json.dumps({"messages": chat(problem)}) + "\n" for problem in chosen))
+    model = ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
+    words = ["fine-tune", str(data), "--model", str(model), "--out", str(folder), "--seed", str(seed)]
+    words += ["--training-steps", str(UPDATES), "--batch-size", "8", "--gradient-accumulation-steps", "4"]
+    words += ["--lr", "2e-5", "--seq-len", "256", "--checkpoint-interval", "0"]
+    with open(folder / "console.log", "w") as console:
+        command = [sys.executable, "-m", "atropos_launcher", *words]
+        done = subprocess.run(command, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT, timeout=config.limit_s)
+    if done.returncode:
+        raise TrainerError(f"the warm start ended with exit code {done.returncode}: see {folder / 'console.log'}")
+
+
+def chat(problem: Problem) -> list[dict[str, str]]:
+    """The messages of a question and its worked answer, as the environment asks."""
+    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
+
+
+def train(config: BetterPolicies, arm: Arm, seed: int) -> None:
+    """One run, unless its rows are there. Raises TrainerError if it fails."""
+    name = f"{arm}-{seed}"
+    rows = config.rows / f"{name}.json"
+    if rows.is_file():
+        print(f"{name}: finished before, {rows}", flush=True)
+        return
+    if arm == "taught" and not teacher(config).is_dir():
+        raise TrainerError(f"{teacher(config)} is not there: run --arms quickstart --seeds {TEACHER_SEED} first")
+    start = time.monotonic()
+    if arm == "warm":
+        fine_tune(config, seed)
+    flags = flags_of(config, arm, seed)
+    folder = launched(config.runs, name, flags, config.limit_s)
+    keep(rows, finished(folder, arm, seed, flags, time.monotonic() - start))
+    if (arm, seed) != ("quickstart", TEACHER_SEED):
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # half a gigabyte and more
+        shutil.rmtree(warm_start(config, seed), ignore_errors=True)
+
+
+def finished(folder: Path, arm: Arm, seed: int, flags: list[str], seconds: float) -> PolicyRun:
+    """Read what a run directory has. Raises TrainerError if the last policy was not asked all questions."""
+    record = json.loads((folder / "run.json").read_bytes())
+    (outcome,) = (record.get("held_out") or {"": {}}).values()
+    found = {name: msgspec.convert(each, HeldOut) for name, each in outcome.items()}
+    if not all(name in found and found[name].final for name in ("last", "best")):
+        raise TrainerError(f"{folder / 'run.json'} has no accuracy on the further questions; run it again")
+    return PolicyRun(
+        arm=arm,
+        seed=seed,
+        seconds=round(seconds, 1),
+        last=found["last"],
+        best=found["best"],
+        processor=processor(),
+        commit=commit(),
+        flags=[flag.replace(str(ROOT), ".") for flag in flags],
+        steps=steps_of(folder),
+        evaluations=evaluations_of(folder),
+    )
+
+
+def read_finished(folder: Path) -> dict[Arm, list[PolicyRun]]:
+    """All finished runs by arm, seeds in order. Raises TrainerError."""
+    runs = [read_run(path, PolicyRun) for path in folder.glob("*.json")]
+    if not runs:
+        raise TrainerError(f"{folder} has no run: drop --report")
+    runs.sort(key=lambda run: run.seed)
+    return {arm: mine for arm in get_args(Arm) if (mine := [run for run in runs if run.arm == arm])}
+
+
+def report(found: Mapping[Arm, Sequence[PolicyRun]]) -> str:
+    """A row for each run, in Markdown."""
+    heads = ["arm", "seed", "before", "at step 5", "10", "15", "20", "last, 256 questions", "best, 256", "seconds"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for arm, runs in found.items():
+        for run in runs:
+            curve = {row["policy_version"]: row["accuracy"] for row in run.evaluations}
+            points = [curve.get(version) for version in range(0, STEPS + 1, 5)]
+            shown = ["" if point is None else f"{100 * point:.1f}" for point in points]
+            values = [arm, str(run.seed), *shown, f"{run.result:.1f}", f"{percent(run.best):.1f}", f"{run.seconds:.0f}"]
+            lines.append(f"| {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def draw(found: Mapping[Arm, Sequence[PolicyRun]], path: Path) -> None:
+    """A panel per arm: held-out accuracy by policy version, a line for each seed, and the last policy's on 256."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(found), figsize=(3.4 * len(found), 3.4), sharey=True, squeeze=False, dpi=110)
+    for axis, (arm, runs) in zip(axes[0], found.items(), strict=True):
+        for nth, run in enumerate(runs):
+            style: dict[str, Any] = {"color": f"C{nth}"}
+            rows = [row for row in run.evaluations if row["policy_version"] <= len(run.steps)]
+            across, up = zip(*((row["policy_version"], row["accuracy"]) for row in rows), strict=True)
+            axis.plot(across, up, marker=".", label=f"seed {run.seed}", **style)
+            axis.plot(len(run.steps) + 0.7, run.result / 100, marker="D", markersize=4, **style)
+        axis.axhline(0.97, color="grey", linewidth=0.6, linestyle=":")
+        axis.set(title=arm, xlabel="policy version", ylim=(0, 1), xlim=(0, STEPS + 1.5))
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("held-out accuracy, 64 questions (◆ 256)")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Run what is missing, then report."""
+    config = load_config(BetterPolicies, prog="better_policies")
+    with one_line_errors("better_policies"):
+        if not config.report:
+            for arm in sorted(config.arms, key=list(SEEDS).index):
+                for seed in config.seeds or SEEDS[arm]:
+                    train(config, arm, seed)
+        found = read_finished(config.rows)
+        print(report(found))
+        draw(found, config.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
