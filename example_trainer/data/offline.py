@@ -10,14 +10,15 @@ that it does not name: the two commands that write such files keep them, with th
 (`score`) are not read. `prompt`, `chosen` and `rejected` are other names of `prefix`, `pos` and `neg`.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 
 from atroposlib.envs.data.dataset import Row, read_rows
 from atroposlib.errors import reading
@@ -113,7 +114,7 @@ def tokenized(examples: Items[Example], tokenizer: Any, seq_len: int) -> tuple[l
     return found, cut, len(examples) - len(found)
 
 
-def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Ids [length], and which of them are trained: never the first, which nothing predicts."""
     if isinstance(answer, str):
         given = tokenizer.encode(prefix, add_special_tokens=False)
@@ -128,7 +129,7 @@ def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[np.ndarray[Any,
     return tokens, trained
 
 
-def _sequence(tokens: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Sequence:
+def _sequence(tokens: NDArray[np.int64], trained: NDArray[np.bool_]) -> Sequence:
     return Sequence(
         tokens=tokens,
         trained=trained,
@@ -143,10 +144,10 @@ def order_of(update: int, count: int, examples: int, seed: int) -> list[int]:
     """Which `count` of the examples update number `update` trains on, from 0: all of them in turn, in another order in
     each round, which the seed decides.
     """
+    places = (divmod(place, examples) for place in range(update * count, (update + 1) * count))
+    return [int(_order_in(round_, examples, seed)[at]) for round_, at in places]
 
-    def numbers() -> Iterator[int]:
-        for place in range(update * count, (update + 1) * count):
-            round_, at = divmod(place, examples)
-            yield int(np.random.default_rng((seed, round_)).permutation(examples)[at])
 
-    return list(numbers())
+@lru_cache(maxsize=2)
+def _order_in(round_: int, examples: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, round_)).permutation(examples)

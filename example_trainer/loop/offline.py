@@ -5,6 +5,7 @@
 With a share of 1 there are no rollouts (fine_tuning.py).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -109,7 +110,9 @@ class OfflineData:
     def _ask_start_model(self, used: Sequence[int]) -> dict[int, Tensor]:
         """Log-probabilities [2] of the answers of these pairs by the start model, which is then let go."""
         log.info("Asking the start model for the log-probabilities of %d pairs", len(used))
+        start = time.monotonic()
         found = self._learner.with_start_logprobs([side for index in used for side in self._examples[index]])
+        log.info("Asked the start model in %.1f s", time.monotonic() - start)
         return dict(zip(used, _summed(found), strict=True))
 
 
