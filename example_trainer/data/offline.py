@@ -68,7 +68,7 @@ def _kind(example: Example) -> str:
 def _example(row: Row) -> Example:
     values = {OTHER_NAMES.get(name, name): value for name, value in row.values.items() if value is not None}
     if "messages" in values:
-        values = {"completion": values["messages"]}
+        values = {"prefix": [], "completion": values["messages"]}
     names = ("completion",) if "completion" in values else ("pos", "neg")
     if absent := [name for name in names if name not in values]:
         raise OfflineDataError(f"{row.where} has no {absent[0]} but {', '.join(row.values) or 'no key'}: {EXPECTED}")
