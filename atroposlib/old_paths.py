@@ -97,7 +97,8 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for an old name, None for every other one."""
-        return None if new_name(name) is None else ModuleSpec(name, self)
+        is_old = name.startswith("atroposlib.") and new_name(name) is not None
+        return ModuleSpec(name, self) if is_old else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the old name, and those of the modules in it that are loaded already, stand for the new ones."""

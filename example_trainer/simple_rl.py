@@ -1,4 +1,4 @@
-"""Bit-exact on-policy RL in one file: vLLM and the trainer take turns in one process, and every token is checked
+"""Bit-exact on-policy RL in one loop: vLLM and the trainer take turns in one process, and every token is checked
 every step.
 
     python -m example_trainer.simple_rl --steps 15      SmolLM2-135M learns sums and products on the CPU

@@ -16,4 +16,4 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Train. Returns the exit status. Raises ConfigError."""
-    return train.main(["quickstart", *argv], PROG, with_bridge=False)
+    return train.main(["quickstart", *argv], PROG, newcomer=True)

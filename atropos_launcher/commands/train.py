@@ -44,8 +44,8 @@ from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
+from atroposlib import extras
 from atroposlib.errors import AtroposError
-from atroposlib.extras import need
 from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
@@ -71,7 +71,7 @@ def parser() -> ArgumentParser:
     return make_parser([])
 
 
-def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int:
+def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
     """Train. Returns the exit status. Raises ConfigError."""
     started = time.monotonic()
     asked = read_command_line(argv, prog=prog)
@@ -85,13 +85,13 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
             expect_fit(plan, asked)
             return 0
         expect_fit(plan, asked)
-        need("trainer", prog, "torch", "matplotlib")
-        need("gpu", prog, "vllm")
-        status = train(asked, plan, with_bridge, beside(plan.site, ports) if asked.view else None)
+        extras.need("trainer", prog, "torch", "matplotlib")
+        extras.need("gpu", prog, "vllm")
+        status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None)
     if status == 0:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
         seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
-        print(summary(run_dir, seconds, newcomer=not with_bridge, installed=installed))
+        print(summary(run_dir, seconds, newcomer=newcomer, installed=installed))
     return status
 
 
@@ -303,10 +303,10 @@ def described(plan: Plan, asked: Asked) -> str:
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
 
 
-def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -> int:
+def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None) -> int:
     """Start the services, and watch them to their end. Returns the exit status."""
     site, run = plan.site, plan.run
-    with make_console(plan, with_bridge) as console:
+    with make_console(plan, newcomer) as console:
         console.say(
             f"Training {site.model} for {run.steps} steps on {problems(plan)}; all output goes to "
             f"{os.path.relpath(site.run_dir)}/"
@@ -370,13 +370,13 @@ def flags_of_machines(given: RunFlags) -> list[str]:
     return [word for name, value in typed.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
 
 
-def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
+def make_console(plan: Plan, newcomer: bool) -> PlainConsole:
     """Bars on a terminal, lines anywhere else."""
     if not is_terminal(sys.stdout):
-        return PlainConsole(plan.site.run_dir, shown_lines(with_bridge))
+        return PlainConsole(plan.site.run_dir, shown_lines(with_bridge=not newcomer))
     from atropos_launcher.console.live_console import live_console
 
-    return live_console(plan, with_bridge)
+    return live_console(plan, with_bridge=not newcomer)
 
 
 class End(NamedTuple):

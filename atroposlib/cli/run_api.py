@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -131,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    log.info("Batching API ended by %s", signal.Signals(number).name)
+    with suppress(OSError):  # past the log's lock and buffer, which the signal may have interrupted
+        os.write(2, f"run-api: ended by {signal.Signals(number).name}\n".encode())
     raise SystemExit(0)
 
 

@@ -59,7 +59,7 @@ class Saves:
 
     def __init__(self, config: TrainerConfig, learner: Learner, pause: Callable[[float], None]) -> None:
         self.saved_leases: list[int] = []  # of the batches that checkpoints on the disk contain
-        self.sharded = is_due_sharded(config, learner)
+        self.sharded = writes_shards(config, learner)
         self._config = config
         self._learner = learner
         self._pause = pause
@@ -168,7 +168,7 @@ class Saves:
         shutil.rmtree(save.partial, ignore_errors=True)
 
 
-def is_due_sharded(config: TrainerConfig, learner: Learner) -> bool:
+def writes_shards(config: TrainerConfig, learner: Learner) -> bool:
     """Return whether this run's checkpoints are in shards. Raises CheckpointError where they are asked for and
     cannot be.
     """

@@ -99,7 +99,7 @@ class Updates:
         self._bad_batches = bad_batches
         self._plan = plan
         self._mini_batches: list[MiniBatch] = []
-        self._first_is_good = False
+        self._first_is_accepted = False
         self._checked: Row = {}
         self._measured: list[Metrics] = []  # of each update
         self._bad: BadBatch | None = None  # the last mini-batch that made no update
@@ -130,12 +130,12 @@ class Updates:
             learner.discard()
             return
         self._mini_batches = mini_batches
-        self._first_is_good = measured is not None and self._is_good(self._with_offline(measured, 0), 0)
+        self._first_is_accepted = measured is not None and self._accepted(self._with_offline(measured, 0), 0)
 
     def make(self) -> None:
         """Make the updates. Raises BadBatch where the configuration says to stop."""
         for place, mini_batch in enumerate(self._mini_batches):
-            if self._first_is_good if place == 0 else self._is_good(self._gradients(mini_batch, place), place):
+            if self._first_is_accepted if place == 0 else self._accepted(self._gradients(mini_batch, place), place):
                 self._learner.update(self._plan.rate)
                 self.made += 1
 
@@ -189,8 +189,8 @@ class Updates:
             return measured
         return added((measured, self._offline.add_gradient(self._plan.updates_before + place)))
 
-    def _is_good(self, measured: Metrics, place: int) -> bool:
-        """Clip the gradient, and whether it can be stepped on; if not, it is dropped."""
+    def _accepted(self, measured: Metrics, place: int) -> bool:
+        """Clip the gradient, and return True; drop it, and note why, where it cannot be stepped on."""
         try:
             grad_norm = self._learner.clip()
             expect_finite(grad_norm)

@@ -36,7 +36,7 @@ PLANS: dict[str, TpPlan] = {  # by Hugging Face's model_type
     "qwen2": TpPlan(),
     "qwen3": TpPlan(norms=("self_attn.q_norm", "self_attn.k_norm")),
 }
-NAMES = "Llama, Mistral, Qwen2 and Qwen3"
+NAMES = " and ".join(", ".join(map(str.capitalize, PLANS)).rsplit(", ", 1))
 HEADS, KEY_VALUES = "attention heads", "key-value heads"
 MOST = 64  # ranks, the limit of --tp-size
 

@@ -159,7 +159,9 @@ class Ranks:
         self.leave()
 
     def check(self) -> None:
-        """Raise RanksLost if a rank has been silent for --dist-timeout-s; of the others' sight, rank 0. Never waits."""
+        """Raise RanksLost if a rank has been silent for --dist-timeout-s. Rank 0 watches all others, and they watch
+        it alone. Never waits.
+        """
         now = time.monotonic()
         if self.size == 1 or now - self._looked < PULSE_S:
             return

@@ -118,7 +118,6 @@ class ServeLoop:
         run.start_groups = self._sample
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
         self._sending = self._batches_seen = 0  # by dynamic sampling, when the status was asked for
-        self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None
         self._moved_at = time.monotonic()
         self._idle_since = time.monotonic()
@@ -167,8 +166,8 @@ class ServeLoop:
             await self.pool.wait(TURN_S)
             if self.pool.fatal is not None:
                 raise self.pool.fatal
-            if self._evaluation is not None and self._evaluation.done():
-                self._evaluation.result()
+            if self.run.evaluation is not None and self.run.evaluation.done():
+                self.run.evaluation.result()
                 self._begin_evaluation()
         await self.pool.cancel_all()
         await self._finish_evaluations()
@@ -179,7 +178,7 @@ class ServeLoop:
         if status.more_versions is not True:
             return False
         waited_s, limit_s = time.monotonic() - self._moved_at, self.env.config.startup_timeout
-        if self._evaluation is not None or waited_s < limit_s:
+        if self.run.evaluation is not None or waited_s < limit_s:
             return True
         log.warning("The trainer has not said within %.0f s that it is done (--env.startup_timeout): leaving", limit_s)
         return False
@@ -191,9 +190,9 @@ class ServeLoop:
         """End workers and evaluation, and disconnect; seconds at most, whatever the peers do."""
         await self._reporting.stop()
         await self.pool.cancel_all()
-        if self._evaluation is not None:
-            self._evaluation.cancel()
-            await asyncio.gather(self._evaluation, return_exceptions=True)
+        if self.run.evaluation is not None:
+            self.run.evaluation.cancel()
+            await asyncio.gather(self.run.evaluation, return_exceptions=True)
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
                 await self.link.leave()
@@ -255,7 +254,7 @@ class ServeLoop:
             in_flight=self._counted,
             sending=self._sending,
             max_workers=self.env.max_num_workers,
-            evaluating=self._evaluation is not None,
+            evaluating=self.run.evaluation is not None,
             idle_s=time.monotonic() - self._moved_at,
             oversampling=1.0 if run.filling is None else run.filling.oversampling(run.groups_per_batch),
             may_begin=None if run.filling is None else run.filling.may_begin(),
@@ -274,7 +273,7 @@ class ServeLoop:
         has_ended = self._no_items_since is not None and decision.start > 0 and self.pool.in_flight == before
         run.waits_for = "" if run.in_flight else self._what_is_missing(decision.reason, has_ended)
         self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
-        if self.pool.in_flight or self._evaluation is not None:
+        if self.pool.in_flight or self.run.evaluation is not None:
             self._idle_since = now
         elif has_ended:
             self._tell_no_items()
@@ -364,7 +363,7 @@ class ServeLoop:
         due = self.schedule.advance(status.version)
         if due is not None:
             self._due = due
-            if self._evaluation is None:
+            if self.run.evaluation is None:
                 self._begin_evaluation()
         if not moved:
             return
@@ -391,14 +390,14 @@ class ServeLoop:
             )
 
     async def _finish_evaluations(self) -> None:
-        while self._evaluation is not None:
-            await self._evaluation
+        while self.run.evaluation is not None:
+            await self.run.evaluation
             self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:
         """Start the evaluation that is due, if any; one runs at a time, and the newest due one goes next."""
         due, self._due = self._due, None
-        self._evaluation = self.run.evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
+        self.run.evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
 
     async def _evaluate(self, version: int) -> None:
         env, self.run.is_last = self.env, version >= self.run.total_steps
