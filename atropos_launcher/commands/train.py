@@ -85,13 +85,15 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
             expect_fit(plan, asked)
             return 0
         expect_fit(plan, asked)
+        if scarce := scarcity(plan, asked):
+            print(scarce, file=sys.stderr)
         extras.need("trainer", prog, "torch", "matplotlib")
         extras.need("gpu", prog, "vllm")
         status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None)
     if status == 0:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
         seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
-        print(summary(run_dir, seconds, newcomer=newcomer, installed=installed))
+        print(summary(run_dir, seconds, newcomer, installed, is_accepted))
     return status
 
 
@@ -226,11 +228,11 @@ def _fits(asked: Asked, site: Site) -> bool:
 
 
 def expect_fit(plan: Plan, asked: Asked) -> None:
-    """Raise ConfigError for a run that the GPUs have no memory for."""
-    need = need_of(asked, plan.site)
-    if need is not None and (why := need.refusal(plan.site.placement)):
+    """Raise ConfigError for a run that the GPUs, or a machine without any, have no memory for."""
+    need, cache = need_of(asked, plan.site), cache_on_cpu(plan)
+    if need is not None and (why := need.refusal(plan.site.placement, cache)):
         if not asked.dry_run:
-            print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
+            print("\n".join(need.lines(plan.site.placement, cache)), file=sys.stderr)
         raise ConfigError(why)
     if plan.site.teacher is not None:
         lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
@@ -238,6 +240,30 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
             raise ConfigError(why)
+
+
+def scarcity(plan: Plan, asked: Asked) -> str | None:
+    """Warn of too little free memory on a machine without a GPU."""
+    need = need_of(asked, plan.site)
+    return None if need is None else need.scarcity(plan.site.placement, cache_on_cpu(plan))
+
+
+def is_accepted(command: str) -> bool:
+    """Return whether `atropos COMMAND` would start here: with what the machine has free, too."""
+    name, *words = shlex.split(command)
+    try:
+        asked = read_command_line([*(["quickstart"] if name == "quickstart" else []), *words, "--dry-run"])
+        with Ports() as ports:
+            plan = make_plan(asked.run, asked.sections, find_site(asked, choose_folder(asked), ports))
+            expect_fit(plan, asked)
+    except AtroposError:
+        return False
+    return scarcity(plan, asked) is None
+
+
+def cache_on_cpu(plan: Plan) -> int:
+    """Bytes of the KV cache of each rank of vLLM on a CPU."""
+    return int(variables(plan.run, plan.site).get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
 
 
 def ports_line(asked: Asked, site: Site) -> str:
@@ -296,7 +322,7 @@ def described(plan: Plan, asked: Asked) -> str:
         notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
     need = need_of(asked, site)
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
-    cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+    cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]

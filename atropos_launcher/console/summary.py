@@ -1,7 +1,7 @@
 """The summary of a run: accuracy before and after, where to look, what to try next."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,10 @@ from msgspec.structs import replace
 
 from atroposlib.wire.held_out import HeldOut, held_out
 
+LARGER = (  # the first that the machine accepts is offered
+    "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k",
+    "train gsm8k_lora --model Qwen/Qwen2.5-0.5B-Instruct",
+)
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
 SCRIPTS = {"quickstart": "scripts/quickstart.sh", "train gsm8k_lora": "scripts/run_gsm8k_lora.sh"}  # of a checkout
 
@@ -106,14 +110,23 @@ def best_lines(checkpoints: Path) -> list[str]:
     ]
 
 
-def next_steps(run: str, newcomer: bool, installed: bool) -> dict[str, str]:
-    """Commands with what they are for: what a newcomer tries next, or what is done with a run."""
+def next_steps(
+    run: str, newcomer: bool, installed: bool, accepts: Callable[[str], bool] = lambda command: True
+) -> dict[str, str]:
+    """Commands with what they are for: what a newcomer tries next, of what this machine `accepts`, or what is done with
+    a run.
+    """
     look = {f"view {run}": "every curve, answer and token in your browser (docs/watch.md)"}
     if newcomer:
-        found = look | {
+        larger = next(filter(accepts, LARGER), None)
+        other_bridge = "train gsm8k_lora --dataset arithmetic"
+        found = {
+            **look,
             "quickstart --seed 2": "the same with other samples",
-            "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k": "a larger model, real problems",
-            "train gsm8k_lora --dataset arithmetic": "the same with another weight bridge (docs/bridges.md)",
+            **({larger: "a larger model, real problems"} if larger else {}),
+            **(
+                {other_bridge: "the same with another weight bridge (docs/bridges.md)"} if accepts(other_bridge) else {}
+            ),
             "train arithmetic --env.file my_server.py": "your own environment (docs/write_an_environment.md)",
         }
     else:
@@ -133,12 +146,18 @@ def as_typed(command: str, installed: bool) -> str:
     return f"scripts/setup.sh --run {command}" if script is None else command.replace(script, SCRIPTS[script], 1)
 
 
-def summary(run_dir: Path, seconds: int, newcomer: bool, installed: bool) -> str:
+def summary(
+    run_dir: Path,
+    seconds: int,
+    newcomer: bool,
+    installed: bool,
+    accepts: Callable[[str], bool] = lambda command: True,
+) -> str:
     """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row. `installed`: whether
-    people type `atropos`.
+    people type `atropos`. Only commands that this machine `accepts` are offered.
     """
     run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)
-    steps = next_steps(run, newcomer, installed)
+    steps = next_steps(run, newcomer, installed, accepts)
     width = max(map(len, steps))
     return "\n".join(
         [

@@ -18,7 +18,7 @@ from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import is_for_each, server_name
 from atroposlib.flags import ConfigError
-from example_trainer.memory.fits import Room, Verdict, fits
+from example_trainer.memory.fits import Room, Verdict, fits, less_activations
 from example_trainer.memory.model_size import ModelSize
 from example_trainer.memory.plan import (
     PROCESSES,
@@ -31,11 +31,12 @@ from example_trainer.memory.plan import (
     Training,
     amount,
     table,
+    total,
 )
 from example_trainer.ranks.place import ranks_on_cpu
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
-from vllm_patching.free_memory import available_memory
+from vllm_patching.free_memory import available_memory, total_memory
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py
 ONE_PROCESS = "train with one process (--tp-size 1), which takes any split and dtype, or choose --bridge broadcast"
@@ -116,6 +117,11 @@ class Need:
         """Bytes."""
         return available_memory() if self.host is None else self.host
 
+    @property
+    def memory_of_machine(self) -> int:
+        """Bytes, free or not."""
+        return total_memory() if self.host is None else self.host
+
     def share(self, placement: Placement, index: int = 0) -> float:
         """Return the share of a GPU's memory that a vLLM server takes."""
         beside_trainer = placement.shares(placement.servers[index])
@@ -154,14 +160,16 @@ class Need:
         taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
         return fits(training, Room(self.gpu - taken, host))
 
-    def refusal(self, placement: Placement) -> str | None:
-        """Explain why vLLM or the trainer does not fit the GPUs; None where both do."""
+    def refusal(self, placement: Placement, cache: int = 0) -> str | None:
+        """Explain why vLLM or the trainer does not fit the GPUs, or without a GPU this machine; None where both do.
+        `cache` is the KV cache of a rank of vLLM on a CPU.
+        """
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
         if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
             return f"{why_not}: {ONE_PROCESS}"
         if not placement.on_gpus:
-            return None
+            return self._refusal_of_machine(placement, cache)
         if lacks := self.serving_refusal(placement):
             return ": ".join(lacks)
         verdict = self.verdict(placement)
@@ -169,6 +177,40 @@ class Need:
             return None
         why = verdict.refusal(f"GPU {', '.join(placement.trainer)}")
         return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
+
+    def _refusal_of_machine(self, placement: Placement, cache: int) -> str | None:
+        """Explain why the run does not fit a machine without a GPU, and what would; None where it does."""
+        config, needed, size = self.config, self._needed(placement, cache), self.memory_of_machine
+        if needed <= size:
+            return None
+        changed = [("", config)]
+        if not (config.batch_invariant or config.bridge.external or config.bridge.trains_adapter):
+            lora = config.model_copy(update={"bridge": MODES["lora"].model_validate({})})
+            changed.append(("--bridge lora", lora))
+        ways = [
+            f"{words} {more.replace('--', '--trainer.')}".strip()
+            for words, basis in changed
+            for more, settings in less_activations(basis)
+            if replace(self, config=basis.model_copy(update=settings))._needed(placement, cache) <= size
+        ]
+        return (
+            f"training {config.model_name} here takes about {amount(needed)} of memory, and this machine has"
+            f" {amount(size)}: " + (f"give {ways[0]}, or use a smaller model" if ways else "use a smaller model")
+        )
+
+    def _needed(self, placement: Placement, cache: int) -> int:
+        """Bytes that a run takes of a machine without a GPU."""
+        return total(self._items_of_machine(placement, self.verdict(placement).training, cache))
+
+    def scarcity(self, placement: Placement, cache: int) -> str | None:
+        """Warn of a machine without a GPU that has too little free now; None where it has enough."""
+        needed, free = (0 if placement.on_gpus else self._needed(placement, cache)), self.host_memory
+        if needed <= free:
+            return None
+        return (
+            f"Memory may not suffice: the run takes about {amount(needed)}, and {amount(free)} are free now. End other"
+            " programs, or see the table of --dry-run"
+        )
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
         """Explain why vLLM does not fit, and what to do; None where it does."""
@@ -206,11 +248,13 @@ class Need:
         verdict = self.verdict(placement)
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            return lines + self._table_of_machine(placement, verdict.training, cache)
+            items = self._items_of_machine(placement, verdict.training, cache)
+            return lines + table("This machine", items, self.host_memory)
         lines += self._tables_of_servers(placement)
         return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
 
-    def _table_of_machine(self, placement: Placement, training: Training, cache: int) -> list[str]:
+    def _items_of_machine(self, placement: Placement, training: Training, cache: int) -> list[MemoryItem]:
+        """What the services of a run take of a machine without a GPU."""
         here = max(1, training.ranks // placement.machines)
         ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
         count = placement.servers_here
@@ -225,7 +269,7 @@ class Need:
             for item in [*training.items, *training.host_items]
         ]
         own = MemoryItem("runtime", "the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
-        return table("This machine", [*servers, *named, own], self.host_memory)
+        return [*servers, *named, own]
 
     def _tables_of_servers(self, placement: Placement) -> list[str]:
         """One for each server, or for several in a row that are alike."""

@@ -99,7 +99,7 @@ class Verdict:
     def _fitting(self, ways: Iterable[Way]) -> Iterator[str]:
         """Yield those that make it fit, each with as few changes for the activations as it needs."""
         for words, changed in ways:
-            for more, settings in _less_activations(changed.config):
+            for more, settings in less_activations(changed.config):
                 if self.room.lacks(changed.having(**settings)) <= 0:
                     yield " ".join(filter(None, [words, more]))
                     break
@@ -162,7 +162,8 @@ def _over(training: Training, size: int) -> Way:
     return f"--fsdp-size {size} ({size * training.tp} trainer GPUs)", wider.having(fsdp_size=size)
 
 
-def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, object]]]:
+def less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield changes after which a step holds fewer activations, as flags and settings, the smallest first: none."""
     yield "", {}
     words: str = ""
     settings: dict[str, object] = {}

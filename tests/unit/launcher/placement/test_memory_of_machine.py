@@ -1,0 +1,104 @@
+"""Without a GPU the plan knows the machine's memory, too: what does not fit is refused before anything is downloaded,
+and nothing is offered that would be.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from atropos_launcher.commands import train
+from atropos_launcher.console.summary import LARGER, next_steps
+from atropos_launcher.placement import gpus
+from atroposlib.flags import ConfigError
+from tests.unit.launcher.plans import ROOT, ask_for, no_processes, plan  # noqa: F401  a fixture
+from vllm_patching import free_memory
+
+GB = 10**9
+SMALL = Path.home() / ".cache/atropos"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_processes: None) -> None:  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or "SmolLM2-135M-Instruct")
+    has(monkeypatch, 24)
+
+
+def has(monkeypatch: pytest.MonkeyPatch, size: float, free: float | None = None) -> None:
+    """The machine has this many GB, of which all but 1.5, or `free`, are free."""
+    monkeypatch.setattr(gpus, "total_memory", lambda: int(size * GB))
+    monkeypatch.setattr(gpus, "available_memory", lambda: int((size - 1.5 if free is None else free) * GB))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k",
+            r"takes about 61\.5 GB of memory, and this machine has 24\.0 GB: give --bridge lora"
+            r" --trainer.gradient-checkpointing, or use a smaller model",
+        ),
+        ("gsm8k Qwen/Qwen2.5-7B-Instruct", r"this machine has 24\.0 GB: use a smaller model"),
+    ],
+)
+def test_what_does_not_fit_a_machine_without_a_gpu_is_refused_with_what_would(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train.main([*words.split(), "--dry-run"])
+    assert "  in all " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [64, 24])
+def test_the_remedy_is_accepted(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, size)
+    for model in ("0.5B", "1.5B", "3B", "7B"):
+        words = ["gsm8k", f"Qwen/Qwen2.5-{model}-Instruct", "--dry-run"]
+        try:
+            train.main(words)
+        except ConfigError as error:
+            if way := re.search(r"give (.*), or", str(error)):
+                assert train.main([*words, *way[1].split()]) == 0
+
+
+@pytest.mark.parametrize(("size", "larger"), [(64, LARGER[0]), (24, LARGER[1]), (16, None)])
+def test_a_newcomer_is_offered_what_the_machine_accepts(
+    size: float, larger: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(monkeypatch, size)
+    offered = next_steps("runs/mine", newcomer=True, installed=True, accepts=train.is_accepted)
+    assert [words for words in offered if "Qwen" in words] == ([] if larger is None else [f"atropos {larger}"])
+    for command in offered:
+        if "Qwen" in command or "lora" in command:
+            assert train.is_accepted(command.removeprefix("atropos ")), command
+
+
+def test_every_command_of_the_readme_is_accepted_on_a_laptop_of_24_gb() -> None:
+    rows = (ROOT / "README.md").read_text()
+    found = [
+        words for line in rows.splitlines() if "GPUs" not in line for words in re.findall(r"`(scripts/[^`]+)`", line)
+    ]
+    recipes = [words.removeprefix("scripts/").replace(".sh", "").replace("run_", "train ") for words in found]
+    recipes = [words for words in recipes if words.startswith(("quickstart", "train"))]
+    assert len(recipes) >= 1
+    for words in recipes:
+        assert train.is_accepted(words), words
+
+
+def test_too_little_free_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, 24, free=6)
+    asked, made = ask_for("quickstart"), plan("quickstart")
+    train.expect_fit(made, asked)
+    assert "GB, and 6.0 GB are free now. End other programs" in (train.scarcity(made, asked) or "")
+    has(monkeypatch, 24)
+    assert train.scarcity(made, asked) is None
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    machine = free_memory.total_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory.total_memory() == machine
+    (tmp_path / "memory.max").write_text("3000000\n")
+    assert free_memory.total_memory() == 3_000_000
