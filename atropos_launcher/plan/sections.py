@@ -249,6 +249,20 @@ def expect_sampling(trainer: TrainerConfig) -> None:
         )
 
 
+def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError for answers so long that no prompt fits beside them, on a vLLM server or in the trainer."""
+    served = [int(length) for server in run.servers if (length := server.get("max_model_len"))]
+    limits = {**({"vllm.max_model_len": min(served)} if served else {}), "trainer.seq_len": trainer.seq_len}
+    for name, plan in environments.items():
+        longest = plan.resolved["env"].get("max_new_tokens")
+        for what, limit in limits.items():
+            if isinstance(longest, int) and longest >= limit:
+                raise ConfigError(
+                    f"{name}.max_new_tokens {longest} leaves no room for a prompt within {what} {limit}: give fewer, or"
+                    " a larger --vllm.max_model_len and --trainer.seq_len"
+                )
+
+
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
     """Return whether an environment samples for later batches while the trainer is at one."""
     return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())

@@ -247,3 +247,23 @@ def test_every_launcher_takes_the_trainers_ranks(no_processes: None) -> None:
     assert plan("gsm8k", "--trainer.trainer-ranks", "2").trainer.trainer_ranks == 2
     assert plan("gsm8k", "--tp-size", "3").trainer.tp_size == 3
     assert plan("gsm8k", "--trainer.tp-size", "3").trainer.tp_size == 3
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--env.max_new_tokens 256",
+            r"env.max_new_tokens 256 leaves no room for a prompt within vllm.max_model_len 256",
+        ),
+        ("--trainer.seq_len 24", r"env.max_new_tokens 24 leaves no room for a prompt within trainer.seq_len 24: give"),
+        (
+            "--env.max_new_tokens 300 --vllm.max_model_len 400",
+            "env.max_new_tokens 300 leaves no .* trainer.seq_len 256",
+        ),
+    ],
+)
+def test_an_answer_leaves_room_for_its_prompt(flags: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train.main(["arithmetic", *flags.split(), "--dry-run"])
