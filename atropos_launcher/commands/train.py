@@ -50,7 +50,7 @@ from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.memory.model_size import model_size
-from example_trainer.memory.plan import GIB
+from example_trainer.memory.plan import GIB, amount
 from example_trainer.settings.cpu_cores import shown_cores
 
 PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
@@ -83,9 +83,10 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_lengths(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:
             print(described(plan, asked), end="")
-            expect_fit(plan, asked)
-            return 0
         expect_fit(plan, asked)
+        expect_disk(plan, asked)
+        if asked.dry_run:
+            return 0
         if scarce := scarcity(plan, asked):
             print(scarce, file=sys.stderr)
         extras.need("trainer", prog, "torch", "matplotlib")
@@ -241,6 +242,18 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
             raise ConfigError(why)
+
+
+def expect_disk(plan: Plan, asked: Asked) -> None:
+    """Raise ConfigError for a run whose checkpoints the disk has no room for, unless the plan is another machine's."""
+    need = None if asked.given.gpus else need_of(asked, plan.site)
+    folder = next(each for each in (plan.trainer.save_path, *plan.trainer.save_path.parents) if each.exists())
+    free = shutil.disk_usage(folder).free
+    if need is not None and need.disk > free:
+        raise ConfigError(
+            f"the run's checkpoints take up to {amount(need.disk)}, and {amount(free)} are free in {folder}: free some,"
+            " or write less (--trainer.checkpoint-interval 0, --trainer.keep-checkpoints 1, --trainer.keep-best 0)"
+        )
 
 
 def scarcity(plan: Plan, asked: Asked) -> str | None:

@@ -3,6 +3,7 @@ and nothing is offered that would be.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,23 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert free_memory.total_memory() == machine
     (tmp_path / "memory.max").write_text("3000000\n")
     assert free_memory.total_memory() == 3_000_000
+
+
+def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 135 M weights: a state is 1.6 GB, and the last model, the best and its successor are 0.5 GB each."""
+    for free, words, fits in (
+        (1.6, "quickstart", False),
+        (1.7, "quickstart", True),
+        (3.2, "arithmetic", False),  # one state, at step 20
+        (3.3, "arithmetic", True),
+        (6.4, "arithmetic --trainer.checkpoint-interval 2", False),  # two are kept while a third is written
+        (6.5, "arithmetic --trainer.checkpoint-interval 2", True),
+        (0.1, "gsm8k_lora", True),
+    ):
+        usage = shutil.disk_usage("/")._replace(free=int(free * GB))
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
+        if fits:
+            assert train.main([*words.split(), "--dry-run"]) == 0
+        else:
+            with pytest.raises(ConfigError, match=r"checkpoints take up to .*: free some, or write less \(--trainer"):
+                train.main([*words.split(), "--dry-run"])
