@@ -1,7 +1,8 @@
 """Asks the batching API why no step is being done; the supervisor's `watch`.
 
 A thread asks every few seconds. After half a minute without a step it emits an event with the reason, and then one per
-minute. While the trainer works on a batch, the first event comes after three minutes.
+minute. While the trainer works on a batch, the first event comes after three minutes; while services start, which the
+launcher's own lines about them tell, after two.
 """
 
 import queue
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # loads an HTTP client
 
 ASK_EVERY_S = 5.0
 FIRST_S = 30.0
+START_S = 120.0  # until the trainer has registered
 TRAINING_S = 180.0
 EVERY_S = 60.0
 
@@ -47,6 +49,7 @@ class Diagnosis:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._quiet = Silence()
+        self._has_trainer = False  # or had one
 
     def __call__(self) -> Iterable[Event]:
         """Returns at once. The first call begins to ask."""
@@ -82,7 +85,8 @@ class Diagnosis:
         else:
             lines, steps = explain(activity), activity.trained_steps
             patient = is_training(activity) and not is_silent(activity) and (activity.asked_s or 0.0) < TRAINING_S
-        if (for_s := self._quiet.lasts(steps, patient)) is None:
+            self._has_trainer |= activity.trainer
+        if (for_s := self._quiet.lasts(steps, patient, FIRST_S if self._has_trainer else START_S)) is None:
             return
         lines += [
             f"{record.name} is stopped (SIGSTOP, or Ctrl-Z): `kill -CONT -- -{record.pid}` continues it"
@@ -103,15 +107,15 @@ class Silence:
         self.steps: object = None
         self._since = self._told = 0.0
 
-    def lasts(self, steps: object, patient: bool = False) -> float | None:
-        """Seconds without a step, if a line about it is due now; `steps` is what the API reports about steps. None if
-        not due, and for `patient`.
+    def lasts(self, steps: object, patient: bool = False, first_s: float = FIRST_S) -> float | None:
+        """Seconds without a step, if a line about it is due now, the first after `first_s`; `steps` is what the API
+        reports about steps. None if not due, and for `patient`.
         """
         now = self._now()
         if not self.has_begun or steps != self.steps:
             self.has_begun, self.steps, self._since, self._told = True, steps, now, 0.0
         for_s = now - self._since
-        due_s = self._told + EVERY_S if self._told else FIRST_S
+        due_s = self._told + EVERY_S if self._told else first_s
         if patient or for_s < due_s:
             return None
         self._told = for_s

@@ -69,6 +69,7 @@ def test_a_trainer_that_works_on_its_batch_is_given_three_minutes() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_reason, "FIRST_S", 0.0)
+    monkeypatch.setattr(idle_reason, "START_S", 0.0)
     monkeypatch.setattr(idle_reason, "ASK_EVERY_S", 0.05)
 
 
@@ -120,6 +121,21 @@ def test_the_supervisor_tells_what_a_real_api_says(tmp_path: Path) -> None:
     assert any(isinstance(event, Quiet) and "no trainer has registered" in event.lines[0] for event in events)
 
 
+def test_a_start_is_no_alarm_until_it_has_taken_two_minutes() -> None:
+    watch = Diagnosis("http://api")
+    watch._quiet = Silence(now=iter([0.0, 31.0, 119.0, 120.0]).__next__)
+    for _ in range(4):
+        watch.look(lambda: Activity(False))
+    watch._ended.set()
+    assert [event.for_s for event in watch() if isinstance(event, Quiet)] == [120.0]
+    watch = Diagnosis("http://api")
+    watch._quiet = Silence(now=iter([0.0, 20.0, 31.0]).__next__)
+    for trainer in (False, True, False):  # it has been there, and is gone
+        watch.look(lambda: Activity(trainer))  # noqa: B023
+    watch._ended.set()
+    assert [event.for_s for event in watch() if isinstance(event, Quiet)] == [31.0]
+
+
 def test_a_stopped_process_is_named() -> None:
     record = SimpleNamespace(name="env", pid=4711, is_stopped=True)
     running = SimpleNamespace(name="api", pid=4712, is_stopped=False)
@@ -127,7 +143,7 @@ def test_a_stopped_process_is_named() -> None:
     watch = Diagnosis("http://api", records=records)
     watch._quiet = Silence(now=iter([0.0, 31.0]).__next__)
     for _ in range(2):
-        watch.look(lambda: Activity(False))
+        watch.look(lambda: Activity(True, trainer_heard_s=1.0, asked_s=1.0))
     event = watch._events.get_nowait()
     assert watch._events.empty()
     assert isinstance(event, Quiet)
