@@ -54,6 +54,18 @@ class Key:
     field: FieldInfo
     section: str
 
+    def answers_to(self, name: str) -> bool:
+        """Return whether a flag of that name, with underscores, is this key's."""
+        return any(flag.removeprefix("--").replace("-", "_") == name for flag in (*self.flags, *self.negations))
+
+    def is_described_by(self, words: Sequence[str]) -> bool:
+        """Return whether the description begins with several words, or the last name of the path has them all."""
+        if len(words) < 2:
+            return False
+        return {*words} <= {*self.path[-1].split("_")} or f"{self.field.description} ".lower().startswith(
+            f"{' '.join(words)} "
+        )
+
     @property
     def kinds(self) -> tuple[Any, ...]:
         """Return the types that the value may have: the members of a union, or the one type."""
@@ -203,11 +215,11 @@ def parse(
     epilog: str = "",
     defaults: Mapping[str, Any] | None = None,
     usage: str = USAGE,
-    elsewhere: Callable[[], Mapping[str, str]] = dict,
+    elsewhere: Callable[[], Mapping[str, Sequence[Key]]] = dict,
 ) -> tuple[dict[str, Any], argparse.Namespace]:
     """The values of `argv` by path, joined by dots, and `config` and `dry_run`. Exits 0 after `--help` and `--version`.
 
-    `elsewhere` has the names of other programs' flags, and how they are written here: for the hint at an unknown flag.
+    `elsewhere` has the keys of other programs, which are written PROGRAM.KEY here: for the hint at an unknown flag.
     Raises ConfigError.
     """
     parser = make_parser(keys, prog, about, epilog, defaults or {}, usage)
@@ -223,9 +235,7 @@ def parse(
     if rest:
         spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
         name = spelled.replace("-", "_")
-        theirs = elsewhere().get(name)
-        likely = nearest(theirs or name, [theirs] if theirs else [each for key in keys for each in key.spellings])
-        raise ConfigError(f"unknown flag --{spelled}{likely} (--help lists all)")
+        raise ConfigError(f"unknown flag --{spelled}{_hint(name, keys, elsewhere())} (--help lists all)")
     by_path = {".".join(key.path): key for key in keys}
     values = {
         path: text if isinstance(text, bool) else by_path[path].value([text] if isinstance(text, str) else text)
@@ -243,6 +253,18 @@ def early(argv: Sequence[str], *keys: Key) -> dict[str, Any]:
     for key in keys:
         _add_flag(parser, key)
     return vars(parser.parse_known_args([_dashed(token) for token in argv])[0])
+
+
+def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]) -> str:
+    """`; did you mean 'x'?`: another program's flag of that name, else one that is described by these words or has all
+    of them in its name, here before elsewhere, else the closest spelling.
+    """
+    found = [
+        f"{program}.{name}" for program, theirs in elsewhere.items() if any(key.answers_to(name) for key in theirs)
+    ]
+    for prefix, known in [("", keys), *((f"{program}.", theirs) for program, theirs in elsewhere.items())]:
+        found += [prefix + key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
+    return f"; did you mean '{found[0]}'?" if found else nearest(name, [each for key in keys for each in key.spellings])
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

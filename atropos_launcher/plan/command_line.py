@@ -38,7 +38,7 @@ from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config, nested
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.flags import ConfigError, Setting, keys_of, split
+from atroposlib.flags import ConfigError, Key, Setting, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
 from example_trainer.settings.bridges import LAUNCHED, MODES
@@ -184,7 +184,7 @@ def read_command_line(
         about=_about(line.words, prog),
         epilog=MORE,
         usage=USAGE[prog],
-        elsewhere=_flags_of_programs,
+        elsewhere=_keys_of_programs,
     )
     given = _checked(values, flags)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
@@ -217,16 +217,10 @@ def read_command_line(
     )
 
 
-def _flags_of_programs() -> dict[str, str]:
-    """`lr`: `trainer.lr`, as a run has the flag. Of two programs with one flag, the trainer's."""
-    programs: dict[str, type[BaseModel]] = {"api": RunApiConfig, "env": BaseEnvConfig, "trainer": TrainerConfig}
-    named = {
-        flag.removeprefix("--").replace("-", "_"): program
-        for program, tree in programs.items()
-        for key in keys_of(tree)
-        for flag in (*key.flags, *key.negations)
-    }
-    return {name: f"{program}.{name}" for name, program in named.items()}
+def _keys_of_programs() -> dict[str, list[Key]]:
+    """Of two programs with one flag, the trainer's first."""
+    programs: dict[str, type[BaseModel]] = {"trainer": TrainerConfig, "env": BaseEnvConfig, "api": RunApiConfig}
+    return {program: list(keys_of(tree)) for program, tree in programs.items()}
 
 
 def _machines(given: RunFlags, dry_run: bool) -> Machines:

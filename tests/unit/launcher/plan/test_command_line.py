@@ -19,6 +19,9 @@ __all__ = ["no_processes"]
 WRONG = [
     (["--stepz", "3"], "unknown flag --stepz; did you mean 'steps'?"),
     (["--lr", "1e-5"], "unknown flag --lr; did you mean 'trainer.lr'?"),
+    (["--learning-rate", "1e-5"], "unknown flag --learning-rate; did you mean 'trainer.lr'?"),
+    (["--checkpoint-keep", "1"], "unknown flag --checkpoint-keep (--help"),
+    (["--checkpoints-keep", "1"], "unknown flag --checkpoints-keep; did you mean 'trainer.keep_checkpoints'?"),
     (["--group-size=4"], "unknown flag --group-size; did you mean 'env.group_size'?"),
     (["--bridge-sends", "direct"], "unknown flag --bridge-sends; did you mean 'trainer.bridge_sends'?"),
     (["--no-overlap"], "unknown flag --no-overlap; did you mean 'trainer.no_overlap'?"),
