@@ -4,6 +4,7 @@ FILE ──examples──▶ gradient ──▶ update ──▶ metrics.jsonl �
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from example_trainer.loop.opening import expect_steps_left, resolved, sleep_besi
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
-from example_trainer.output.metrics import Row, open_metrics
+from example_trainer.output.metrics import Row, Sink, open_metrics
 from example_trainer.output.model_card import write_model_card
 
 log = get_logger(__name__)
@@ -29,56 +30,81 @@ def fine_tune(learner: Learner) -> None:
     """Train on --offline-data to --training-steps, and write the trained model. Raises TrainerError or DataError."""
     examples = examples_of(learner.config)
     resumed = resolved(learner)
-    config = learner.config
-    source = resumed or config.model_name
+    source = resumed or learner.config.model_name
     log.info("Loading %s on %s", source, learner.device)
     learner.load_into(None, source)
     learner.begin(resumed)
     expect_steps_left(learner, resumed)
-    progress, watched = learner.progress, [learner.ranks]
+    config, first = learner.config, learner.progress.step + 1
     with ExitStack() as resources:
-        metrics = open_metrics(config, progress.step + 1, resources, progress.kernels)
-        saves = Saves(config, learner, partial(sleep_beside, watched))
+        metrics = open_metrics(config, first, resources, learner.progress.kernels)
+        saves = Saves(config, learner, partial(sleep_beside, [learner.ranks]))
         resources.push(saves.leave)
         offline = OfflineData(learner, sides_of(examples, config, learner.trained.tokenizer))
-        bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
-        for step in range(progress.step + 1, config.training_steps + 1):
-            learner.ranks.check()
-            start = time.perf_counter()
-            rate = learning_rate(config, step, progress.updates)
-            plan = Plan(
-                config.updates_per_batch,
-                config.epochs,
-                step=step,
-                rate=rate,
-                offline_share=config.offline_share,
-                updates_before=progress.updates,
-            )
-            updates = Updates(learner, bad_batches, plan, offline)
-            updates.begin(NOTHING_SAMPLED, lambda comparison: {})
-            updates.make()
-            progress = replace(progress, step=step, policy_version=step, updates=progress.updates + updates.made)
-            seconds = time.perf_counter() - start
-            row = {
-                "step": step,
-                "policy_version": step,
-                **updates.row(),
-                "step_s": seconds,
-                "train_s": seconds,
-                "updates": progress.updates,
-                "bad_batches": bad_batches.total,
-            }
-            for sink in metrics:
-                sink.write(row)
-            say(step_line(row, config.training_steps))
-            if config.checkpoint_interval and step % config.checkpoint_interval == 0:
-                saves.save(progress)
-            saves.advance()
-        saves.complete()
-        final = config.save_path / learner.trained.form.final
+        tuning = FineTuning(learner, offline, saves, metrics)
+        for step in range(first, config.training_steps + 1):
+            tuning.step(step)
+        tuning.finish()
+
+
+class FineTuning:
+    """The steps of a run on offline data. `fine_tune` opens and closes what it holds."""
+
+    def __init__(self, learner: Learner, offline: OfflineData, saves: Saves, metrics: Sequence[Sink]) -> None:
+        self._learner = learner
+        self._offline = offline
+        self._saves = saves
+        self._metrics = metrics
+        self._config = learner.config
+        self._progress = learner.progress
+        self._bad_batches = BadBatches(self._config.on_bad_batch, self._config.max_bad_batches)
+
+    def step(self, step: int) -> None:
+        """Make the updates of a step, write its row, and save what is due. Raises TrainerError."""
+        self._learner.ranks.check()
+        start = time.perf_counter()
+        updates = self._updated(step)
+        seconds = time.perf_counter() - start
+        row = {
+            "step": step,
+            "policy_version": step,
+            **updates.row(),
+            "step_s": seconds,
+            "train_s": seconds,
+            "updates": self._progress.updates,
+            "bad_batches": self._bad_batches.total,
+        }
+        for sink in self._metrics:
+            sink.write(row)
+        say(step_line(row, self._config.training_steps))
+        if self._config.checkpoint_interval and step % self._config.checkpoint_interval == 0:
+            self._saves.save(self._progress)
+        self._saves.advance()
+
+    def _updated(self, step: int) -> Updates:
+        config, done = self._config, self._progress
+        plan = Plan(
+            config.updates_per_batch,
+            config.epochs,
+            step=step,
+            rate=learning_rate(config, step, done.updates),
+            offline_share=config.offline_share,
+            updates_before=done.updates,
+        )
+        updates = Updates(self._learner, self._bad_batches, plan, self._offline)
+        updates.begin(NOTHING_SAMPLED, lambda comparison: {})
+        updates.make()
+        self._progress = replace(done, step=step, policy_version=step, updates=done.updates + updates.made)
+        return updates
+
+    def finish(self) -> None:
+        """Write the trained model, with its card. Raises TrainerError."""
+        self._saves.complete()
+        trained = self._learner.trained
+        final = self._config.save_path / trained.form.final
         log.info("Writing the trained model to %s", final)
-        learner.trained.write(final, also=partial(write_model_card, config=config))
-    say(f"Trained model: {final}")
+        trained.write(final, also=partial(write_model_card, config=self._config))
+        say(f"Trained model: {final}")
 
 
 def step_line(row: Row, steps: int) -> str:
