@@ -13,6 +13,8 @@ from example_trainer import grpo
 from example_trainer.data.offline import OfflineDataError
 from example_trainer.errors import TrainerError
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.offline import OfflineData
+from example_trainer.loss.metric import Metrics
 from tests.unit.trainer.fakes import FakeApi, item, model_folder
 from tests.unit.trainer.whole_runs import config, rows, train, weights
 
@@ -129,6 +131,22 @@ def test_a_batch_without_a_signal_still_trains_on_offline_data(
     assert [row["updates"] for row in found] == [2, 4]
     assert [row["lr"] for row in found] == [1e-2, 1e-2]
     assert found[1]["sft_loss"] < found[0]["sft_loss"]
+
+
+def test_each_update_has_its_own_examples(
+    talker: str, tmp_path: Path, demonstrations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    add = OfflineData.add_gradient
+
+    def noted(data: OfflineData, update: int) -> Metrics:
+        asked.append(update)
+        return add(data, update)
+
+    monkeypatch.setattr(OfflineData, "add_gradient", noted)
+    mixed: dict[str, Any] = dict(offline_data=demonstrations, offline_share=0.5, updates_per_batch=2, epochs=2)
+    train(talker, tmp_path, api=FakeApi(lambda n: [item([0.0, 1.0] * 4, seed=n)]), training_steps=2, **mixed)
+    assert asked == list(range(8))
 
 
 def test_an_update_that_is_not_finite_changes_nothing(

@@ -14,9 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer.data.offline import Sides
+from example_trainer.data.packing import micro_batches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loss.metric import values
+from example_trainer.loss.offline_gradients import offline_gradients
+from example_trainer.model.packed_attention import PACKED_SDPA
+from example_trainer.model.policy import Policy
 from example_trainer.ranks.ranks import Ranks
 from tests.unit.trainer.fakes import made_up_answers, model_folder, tiny_model
 from tests.unit.trainer.whole_runs import config
@@ -118,3 +122,16 @@ def test_the_first_update_of_pairs_is_on_the_way_of_neither(tmp_path: Path) -> N
     measured = values(OfflineData(learner, made_up_answers(EXAMPLES, 2)).add_gradient(0))
     assert measured["dpo_loss"] == pytest.approx(torch.tensor(2.0).log().item(), abs=1e-6)
     assert measured["dpo_margin"] == pytest.approx(0, abs=1e-6)
+
+
+def test_what_a_rank_computes_only_to_keep_step_adds_nothing() -> None:
+    """Of one sequence and two ranks, the second one's pass is a copy."""
+    gradients = []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        policy = Policy(tiny_model(**MODEL))
+        policy.model.set_attn_implementation(PACKED_SDPA)
+        batches = micro_batches([made_up_answers(1, 1)[0][0]], 64, CPU, rank, ranks)
+        offline_gradients(policy, batches, 2.0)
+        gradients.append(gradient(policy.model))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not gradients[2].any()
