@@ -39,8 +39,9 @@ def test_all_turns_are_trained_and_the_reward_rises(tmp_path: Path) -> None:
     environment += ["--env.tokenizer_name", str(thought_stripping_tokenizer(tmp_path / "tokenizer"))]
     environment += ["--env.max_new_tokens", "24", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
     environment += ["--env.ensure_scores_are_not_same", "false"]  # so that the mean reward is the policy's
+    rate = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false"]  # slow enough that it goes on closing thoughts
     done = launch(
-        "train", "arithmetic", "--steps", str(STEPS), *environment, *ports, *where, cwd=tmp_path, timeout_s=1500
+        "train", "arithmetic", "--steps", str(STEPS), *environment, *rate, *ports, *where, cwd=tmp_path, timeout_s=1500
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
