@@ -149,7 +149,7 @@ def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understoo
     commands = re.findall(r"^scripts/run_gsm8k_.*$", page, re.MULTILINE)
     assert commands
     for command in commands:
-        done = run(*shlex.split(command), "--dry-run")
+        done = run(*shlex.split(command, comments=True), "--dry-run", "--gpus", "8x80", "--host-memory", "1000")
         assert done.returncode == 0, command + done.stderr
 
 
