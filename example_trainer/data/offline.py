@@ -121,7 +121,8 @@ def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[NDArray[np.int6
         tokens = np.array([*given, *tokenizer.encode(answer, add_special_tokens=False)], np.int64)
         trained = np.arange(len(tokens)) >= max(1, len(given))
         return tokens, trained
-    chat = tokenize_for_trainer(tokenizer, [*prefix, *answer], train_on_all_assistant_turns=True)  # type: ignore[list-item]
+    turns: Any = [*prefix, *answer]
+    chat = tokenize_for_trainer(tokenizer, turns, train_on_all_assistant_turns=True)
     trained = np.array(chat["masks"]) != NOT_TRAINED
     trained[: len(chat_ids(tokenizer, prefix)) if prefix else 1] = False
     tokens = np.array(chat["tokens"], np.int64)
