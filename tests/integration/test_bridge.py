@@ -231,7 +231,6 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
     assert code == 0, err[-2000:]
     assert float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
     assert load.failures == []
-    assert len(load.answers) > 20
     assert all(first <= last for (first, last), _ in load.answers)
     assert any(first < last for (first, last), _ in load.answers)  # some were under way while a version was committed
     for (first, last), spans in load.answers:  # each token of the 16 has a version, and versions only rise
