@@ -40,7 +40,8 @@ SEEDS: Mapping[Arm, Sequence[int]] = {
     "warm": (1, 2, 3),
 }
 FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
-DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
+FORMER += ["--trainer.kl_coef", "0"]
+DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0", "--trainer.kl_coef", "0"]
 STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
 TEACHER_SEED = 1
 ANSWERS, UPDATES = 200, 12  # of the warm start

@@ -15,7 +15,7 @@ from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixtur
 
 ARMS: tuple[Arm, ...] = get_args(Arm)
 DIFFERS: dict[Arm, set[str]] = {
-    "former": {"lr", "lr_by_signal", "lr_decay_steps"},
+    "former": {"lr", "lr_by_signal", "lr_decay_steps", "kl_coef"},
     "repeat": {"repeat_share"},
     "warm": {"steps", "training_steps"},
 }
