@@ -172,7 +172,8 @@ class McpServer:
         try:
             async with asyncio.timeout(ALIVE_LIMIT_S):
                 await connection.client.session.list_tools()
-        except Exception:
+        except Exception as error:  # of whichever transport, often in an ExceptionGroup
+            log.warning("The MCP server %s does not list its tools either: %s", self.target, _reason(error))
             return False
         return True
 

@@ -465,7 +465,7 @@ class EnvRun(Generic[E]):
         self.samples.note_failures(failures)
         try:
             left, failed = survivors(results)
-        except Exception:
+        except Exception:  # whatever an author's rollout raised may be what lost the group
             self.note_failed_rollouts(Counter(failure.cause for failure in failures))
             raise
         for failure in failures:

@@ -189,7 +189,7 @@ class SampleRows:
         """Ask an author's method about an item, for the record alone: no group is lost to an error in it."""
         try:
             return hook(item)
-        except Exception:
+        except Exception:  # the author's code may raise anything
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning("%s failed; samples.jsonl goes without what it gives", name, exc_info=True)
