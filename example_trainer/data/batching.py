@@ -14,6 +14,7 @@ that fails the check of `atroposlib/groups.py` counts as if it had not come and 
 can be converted.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as PySequence
@@ -56,6 +57,7 @@ class Sequence:
     weight: float = 1.0  # of each trained token in the mean that the step minimises (loss_weights.py)
     teacher_ids: NDArray[np.int64] | None = None  # that a teacher names, the token itself first, [length, k]
     teacher_logprobs: NDArray[np.float32] | None = None  # of them by the teacher
+    identity: int = field(default_factory=itertools.count().__next__)  # its own; `replace` keeps it
 
     @property
     def trained_tokens(self) -> int:

@@ -83,8 +83,8 @@ class EarlyGradients:
 
     def left(self, sequences: Sequence[Sampled]) -> list[Sampled]:
         """Return the sequences that were not computed early."""
-        done = {id(sequence) for part in self.parts for sequence in part.sequences}
-        return [sequence for sequence in sequences if id(sequence) not in done]
+        computed = {sequence.identity for part in self.parts for sequence in part.sequences}
+        return [sequence for sequence in sequences if sequence.identity not in computed]
 
 
 def _are_the_same(computed: Sequence[Sampled], sequences: Sequence[Sampled]) -> bool:

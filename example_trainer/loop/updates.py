@@ -144,10 +144,11 @@ class Updates:
         """Return the log-probabilities that the trainer gave the trained tokens of each of the batch's sequences
         before any update; None for a sequence that only a later update computes.
         """
-        found: dict[int, NDArray[np.float32]] = {}
+        by_identity: dict[int, NDArray[np.float32]] = {}
         for sequences, comparison in self._compared:
-            found |= zip(map(id, sequences), self._learner.by_sequence(sequences, comparison), strict=True)
-        return [found.get(id(sequence)) for sequence in self._sequences]
+            columns = self._learner.by_sequence(sequences, comparison)
+            by_identity |= zip((sequence.identity for sequence in sequences), columns, strict=True)
+        return [by_identity.get(sequence.identity) for sequence in self._sequences]
 
     @property
     def left_out(self) -> str | None:

@@ -178,7 +178,9 @@ def test_a_group_without_a_gradient_may_be_missing_in_the_batch(model: str, why:
     (part,) = early.parts
     batch, ids = (converted(untrainable, good), [7, 8]) if why == "rejected" else (converted(good), [8])
     assert len(batch.rejected) == (why == "rejected")
-    assert early.left(early.of(batch, ids).sequences) == []
+    computed = early.of(batch, ids).sequences
+    assert early.left(computed) == []
+    assert early.left([replace(sequence, weight=0.5) for sequence in computed]) == []  # a copy is the same sequence
     assert early.parts == [part]
 
 
