@@ -11,6 +11,7 @@ there is one, so there is no pause between sampling and training. An API that do
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -107,38 +108,6 @@ class ApiClient:
 
         Raises ApiError after `timeout_s` seconds without one.
         """
-        deadline = time.monotonic() + timeout_s
-        wait_s = 0.0  # of the next request; the first does not wait, so that the log says at once that there is none
-        known: list[int] = []  # ids of the groups that `on_arrival` has
-
-        def attempt() -> list[Item]:
-            nonlocal wait_s
-            asked = time.monotonic()
-            if on_arrival is not None and not (arrivals := self._arrivals(known, wait_s)).whole:
-                if not arrivals.batch:
-                    raise not_yet(asked)
-                known.extend(arrivals.ids)
-                on_arrival(dict(zip(arrivals.ids, arrivals.batch, strict=True)))
-                raise NotYet("it is not whole yet", 0.0)
-            reply = self._next_batch(wait_s if on_arrival is None or not self._arrives else 0.0)
-            if reply.status == "error":
-                log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.message)
-                done = self._progress
-                self.register(self._registration.starting_step if done is None else done.step)
-                if done is not None:
-                    self.report_step(done)
-            elif isinstance(reply.batch, list) and reply.batch:
-                self.ids = reply.ids if isinstance(reply.ids, list) else []
-                self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
-                return reply.batch
-            raise not_yet(asked)
-
-        def not_yet(asked: float) -> NotYet:
-            nonlocal wait_s
-            now = time.monotonic()
-            has_waited = now - asked >= wait_s / 2  # if not, the next request comes after a pause
-            wait_s = min(routes.LEASE_WAIT_S, max(0.0, deadline - now))
-            return NotYet("there is none yet", 0.0 if has_waited else None)
 
         def failed(reason: str) -> ApiError:
             return ApiError(
@@ -147,7 +116,8 @@ class ApiClient:
                 " --fetch-timeout"
             )
 
-        return wait_for(attempt, Wait("a batch", self.url, timeout_s, failed, why=self.why_no_batch), self._sleep)
+        asking = _AskForBatch(self, time.monotonic() + timeout_s, on_arrival)
+        return wait_for(asking.once, Wait("a batch", self.url, timeout_s, failed, why=self.why_no_batch), self._sleep)
 
     def why_no_batch(self, otherwise: str) -> str:
         """Ask the API why there is no batch; return `otherwise` where it cannot tell."""
@@ -190,35 +160,40 @@ class ApiClient:
 
         None without any. With `deadline_s` 0 nothing is waited for.
         """
-        found = wire.Evaluations([], [])
-
-        def attempt() -> None:
-            nonlocal found
-            found = self._patiently(routes.EVALUATIONS, query={"policy_version": policy_version}, what="evaluations")
-            if found.pending and deadline_s > 0:
-                raise NotYet(f"{', '.join(found.pending)} evaluates it")
-
+        asking = _AskForEvaluation(self, policy_version, waits=deadline_s > 0)
+        wait = Wait(f"the evaluation of policy {policy_version}", self.url, deadline_s, TimeoutError)
         try:
-            wait_for(
-                attempt,
-                Wait(f"the evaluation of policy {policy_version}", self.url, deadline_s, TimeoutError),
-                self._sleep,
-            )
+            wait_for(asking.once, wait, self._sleep)
         except TimeoutError:
             log.warning(
                 "Continuing without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
                 policy_version,
-                ", ".join(found.pending),
+                ", ".join(asking.reply.pending),
                 deadline_s,
             )
-        return held_out([(result.accuracy, result.metrics) for result in found.results])
+        return held_out([(result.accuracy, result.metrics) for result in asking.reply.results])
 
     def close(self) -> None:
         """Drop the connection."""
         self._heartbeat.stop()
         self._api.close()
 
-    def _next_batch(self, wait_s: float = 0.0) -> BatchReply[Any]:
+    def _next_batch(self, wait_s: float) -> list[Item] | None:
+        """Ask once for the next batch; the API may wait up to `wait_s` seconds for it. None while there is none."""
+        reply = self._leased(wait_s)
+        if reply.status == "error":
+            log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.message)
+            done = self._progress
+            self.register(self._registration.starting_step if done is None else done.step)
+            if done is not None:
+                self.report_step(done)
+        elif isinstance(reply.batch, list) and reply.batch:
+            self.ids = reply.ids if isinstance(reply.ids, list) else []
+            self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
+            return reply.batch
+        return None
+
+    def _leased(self, wait_s: float) -> BatchReply[Any]:
         if self._leases:
             try:
                 request = wire.LeaseRequest(self._trainer, self.holding, ids=True, wait_s=wait_s)
@@ -292,6 +267,58 @@ class ApiClient:
             )
 
         return wait_for(attempt, Wait(what, self.url, self._patience_s, failed), self._sleep)
+
+
+@dataclass
+class _AskForBatch:
+    """Asks for the next batch, once in each call of `once`, until `deadline`, in seconds of the monotonic clock."""
+
+    client: ApiClient
+    deadline: float
+    on_arrival: Callable[[Mapping[int, Item]], None] | None
+    wait_s: float = 0.0  # of the next request; the first does not wait, so that the log says at once that there is none
+    known: list[int] = field(default_factory=list)  # ids of the groups that `on_arrival` has
+
+    def once(self) -> list[Item]:
+        """Return the batch. Raises NotYet without one."""
+        asked = time.monotonic()
+        waits = True
+        if self.on_arrival is not None:
+            arrivals = self.client._arrivals(self.known, self.wait_s)
+            if not arrivals.whole:
+                if not arrivals.batch:
+                    raise self._not_yet(asked)
+                self.known.extend(arrivals.ids)
+                self.on_arrival(dict(zip(arrivals.ids, arrivals.batch, strict=True)))
+                raise NotYet("it is not whole yet", 0.0)
+            waits = not self.client._arrives  # else the request for what arrives has waited
+        batch = self.client._next_batch(self.wait_s if waits else 0.0)
+        if batch is None:
+            raise self._not_yet(asked)
+        return batch
+
+    def _not_yet(self, asked: float) -> NotYet:
+        now = time.monotonic()
+        has_waited = now - asked >= self.wait_s / 2  # if not, the next request comes after a pause
+        self.wait_s = min(routes.LEASE_WAIT_S, max(0.0, self.deadline - now))
+        return NotYet("there is none yet", 0.0 if has_waited else None)
+
+
+@dataclass
+class _AskForEvaluation:
+    """Asks for the evaluations of a policy, once in each call of `once`; keeps the last reply."""
+
+    client: ApiClient
+    policy_version: int
+    waits: bool
+    reply: wire.Evaluations = field(default_factory=lambda: wire.Evaluations([], []))
+
+    def once(self) -> None:
+        """Ask. Raises NotYet while an evaluation is pending that is waited for."""
+        query = {"policy_version": self.policy_version}
+        self.reply = self.client._patiently(routes.EVALUATIONS, query=query, what="evaluations")
+        if self.reply.pending and self.waits:
+            raise NotYet(f"{', '.join(self.reply.pending)} evaluates it")
 
 
 def _item(answer: Answer, raw: Raw) -> Item:

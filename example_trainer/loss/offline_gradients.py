@@ -26,16 +26,15 @@ def offline_gradients(
     """Add the gradient of the sum of `sft.token_loss` over `loss_divisor` to the parameters' `.grad`; every rank calls
     it with as many batches. Return that number as `loss`.
     """
-    measured: dict[str, Metric] = {}
+    measured: list[Metrics] = []  # of each chunk
 
     def of_chunk(batch: MicroBatch, logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
-        nonlocal measured
         total = sft.token_loss(logprobs, batch.advantages[chunk])
         loss = Metric.sum(total)
-        measured = added((measured, {"loss": loss if batch.counted else loss.nothing()}))
+        measured.append({"loss": loss if batch.counted else loss.nothing()})
         return total.sum() / loss_divisor if batch.counted else 0 * logprobs.sum()
 
     for index, batch in enumerate(batches):
         before_pass(index == len(batches) - 1)
         accumulate_gradients(policy, batch, partial(of_chunk, batch), chunk_mb)
-    return divided(over_ranks(measured, ranks), loss_divisor)
+    return divided(over_ranks(added(measured), ranks), loss_divisor)
