@@ -57,7 +57,7 @@ class Sequence:
     weight: float = 1.0  # of each trained token in the mean that the step minimises (loss_weights.py)
     teacher_ids: NDArray[np.int64] | None = None  # that a teacher names, the token itself first, [length, k]
     teacher_logprobs: NDArray[np.float32] | None = None  # of them by the teacher
-    identity: int = field(default_factory=itertools.count().__next__)  # its own; `replace` keeps it
+    identity: int = field(default_factory=itertools.count().__next__, repr=False)  # its own; `replace` keeps it
 
     @property
     def trained_tokens(self) -> int:
