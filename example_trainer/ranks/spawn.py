@@ -60,7 +60,7 @@ class _Rank:
         self.process = process
         self.end: int | None = None  # its exit status, or the negative number of a signal; not of ours
         self.stopped_at: float | None = None  # since when it is stopped (SIGSTOP)
-        self._killed = False
+        self._asked = self._killed = False  # by this process
 
     def look(self) -> bool:
         """Note how the rank has ended, or since when it is stopped. Return whether it runs."""
@@ -76,8 +76,19 @@ class _Rank:
         """Return `end` where the rank failed by itself, and was not only lost by another; else 0."""
         return self.end if self.end and self.end != LOST else 0
 
+    @property
+    def asked_by_others(self) -> int | None:
+        """Return the signal with which someone has asked this very rank to end: rank 0 leaves in order on it, any other
+        at once.
+        """
+        if self._asked or self.end is None:
+            return None
+        signum = self.end - 128 if self.number == 0 else -self.end
+        return signum if signum in ASKING else None
+
     def ask(self, signum: int) -> None:
         """Have it end in order, also if it is stopped."""
+        self._asked = True
         self.process.send_signal(signum)
         self.process.send_signal(signal.SIGCONT)
 
@@ -94,9 +105,9 @@ class _Parent:
     def __init__(self, dist_timeout_s: float) -> None:
         self.ranks: list[_Rank] = []
         self._dist_timeout_s = dist_timeout_s
-        self._asked: list[int] = []  # signals, to this process or to a rank
+        self._signals: list[int] = []  # that have asked this process or a rank to end
         for signum in ASKING:
-            signal.signal(signum, lambda signum, frame: self._asked.append(signum))
+            signal.signal(signum, lambda signum, frame: self._signals.append(signum))
 
     def start(self, size: int) -> None:
         """Start the ranks. Signals wait until a rank can take them (place.begin_rank)."""
@@ -116,39 +127,58 @@ class _Parent:
     def watch(self) -> int:
         """Wait until rank 0 has ended, end the others, and explain. The exit status of the run."""
         first, *others = self.ranks
-        loss = None
-        while first.look() and not self._asked and loss is None:
-            time.sleep(POLL_S)
-            loss = self._loss()
-        if loss is not None and not self._asked:
-            self._wait_for([first], NOTICE_S)
-        had_to_leave = first.look()
-        if had_to_leave:
-            first.ask(self._asked[0] if self._asked else signal.SIGTERM)
-            for other in others:  # rank 0 may wait for them where no signal interrupts it
-                other.kill()
-            self._wait_for([first], STOP_S if self._asked else GRACE_S)
+        loss = self._watch_until_the_end()
+        if first.look():
+            self._end(first, others)
         self._wait_for([other for other in others if other.look() and other.stopped_at is None], NOTICE_S)
         if first.end is not None and 0 <= first.end < LOST:  # done, or ended by an error that it has printed
             return first.end
-        if not had_to_leave and first.end in [128 + signum for signum in ASKING]:  # it was asked directly
-            self._asked.append(first.end - 128)
-        if self._asked:
-            if self._asked[0] == signal.SIGINT:
+        return self._explain(loss)
+
+    def _watch_until_the_end(self) -> Loss | None:
+        """Return once rank 0 has ended, or has to: a signal asks for it, or the run cannot continue, of which rank 0 has
+        had the time to take notice.
+        """
+        first = self.ranks[0]
+        while first.look() and not self._signals:
+            time.sleep(POLL_S)
+            self._look()
+            if not self._signals and (loss := self._loss()) is not None:
+                self._wait_for([first], NOTICE_S)
+                return loss
+        return None
+
+    def _end(self, first: _Rank, others: Sequence[_Rank]) -> None:
+        """Have rank 0 leave in order. It may wait for the others where no signal interrupts it, so they are killed."""
+        grace_s = STOP_S if self._signals else GRACE_S
+        first.ask(self._signals[0] if self._signals else signal.SIGTERM)
+        for other in others:
+            other.kill()
+        self._wait_for([first], grace_s)
+
+    def _explain(self, loss: Loss | None) -> int:
+        """Say why the run has ended before it was done, where no rank has. The exit status of the run."""
+        self._look()
+        if self._signals:
+            if self._signals[0] == signal.SIGINT:
                 put("grpo: interrupted", plain_stderr())
-            return 128 + self._asked[0]
+            return 128 + self._signals[0]
         loss = loss or self._loss() or self._last_word()
         if loss.line:
             print_error("grpo", loss.line)
         return 1
 
+    def _look(self) -> None:
+        """Note how each rank is, and the signals that others have sent to one."""
+        for rank in self.ranks:
+            rank.look()
+            if (signum := rank.asked_by_others) is not None:
+                self._signals.append(signum)
+
     def _loss(self) -> Loss | None:
         """Explain why the run cannot continue, if a rank has ended or is stopped for too long."""
         now = time.monotonic()
-        for rank in self.ranks:
-            rank.look()
         failed = [rank for rank in self.ranks if rank.failure]
-        self._asked += [-rank.failure for rank in failed if rank.number and -rank.failure in ASKING]
         if failed:
             return Loss() if failed[0].failure > 0 else self._lost(failed[0], was_ended_by(-failed[0].failure))
         silent = [rank for rank in self.ranks if rank.stopped_at and now - rank.stopped_at >= self._dist_timeout_s]
@@ -169,9 +199,9 @@ class _Parent:
 
     def _wait_for(self, ranks: Sequence[_Rank], within_s: float) -> None:
         """Return when the ranks have ended, after at most `within_s` seconds, or at a second Ctrl-C or TERM."""
-        deadline, asked = time.monotonic() + within_s, len(self._asked)
+        deadline, signals = time.monotonic() + within_s, len(self._signals)
         while any([rank.look() for rank in ranks]):
-            if time.monotonic() > deadline or len(self._asked) > asked:
+            if time.monotonic() > deadline or len(self._signals) > signals:
                 return
             time.sleep(POLL_S)
 
