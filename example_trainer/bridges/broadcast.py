@@ -13,7 +13,6 @@ off, named in a warning and skipped; it returns when it answers again. Training 
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
@@ -25,6 +24,7 @@ from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.digest import differing
 from example_trainer.bridges.direct import chosen
+from example_trainer.bridges.each_server import ServerThreads, in_turn
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, ServerLink, listen
 from example_trainer.bridges.session import matching_manifest
@@ -72,6 +72,7 @@ class BroadcastBridge(WeightBridge):
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
+        self._threads = ServerThreads(len(self._servers))
         until_ready(self._servers, config.vllm_start_timeout)
         self._backend = self._chosen_backend(trained.model.device)
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
@@ -149,6 +150,7 @@ class BroadcastBridge(WeightBridge):
             raise BridgeError("no vLLM server could be joined again; the warnings before this have the reasons")
 
     def close(self) -> None:
+        self._threads.close()
         for link in self._links:
             link.close()
         self._links.clear()
@@ -158,18 +160,8 @@ class BroadcastBridge(WeightBridge):
         """Return what `act` returns for each live server. A server for which it fails is dropped; raises BridgeError
         when none is left.
         """
-
-        def attempt(link: ServerLink) -> T | BridgeError:
-            try:
-                return act(link)
-            except BridgeError as error:
-                return error
-
-        if at_once and len(self._links) > 1:
-            with ThreadPoolExecutor(len(self._links), thread_name_prefix="BridgeLink") as pool:
-                outcomes = list(pool.map(attempt, self._links))
-        else:  # in this thread: a signal that ends the run interrupts what waits for other ranks
-            outcomes = [attempt(link) for link in self._links]
+        on_each = self._threads.at_once if at_once and len(self._links) > 1 else in_turn
+        outcomes = on_each(act, self._links)
         failed = [
             (link, outcome)
             for link, outcome in zip(self._links, outcomes, strict=True)

@@ -24,6 +24,7 @@ from atroposlib.clients.waiting import NotYet, Wait, wait_for, waiting
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import DTYPE_BYTES, Bucket, Manifest, lay_out
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
+from example_trainer.bridges.each_server import ServerThreads
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, listen
 from example_trainer.bridges.session import told
@@ -238,6 +239,7 @@ class SglangBridge(WeightBridge):
         admin_key = mode.admin_api_key.get_secret_value() if mode.admin_api_key else key
         give_up = time.monotonic() + config.vllm_start_timeout
         self._servers = [SglangClient(*at, key, config.bridge_timeout_s) for at in config.vllm_servers]
+        self._threads = ServerThreads(len(self._servers))
         infos = [server.wait_until_ready(max(0.0, give_up - time.monotonic())) for server in self._servers]
         for server, (info, model) in zip(self._servers, infos, strict=True):
             check_server(server.url, info, model, trained.model.config.model_type)
@@ -304,6 +306,7 @@ class SglangBridge(WeightBridge):
         """SGLang holds no session: a server that is gone is seen at the next sync."""
 
     def close(self) -> None:
+        self._threads.close()
         for link in self._links:
             link.close()
         self._links.clear()
@@ -328,16 +331,8 @@ class SglangBridge(WeightBridge):
 
     def _each(self, step: str, state: str, act: Callable[[SglangLink], None]) -> None:
         """Do one step on every server at once. Raises BridgeError, after which no further step is taken on any."""
-
-        def attempt(link: SglangLink) -> BridgeError | None:
-            try:
-                act(link)
-            except BridgeError as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(len(self._links), thread_name_prefix="SglangLink") as pool:
-            failed = [error for error in pool.map(attempt, self._links) if error is not None]
+        outcomes = self._threads.at_once(act, self._links)
+        failed = [outcome for outcome in outcomes if outcome is not None]
         if failed:
             urls = ", ".join(link.admin.url for link in self._links)
             raise BridgeError(

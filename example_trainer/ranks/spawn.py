@@ -136,8 +136,8 @@ class _Parent:
         return self._explain(loss)
 
     def _watch_until_the_end(self) -> Loss | None:
-        """Return once rank 0 has ended, or has to: a signal asks for it, or the run cannot continue, of which rank 0 has
-        had the time to take notice.
+        """Return once rank 0 has ended, or has to: a signal asks for it, or the run cannot continue, and rank 0 has had
+        the time to notice that by itself.
         """
         first = self.ranks[0]
         while first.look() and not self._signals:

@@ -51,6 +51,24 @@ def synced(bridge: BroadcastBridge, version: int) -> int:
     return bridge.sync(version, lambda: change(bridge)).servers
 
 
+def test_a_bridge_has_the_same_threads_from_its_first_sync_until_it_is_closed(
+    model: str, servers: list[FakeVllmServer]
+) -> None:
+    def threads() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("BridgeLink")}
+
+    bridge = bridge_to(model, *servers)
+    assert threads() == set()
+    synced(bridge, 0)
+    of_first_sync = threads()
+    assert 1 <= len(of_first_sync) <= len(servers)
+    synced(bridge, 1)
+    assert of_first_sync <= threads()
+    assert len(threads()) <= len(servers)
+    bridge.close()
+    assert threads() == set()
+
+
 def test_the_stall_of_a_sync_is_the_longest_of_its_servers(model: str, servers: list[FakeVllmServer]) -> None:
     servers[1].stall_s = 0.25
     bridge = bridge_to(model, *servers)
