@@ -10,14 +10,15 @@ second) and `--layout.X` are values in YAML.
 
 import os
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
+from atropos_launcher.plan.changes import Sections, changed_environments, changed_servers, section_values, texts
 from atropos_launcher.plan.sections import SectionFlags
 from atropos_launcher.run_file.run_file import (
     LOCAL_FILES,
@@ -26,22 +27,21 @@ from atropos_launcher.run_file.run_file import (
     check_kind,
     find_run_file,
     merge,
-    only_environment,
     read_run,
     recipe_files,
     validated,
 )
-from atropos_launcher.run_file.servers import Tree, each_server, expect_one_each, on_machines, with_flag, with_ports
+from atropos_launcher.run_file.servers import Tree, each_server
 from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.config import Config, nested
+from atroposlib.config import Config
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.flags import ConfigError, Key, Setting, keys_of, split
+from atroposlib.flags import ConfigError, Key, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
-from example_trainer.settings.bridges import LAUNCHED, MODES
+from example_trainer.settings.bridges import LAUNCHED
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import gpu_bytes, visible_gpus
 from example_trainer.settings.servers import Port
@@ -58,7 +58,6 @@ USAGE = {
 }
 SECTIONS = ("trainer", "api", "bridge", "vllm", TEACHER, "layout", "env", "environments")
 PLANNED_GB = 80  # of a GPU that --gpus asks for
-LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
 MORE = """\
 Settings of the programs:
   --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help lists them
@@ -194,27 +193,44 @@ def read_command_line(
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
     if given.host_memory is not None and "dry_run" not in typed:
         raise ConfigError("--host-memory is only for --dry-run; a run uses the memory that this machine has")
-    bridge = _texts(line.sections["bridge"]).get("kind") or given.bridge
+    bridge = texts(line.sections["bridge"]).get("kind") or given.bridge
     choice = Choice(
         device="gpu" if gpus else "cpu",
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
         bridge=check_kind(bridge) if bridge else None,
     )
     machines = _machines(given, "dry_run" in typed)
-    content = _with_ranks_of_vllm(read_run(source, choice), given, line.sections["trainer"])
-    if machines is not THIS_ONE:
-        content = _on_machines(content, machines)
-    sections, content = _with_sections(line.sections, content, given)
-    if machines is not THIS_ONE:
-        expect_one_each(content.get("vllm") or {}, len(machines.serving))
-    if given.vllm_port is not None:
-        content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
-    run = validated(merge(content, _changes(given, models)), source.name)
+    content = read_run(source, choice)
+    content, sections = _changed(content, line.sections, given, models, machines)
+    run = validated(content, source.name)
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
     return Asked(
         run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
     )
+
+
+def _changed(
+    content: Tree, typed: Sections, given: RunFlags, words: Sequence[str], machines: Machines
+) -> tuple[Tree, SectionFlags]:
+    """`content` as the flags change it, and the flags of the programs. Raises ConfigError, before anything is merged,
+    for a flag that does not suit it.
+    """
+    servers = changed_servers(content, typed, machines, given.tp_size, given.vllm_port)
+    several = len(each_server(servers)) > 1
+    environments, programs = changed_environments(content, typed, given.dataset_path, several_servers=several)
+    changes = _own_changes(given, words)
+    for section in ("layout", TEACHER):
+        changes |= section_values(section, typed[section])
+    if environments:
+        changes["environments"] = environments
+    changed = merge(content, changes)
+    if servers:
+        changed["vllm"] = servers
+    trainer = [word for flag in typed["trainer"] for word in flag.words()]
+    bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
+    api = [word for flag in typed["api"] for word in flag.words()]
+    return changed, SectionFlags([*trainer, *bridge], api, programs)
 
 
 def _keys_of_programs() -> dict[str, list[Key]]:
@@ -228,17 +244,6 @@ def _machines(given: RunFlags, dry_run: bool) -> Machines:
     if not isinstance(given, TrainFlags) or given.hosts is None:
         return THIS_ONE
     return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
-
-
-def _on_machines(content: Tree, machines: Machines) -> Tree:
-    """`content` with a vLLM server for each machine that serves. Raises ConfigError."""
-    mode = MODES.get(str((content.get("bridge") or {}).get("kind", "broadcast")))
-    if machines.several and mode is not None and not mode.feeds_several:
-        raise ConfigError(
-            f"--hosts needs a bridge that feeds several vLLM servers, and {mode.shown()} feeds one: choose --bridge"
-            " broadcast"
-        )
-    return {**content, "vllm": on_machines(content.get("vllm") or {}, len(machines.serving))}
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -303,7 +308,7 @@ def description(path: Path) -> str:
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
 
 
-def _changes(given: RunFlags, words: Sequence[str]) -> Tree:
+def _own_changes(given: RunFlags, words: Sequence[str]) -> Tree:
     """The flags as content of a run file."""
     models = [*words, *([given.model] if given.model else [])]
     if len(models) > 1:
@@ -324,91 +329,3 @@ def _changes(given: RunFlags, words: Sequence[str]) -> Tree:
     if given.api_port is not None:
         changes["api"] = {"port": given.api_port}
     return changes
-
-
-def _with_sections(typed: Mapping[str, Sequence[Setting]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
-    """The programs' flags, and `content` with what the flags of sections set as values."""
-    content = _with_environment_files(typed, content)
-    content = _with_servers(typed["vllm"], content)
-    environments: dict[str, list[Setting]] = {}
-    several = len(each_server(content.get("vllm") or {})) > 1
-    for name, flag in _environment_flags(typed, content):
-        if several and flag.name.startswith("openai."):  # a flag is of one server only
-            connection = {flag.name.removeprefix("openai."): flag.value}
-            content = merge(content, {"environments": {name: {"openai": connection}}})
-        elif flag.name not in LAUNCHERS_OWN:
-            program = flag.name if flag.name.startswith("openai.") else f"env.{flag.name}"
-            environments.setdefault(name, []).append(replace(flag, typed=program))
-    if given.dataset_path:
-        name = only_environment(content, "--dataset-path")
-        content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
-    for section in ("layout", TEACHER):
-        for flag in typed[section]:
-            content = merge(content, nested({f"{section}.{flag.name}": flag.value}))
-    trainer = [word for flag in typed["trainer"] for word in flag.words()]
-    bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
-    api = [word for flag in typed["api"] for word in flag.words()]
-    return SectionFlags([*trainer, *bridge], api, environments), content
-
-
-def _with_ranks_of_vllm(content: Tree, given: RunFlags, typed: Sequence[Setting]) -> Tree:
-    """`content` of a file without vLLM's tensor-parallel size where a typed --tp-size decides it: that of a single
-    copy (placement/gpus.py), which has as many.
-    """
-    mode = MODES.get(str((content.get("bridge") or {}).get("kind")))
-    ranks = _texts(typed).get("tp_size") or given.tp_size
-    if mode is None or not mode.same_devices or ranks in (None, 1, "1"):
-        return content
-    return merge(content, {"vllm": {"tensor_parallel_size": None}})
-
-
-def _texts(typed: Sequence[Setting]) -> dict[str, str | None]:
-    """Return what the flags of a section set, by name, as it was typed last."""
-    return {flag.name: flag.text for flag in typed}
-
-
-def _with_servers(typed: Sequence[Setting], content: Tree) -> Tree:
-    """`content` with what flags set in vLLM's, those for every server first."""
-    numbered = []
-    for flag in typed:
-        number, _, key = flag.name.partition(".")
-        if key and number.isdecimal():
-            numbered.append((int(number), key, flag.value))
-        else:
-            content = merge(content, {"vllm": {flag.name: flag.value}})
-    for which, key, value in numbered:
-        content["vllm"] = with_flag(content.get("vllm") or {}, which, key, value)
-    return content
-
-
-def _with_environment_files(typed: Mapping[str, Sequence[Setting]], content: Tree) -> Tree:
-    """`content` with the programs of its environments, and how many of each run, as flags say."""
-    for flag in typed["env"]:
-        if flag.typed == "file" and flag.text and not content.get("environments"):
-            content = merge(content, {"environments": {Path(flag.text).stem: {"file": flag.text}}})
-    for flag in typed["environments"]:
-        name, _, key = flag.typed.partition(".")
-        if key == "file" and name not in content.get("environments", {}):
-            content = merge(content, {"environments": {name: {"file": flag.text}}})
-    for name, flag in _environment_flags(typed, content):
-        if flag.name in LAUNCHERS_OWN:
-            file = Path(flag.text or "")
-            kept = str(file.resolve()) if flag.name == "file" and file.is_file() else flag.text
-            content = merge(content, {"environments": {name: {flag.name: kept}}})
-    return content
-
-
-def _environment_flags(
-    typed: Mapping[str, Sequence[Setting]], content: Mapping[str, Any]
-) -> Iterator[tuple[str, Setting]]:
-    """Every flag for an environment, with its name. Raises ConfigError where there is no such environment."""
-    for flag in typed["env"]:
-        yield only_environment(content, f"--env.{flag.typed}"), flag
-    known = content.get("environments", {})
-    for flag in typed["environments"]:
-        name, _, key = flag.typed.partition(".")
-        if not key:
-            raise ConfigError(f"--environments.{flag.typed} does not name a field; write --environments.NAME.FIELD")
-        if name not in known:
-            raise ConfigError(f"--environments.{flag.typed}: the environments of this run are {', '.join(known)}")
-        yield name, replace(flag, typed=key)

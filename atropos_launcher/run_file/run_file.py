@@ -41,6 +41,7 @@ from example_trainer.settings.distillation import DistillationSettings
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
+SECTIONS = ("bridge", "environments", "trainer", TEACHER, "api", "layout")  # keys and values; so is `vllm`, or a list
 TAKEN = ("api", "trainer", "view", TEACHER, LAUNCHER)  # names of services, and so of their logs
 NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
 
@@ -301,17 +302,26 @@ def read_yaml(path: Path) -> Tree:
 
 
 def normal(content: Mapping[str, Any], path: Path) -> Tree:
-    """`content` with `bridge: lora` as a tree, and the files of environments as they stand beside `path`."""
-    tree = dict(content)
+    """`content` with `bridge: lora` as a tree, and the files of environments as they stand beside `path`. Raises
+    ConfigError for a section that is none, before anything is merged over it.
+    """
+    tree = {key: value for key, value in content.items() if value is not None or key not in ("bridge", "environments")}
     if isinstance(tree.get("bridge"), str):
         tree["bridge"] = {"kind": tree["bridge"]}
-    if isinstance(tree.get("bridge"), Mapping) and "kind" in tree["bridge"]:
+    for section in SECTIONS:
+        if tree.get(section) is not None:
+            _mapping(tree[section], f"{path}: {section}")
+    if tree.get("vllm") is not None:
+        each_server(tree["vllm"])  # its ConfigError
+    if "kind" in tree.get("bridge", {}):
         check_kind(str(tree["bridge"]["kind"]))
-    environments = _mapping(tree.get("environments") or {}, f"{path}: environments")
-    for name, section in environments.items():
-        if section and str(section.get("file", "")).endswith(".py"):
-            file = paths.environment_file(section["file"], path.parent)
-            environments = {**environments, name: {**section, "file": str(file)}}
+    environments = dict(tree.pop("environments", {}))
+    for name, environment in environments.items():
+        if environment is None:
+            continue
+        file = str(_mapping(environment, f"{path}: environments.{name}").get("file", ""))
+        if file.endswith(".py"):
+            environments[name] = {**environment, "file": str(paths.environment_file(file, path.parent))}
     return {**tree, "environments": environments} if environments else tree
 
 

@@ -170,6 +170,20 @@ def test_several_of_one_environment_have_seeds_of_their_own_and_one_evaluates() 
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_the_order_of_an_environments_flags_changes_nothing() -> None:
+    other, count = ["--env.file", "environments/letter_counting_server.py"], ["--env.count", "2"]
+    assert ask_for("arithmetic", *count, *other).run == ask_for("arithmetic", *other, *count).run
+
+
+@pytest.mark.parametrize("section", ["vllm", "trainer", "layout", "api"])
+def test_no_flag_hides_a_section_of_the_file_that_is_none(tmp_path: Path, section: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"base: arithmetic\n{section}: 5\n")
+    flags = ["--vllm.max_model_len", "64", "--tp-size", "2", "--layout.trainer", "0", "--api-port", "5"]
+    with pytest.raises(ConfigError, match=f"{section}: expected keys and values"):
+        ask_for(str(tmp_path / "run.yaml"), *flags)
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_env_is_ambiguous_where_there_are_several() -> None:
     with pytest.raises(ConfigError, match=r"this one has gsm8k, letters: say --environments.gsm8k.FIELD"):
         plan("two_environments", "--env.group_size", "4")

@@ -84,6 +84,11 @@ def test_an_environment_of_null_is_taken_out(folder: Path) -> None:
     assert list(found.environments) == ["other"]
 
 
+@pytest.mark.parametrize("section", ["bridge", "environments"])
+def test_an_empty_section_changes_nothing(folder: Path, section: str) -> None:
+    assert run(folder, f"base: base.yaml\n{section}:") == run(folder, "base: base.yaml")
+
+
 def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None:
     (folder / "mine.py").touch()
     assert run(folder, "base: base.yaml").environments["mine"].file == str(folder / "mine.py")
@@ -102,6 +107,15 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("environments: {mine: {group_size: 3}}", "environments.mine.file is required"),
         ("- 1", "expected keys and values, found list"),
         ("a: [", "is not YAML: "),
+        ("base: base.yaml\nbridge: [lora]", "run.yaml: bridge: expected keys and values, found list"),
+        ("base: base.yaml\nenvironments: mine.py", "run.yaml: environments: expected keys and values, found str"),
+        ("environments: {mine: mine.py}", "run.yaml: environments.mine: expected keys and values, found str"),
+        (
+            "base: base.yaml\nvllm: many",
+            "vllm: expected keys and values of one server, or a list of servers, got 'many'",
+        ),
+        ("base: base.yaml\ntrainer: 5", "run.yaml: trainer: expected keys and values, found int"),
+        ("base: base.yaml\nby_device: {cpu: {layout: auto}}", "run.yaml: layout: expected keys and values, found str"),
     ],
 )
 def test_what_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
