@@ -85,7 +85,8 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from example_trainer.model.policy import Policy
     from example_trainer.optim.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.ranks.ranks import Ranks
-    from example_trainer.settings.config import LossSettings, TrainerConfig
+    from example_trainer.settings.config import TrainerConfig
+    from example_trainer.settings.loss import LossSettings
 
     torch.set_num_threads(threads)
     config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP} | settings)

@@ -332,7 +332,7 @@ def ranks_of_single_copy(config: TrainerConfig) -> int:
 
 def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     """Processes of the trainer."""
-    alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
+    alone = config.follows_vllm is not None or not placement.on_gpus
     if isinstance(config.trainer_ranks, int):
         return config.trainer_ranks
     return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))

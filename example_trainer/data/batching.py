@@ -31,7 +31,7 @@ from example_trainer.data.advantages import group_advantages, has_signal
 from example_trainer.data.loss_weights import token_weights
 from example_trainer.data.said_by_teacher import said_by_teacher
 from example_trainer.data.staleness import sampled_staleness, staleness_weights
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from example_trainer.settings.objectives import Advantage
 
 PLAIN = LossSettings()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from example_trainer.errors import TrainerError
 from example_trainer.loss.metric import Metric
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from example_trainer.settings.objectives import OBJECTIVES, Kl
 
 OwnMetrics = Mapping[str, Tensor | Metric]  # of an objective, by their names in metrics.jsonl

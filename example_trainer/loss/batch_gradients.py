@@ -21,7 +21,7 @@ from example_trainer.loss.metric import Metric, added, divided, over_ranks
 from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.policy import Named, Policy, accumulate_gradients, token_logprobs
 from example_trainer.ranks.ranks import ALONE, Ranks
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 
 
 def batch_gradients(

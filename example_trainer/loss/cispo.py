@@ -6,7 +6,7 @@ Pure functions: values in, values out; tensors are [tokens] and float32.
 
 from torch import Tensor
 
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 
 
 def token_loss(

@@ -10,7 +10,7 @@ functions without gradients: values in, values out; tensors are [tokens].
 import torch
 from torch import Tensor
 
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 
 
 def importance_weights(log_weights: Tensor, in_loss: bool, settings: LossSettings) -> tuple[Tensor, Tensor]:

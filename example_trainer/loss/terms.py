@@ -10,7 +10,7 @@ from example_trainer.loss.corrections import importance_weights, too_far_off_pol
 from example_trainer.loss.metric import Metric
 from example_trainer.loss.ratios import Sequences, log_ratios, of_sequences
 from example_trainer.model.policy import Named
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 
 
 class TokenTerms:

@@ -133,8 +133,7 @@ def _changes(training: Training) -> Iterator[list[Way]]:
     """Yield the kinds of changes, each from the smallest to the largest."""
     config = training.config
     yield [("", training)]
-    whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
-    if training.on_gpu and not whole:
+    if training.on_gpu and not config.keeps_tensors_whole:
         yield [_over(training, size) for size in (2, 4, 8, 16, 32, 64) if size > training.shard]
         for offload in OFFLOADS[OFFLOADS.index(training.offload) + 1 :]:
             yield [(f"--offload {offload}", training.having(offload=offload))]

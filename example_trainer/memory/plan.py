@@ -89,8 +89,7 @@ def computes_in(config: TrainerConfig, on_gpu: bool) -> Literal["float32", "bflo
     whole tensors in float32.
     """
     if config.compute_dtype == "auto":
-        own = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
-        return "bfloat16" if on_gpu and not own else "float32"
+        return "bfloat16" if on_gpu and not config.keeps_tensors_whole else "float32"
     return config.compute_dtype
 
 
@@ -98,8 +97,7 @@ def offloads(config: TrainerConfig, on_gpu: bool) -> tuple[Offload, ...]:
     """List what --offload may become, cheapest first."""
     if config.offload != "auto":
         return (config.offload,)
-    whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
-    return OFFLOADS if on_gpu and not whole else ("none",)
+    return OFFLOADS if on_gpu and not config.keeps_tensors_whole else ("none",)
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,7 @@ def kernels_of_run(
 
 def _has_its_own(config: TrainerConfig, device: torch.device) -> str | None:
     """Name what computes with kernels of its own; None where there is a choice."""
-    if device.type != "cpu":
-        return "a GPU"
-    return "--batch-invariant" if config.batch_invariant else "a single copy" if config.bridge.same_devices else None
+    return config.follows_vllm if device.type == "cpu" else "a GPU"
 
 
 def _cache_of(config: TrainerConfig) -> Path:

@@ -38,6 +38,7 @@ class Mode(Config, Hoisted):
     adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
     trains_adapter: ClassVar[bool] = False  # the model's own weights stay
     several_ranks: ClassVar[bool] = True  # of the trainer
+    never_exact: ClassVar[str] = ""  # why --batch-invariant does not cover it
 
     kind: str = Field(
         "restart",
@@ -210,6 +211,7 @@ class Sglang(Grouped):
     typed = "sglang"
     feeds_several = True
     external = True
+    never_exact = "--batch-invariant covers vLLM, not the servers of mode sglang: choose another mode, or drop the flag"
 
     kind: Literal["sglang"] = "sglang"
     admin_api_key: SecretStr | None = Field(
@@ -232,6 +234,9 @@ class Adapter(Mode):
     """Weight bridge: LoRA adapters (lora_only, lora_restart)"""
 
     trains_adapter = True
+    never_exact = (
+        "--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the flag"
+    )
 
     r: int = Field(
         16,

@@ -33,7 +33,8 @@ from example_trainer.loss.metric import values
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.optim.optimizer import make_optimizer, update
-from example_trainer.settings.config import LossSettings, TrainerConfig
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.loss import LossSettings
 from tests.integration.bridge_child import connect
 from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied

@@ -21,7 +21,7 @@ from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import values
 from example_trainer.model.loading import load_model
 from example_trainer.model.policy import Policy
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.integration.conftest import Server, save_tiny_model, start_server, stop_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

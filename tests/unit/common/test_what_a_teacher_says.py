@@ -9,7 +9,7 @@ import pytest
 from atroposlib.groups import Untrainable, check
 from atroposlib.wire.batching import GroupRequirements
 from example_trainer.data.batching import make_batch
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import VOCAB, as_records, item, with_made_up_teacher
 
 NEEDS = GroupRequirements(trainable_only=True, vocab_size=VOCAB, teacher_top_k=2)

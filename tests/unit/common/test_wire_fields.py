@@ -14,7 +14,7 @@ from atroposlib.groups import CHECKED_FIELDS, NOT_TRAINED_ON, Untrainable, check
 from atroposlib.wire import batching
 from atroposlib.wire.batching import GroupRequirements, PostedData, ScoredData
 from example_trainer.data.batching import make_batch
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import as_records, item
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from atroposlib.groups import size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from atroposlib.wire.batching import NOT_TRAINED, GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 
 TOKENIZER = make_tiny_tokenizer()
 

@@ -50,7 +50,8 @@ from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.ranks.partition import local
 from example_trainer.ranks.place import VARIABLE
 from example_trainer.ranks.ranks import collective, join
-from example_trainer.settings.config import LossSettings, TrainerConfig
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.loss import LossSettings
 from example_trainer.weights import load
 from example_trainer.weights.shared import shared_tensors
 from tests.unit.trainer.arenas import ranks_of

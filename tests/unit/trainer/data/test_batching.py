@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from example_trainer.data.advantages import group_advantages, has_signal
 from example_trainer.data.batching import Batch, make_batch
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import as_records, item
 
 

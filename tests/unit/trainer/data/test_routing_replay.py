@@ -27,7 +27,7 @@ from example_trainer.loss.metric import Metrics, of_updates, values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.ranks.ranks import _array, _pack_array
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import SHAPE, VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 CPU = torch.device("cpu")

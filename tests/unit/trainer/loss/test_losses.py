@@ -20,7 +20,8 @@ from example_trainer.loss.metric import Metric, values
 from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
-from example_trainer.settings.config import LossSettings, TrainerConfig
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.loss import LossSettings
 from example_trainer.settings.objectives import OBJECTIVES
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 

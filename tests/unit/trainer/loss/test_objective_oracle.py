@@ -25,7 +25,7 @@ from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import values
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from example_trainer.settings.objectives import PRESETS, Algorithm
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 

@@ -24,7 +24,8 @@ from example_trainer.exact.check import Comparison
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import values
 from example_trainer.model.policy import Policy
-from example_trainer.settings.config import LossSettings, TrainerConfig
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.settings.loss import LossSettings
 from tests.unit.envs.fakes import CountingEnv, server_config
 from tests.unit.envs.fakes import config as env_config
 from tests.unit.trainer.fakes import RecordingBridge, as_records, gradient_of, item, tiny_model

@@ -16,7 +16,7 @@ from example_trainer.data.batching import make_batch
 from example_trainer.exact.check import NotExact
 from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
-from example_trainer.settings.config import LossSettings
+from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item
 from tests.unit.trainer.whole_runs import feed, train
 

@@ -1,5 +1,6 @@
 """The guide's flags choose a bridge mode, a flag of another mode is refused, and nothing of torch is loaded for it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,32 @@ def test_the_modes_import_neither_torch_nor_vllm() -> None:
     heavy = {"torch", "vllm", "transformers"}
     code = f"import sys, example_trainer.settings.config; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+DECIDED = {
+    "--compute-dtype": ("bfloat16",),
+    "--kernels": ("onednn", "bfloat16"),
+    "--offload": ("moments", "all"),
+}
+BY_VLLM = {"--batch-invariant": [*BROADCAST, "--batch-invariant"], "a single copy": ["--bridge.kind", "single_copy"]}
+
+
+@pytest.mark.parametrize("who", BY_VLLM)
+@pytest.mark.parametrize("wrong", [(flag, value) for flag, values in DECIDED.items() for value in values])
+def test_what_vllm_decides_cannot_be_chosen(who: str, wrong: tuple[str, str]) -> None:
+    flag, value = wrong
+    assert not resolved(*BROADCAST, flag, value).keeps_tensors_whole
+    with pytest.raises(ConfigError, match=rf"{flag} {value}: {who} (computes|keeps) .*; drop one of them"):
+        resolved(*BY_VLLM[who], flag, value)
+    assert resolved(*BY_VLLM[who]).keeps_tensors_whole
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_each_mode_is_exact_or_says_why_it_is_not(kind: str) -> None:
+    mode = MODES[kind]
+    assert bool(mode.never_exact) == (mode.external or mode.trains_adapter)
+    if mode.never_exact:
+        with pytest.raises(ConfigError, match=re.escape(mode.never_exact)):
+            resolved("--bridge.kind", kind, "--batch-invariant")
+    else:
+        assert resolved("--bridge.kind", kind, "--batch-invariant").follows_vllm == "--batch-invariant"
