@@ -18,13 +18,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments of one command. Exits 0 after `--help`, 2 on a wrong one."""
-        found, rest = self.parse_known_args(argv)
+        options, rest = self.parse_known_args(argv)
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
             self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
-        return found
+        return options
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message} (--help lists all)", file=sys.stderr)
@@ -33,8 +33,8 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(word: str, known: Sequence[str] | Any) -> str:
     """`; did you mean X?`, or nothing."""
-    found = difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def add_runs(command: argparse.ArgumentParser) -> None:

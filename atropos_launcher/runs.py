@@ -47,10 +47,10 @@ def ended_runs(runs: Path) -> list[Path]:
 
 def latest_run(runs: Path) -> Path:
     """The one that runs, or else the newest. Raises NoSuchRun."""
-    found = [*recorded_runs(runs), *ended_runs(runs)]
-    if not found:
+    runs_here = [*recorded_runs(runs), *ended_runs(runs)]
+    if not runs_here:
         raise NoSuchRun(f"there is no run in {printable(str(runs.absolute()))}")
-    return found[0]
+    return runs_here[0]
 
 
 def progress(run: Path) -> str:
@@ -113,5 +113,5 @@ def _directories(runs: Path) -> list[Path]:
     return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable() and is_open(path)]
 
 
-def _newest_first(found: list[Path], part: str) -> list[Path]:
-    return sorted(found, key=lambda run: (run / part).stat().st_mtime, reverse=True)
+def _newest_first(folders: list[Path], part: str) -> list[Path]:
+    return sorted(folders, key=lambda run: (run / part).stat().st_mtime, reverse=True)

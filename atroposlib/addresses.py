@@ -22,8 +22,8 @@ def netloc(host: str, port: int) -> str:
 
 def resolved(host: str) -> str:
     """The first address of a host, of IPv4 if it has one. Raises OSError for a name that has none."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    *_, address = min(infos, key=lambda each: each[0] != socket.AF_INET)
     return str(address[0])
 
 
@@ -61,11 +61,11 @@ def through_proxy(url: str) -> str:
 
 def without_loopback_proxies(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a child whose own clients read it: no proxy for addresses of this machine."""
-    found = dict(environment)
+    kept = dict(environment)
     if any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment):
         for name in ("NO_PROXY", "no_proxy"):
-            found[name] = ",".join(filter(None, [environment.get("no_proxy") or environment.get("NO_PROXY"), LOOPBACK]))
-    return found
+            kept[name] = ",".join(filter(None, [environment.get("no_proxy") or environment.get("NO_PROXY"), LOOPBACK]))
+    return kept
 
 
 def refused_redirect(url: str, status: int, target: str | None) -> str | None:

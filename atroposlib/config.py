@@ -156,17 +156,17 @@ def in_place(values: Mapping[str, object], *trees: type[BaseModel]) -> Tree:
 
 
 def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
-    found: Tree = {}
+    tree: Tree = {}
     for key in keys:
         extra = key.field.json_schema_extra
         variable = extra.get("env") if isinstance(extra, dict) else None
         if not isinstance(variable, str) or variable not in env:
             continue
         if env[variable]:
-            found[".".join(key.path)] = Ambient(env[variable])
+            tree[".".join(key.path)] = Ambient(env[variable])
         elif key.is_secret and key.field.default is None:
             raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
-    return nested(found)
+    return nested(tree)
 
 
 def _preset(tree: type[BaseModel]) -> Tree:

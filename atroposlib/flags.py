@@ -172,26 +172,26 @@ def keys_of(tree: type[BaseModel], above: tuple[str, ...] = ()) -> list[Key]:
 
 @cache  # a plan of a run asks for those of the same few classes hundreds of times
 def _keys_of(tree: type[BaseModel], above: tuple[str, ...]) -> tuple[Key, ...]:
-    found: dict[tuple[str, ...], Key] = {}
+    keys: dict[tuple[str, ...], Key] = {}
     for name, field in tree.model_fields.items():
         path = (*above, name)
         below = [key for subtree in subtrees(field) for key in _keys_of(subtree, path)]
         for key in below or [_key(tree, path, field)]:
-            found.setdefault(key.path, key)
-    return tuple(found.values())
+            keys.setdefault(key.path, key)
+    return tuple(keys.values())
 
 
 def split(argv: Sequence[str], keys: Sequence[Key] = (), sections: Sequence[str] = ()) -> CommandLine:
     """Take a command line apart. A flag has the next word unless that starts with `--`; a switch of `keys` has none but
     `true` and `false`, since any other word stands alone.
     """
-    found = CommandLine([], [], {section: [] for section in sections})
+    line = CommandLine([], [], {section: [] for section in sections})
     switches = {*SWITCHES, *(flag for key in keys if key.negations for flag in key.flags)}
     rest = [*argv]
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            found.words.append(word)
+            line.words.append(word)
             continue
         flag, equals, joined = word.partition("=")
         text = joined if equals else None
@@ -199,11 +199,11 @@ def split(argv: Sequence[str], keys: Sequence[Key] = (), sections: Sequence[str]
             has_value = rest[0] in BOOLEANS if _dashed(flag) in switches else not rest[0].startswith("--")
             text = rest.pop(0) if has_value else None
         section, dot, name = flag[2:].partition(".")
-        if dot and section in found.sections:
-            found.sections[section].append(Setting(name, text, bool(equals)))
+        if dot and section in line.sections:
+            line.sections[section].append(Setting(name, text, bool(equals)))
         else:
-            found.flags.extend([word] if equals or text is None else [word, text])
-    return found
+            line.flags.extend([word] if equals or text is None else [word, text])
+    return line
 
 
 def parse(
@@ -259,18 +259,18 @@ def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]
     """`; did you mean 'x'?`: another program's flag of that name, else one that is described by these words or has all
     of them in its name, here before elsewhere, else the closest spelling.
     """
-    found = [
+    names = [
         f"{program}.{name}" for program, theirs in elsewhere.items() if any(key.answers_to(name) for key in theirs)
     ]
     for prefix, known in [("", keys), *((f"{program}.", theirs) for program, theirs in elsewhere.items())]:
-        found += [prefix + key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
-    return f"; did you mean '{found[0]}'?" if found else nearest(name, [each for key in keys for each in key.spellings])
+        names += [prefix + key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
+    return f"; did you mean '{names[0]}'?" if names else nearest(name, [each for key in keys for each in key.spellings])
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'?` for the closest known key, or an empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else ""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 # --- the parser -----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def _add_flag(parser: argparse._ActionsContainer, key: Key, text: str | None = N
 
 def package_version() -> str:
     """That of Atropos as it is installed."""
-    return next((found.version for found in metadata.distributions(name="atroposlib")), "(not installed)")
+    return next((installed.version for installed in metadata.distributions(name="atroposlib")), "(not installed)")
 
 
 def _help(key: Key, defaults: Mapping[str, Any]) -> str:

@@ -233,7 +233,7 @@ class QuietAccess(logging.Filter):
 
 def escape(text: str) -> str:
     """`text` on one line, control characters as Python writes them (\\n, \\x1b); letters of all scripts stay."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def escape_records() -> None:

@@ -84,10 +84,10 @@ def new_name(name: str) -> str | None:
 
 def moved_attribute(module: str, name: str) -> object:
     """Return what `module` formerly defined as `name`, for its `__getattr__`. Raises AttributeError."""
-    found = None if name.startswith("_") else getattr(importlib.import_module(MOVED_NAMES[module]), name, None)
-    if found is None:
+    attribute = None if name.startswith("_") else getattr(importlib.import_module(MOVED_NAMES[module]), name, None)
+    if attribute is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return found
+    return attribute
 
 
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -38,10 +38,10 @@ class Bars:
 
     def are_told(self, line: str) -> bool:
         """Return whether `line` is to be written: it is not a bar, a full one, or the last state is old."""
-        found = _BAR.match(line[:BAR_LENGTH])
-        if not found:
+        match = _BAR.match(line[:BAR_LENGTH])
+        if not match:
             return True
-        what, full, now = (found["what"] or "").strip(" :"), found["percent"] == "100", self._now()
+        what, full, now = (match["what"] or "").strip(" :"), match["percent"] == "100", self._now()
         at, was_full = self._told.get(what, (now + BAR_FIRST_S - BAR_EVERY_S, False))
         told = (full and not was_full) or now - at >= BAR_EVERY_S
         self._told[what] = (now if told else at, full)

@@ -91,15 +91,15 @@ def finding(vllm: VllmClient, weights: str | None) -> dict[str, str]:
     except (TrainerError, OSError, ValueError, SafetensorError) as error:
         return {"level": "fail", "found": f"not compared: {error}", "remedy": ""}
     served, count = f"policy version {status.policy_version}", len(manifest.tensors)
-    found = f"{served}, {len(names)} of {count} tensors differ from {source}"
+    result = f"{served}, {len(names)} of {count} tensors differ from {source}"
     if not names:
-        return {"level": "ok", "found": f"{found} ({time.perf_counter() - started:.1f} s)", "remedy": ""}
+        return {"level": "ok", "found": f"{result} ({time.perf_counter() - started:.1f} s)", "remedy": ""}
     shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     if held not in (None, status.policy_version):
         remedy = f"that is policy version {held}: give --weights the checkpoint of version {status.policy_version}"
     else:
         remedy = "start the server again if these weights are what it should serve, and report it"
-    return {"level": "fail", "found": f"{found}: {shown}", "remedy": remedy}
+    return {"level": "fail", "found": f"{result}: {shown}", "remedy": remedy}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,9 +38,9 @@ def _products(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor
 ) -> Iterator[tuple[Tensor | slice, Tensor]]:
     """For each adapter in use its rows, and their inputs times its matrix, in the output's dtype."""
-    found = slots.unique().tolist()
-    for slot in found:
+    used = slots.unique().tolist()
+    for slot in used:
         if slot >= 0:
-            rows = slice(None) if len(found) == 1 else (slots == slot).nonzero()[:, 0]
+            rows = slice(None) if len(used) == 1 else (slots == slot).nonzero()[:, 0]
             matrix = weights[slot].flatten(0, -2)  # [1, out, in] or [out, in]
             yield rows, inputs[rows].to(output.dtype) @ matrix.to(output.dtype).T

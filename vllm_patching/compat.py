@@ -816,10 +816,10 @@ def parse_tool_calls(
     from vllm.tool_parsers import ToolParserManager
 
     request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=tools or None)
-    found = ToolParserManager.get_tool_parser(parser)(tokenizer, cast(Any, request.tools)).extract_tool_calls(
+    parsed = ToolParserManager.get_tool_parser(parser)(tokenizer, cast(Any, request.tools)).extract_tool_calls(
         text, request
     )
-    return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
+    return parsed.content, [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
 
 
 def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> vllm_types.Arguments:

@@ -102,12 +102,12 @@ def encode(now: Tensor, base: Tensor) -> Encoded:
     changed = int(torch.count_nonzero(differs))
     bitmap_bytes = -(-len(now) // 8)
     if changed < bitmap_bytes:
-        found = differs.nonzero().squeeze(1)
-        gaps = found.diff(prepend=found.new_tensor([-1])) - 1
+        places = differs.nonzero().squeeze(1)
+        gaps = places.diff(prepend=places.new_tensor([-1])) - 1
         skips = gaps // SKIP
         nbytes = changed + int(skips.sum())
         if nbytes < bitmap_bytes and nbytes + WORD * changed < now.nbytes:
-            return Encoded(Form.GAPS, now[found], _gap_bytes(gaps, skips), changed)
+            return Encoded(Form.GAPS, now[places], _gap_bytes(gaps, skips), changed)
     if bitmap_bytes + WORD * changed < now.nbytes:
         return Encoded(Form.BITMAP, now[differs], _bitmap(differs), changed)
     return Encoded(Form.WHOLE, now, _no_places(now), changed)
@@ -139,9 +139,9 @@ def _no_places(now: Tensor) -> Tensor:
 def _gap_bytes(gaps: Tensor, skips: Tensor) -> Tensor:
     """For each gap as many SKIP as fit into it, and the rest, below SKIP."""
     ends = (skips + 1).cumsum(0) - 1
-    found = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), SKIP, dtype=torch.uint8, device=gaps.device)
-    found[ends] = (gaps - skips * SKIP).to(torch.uint8)
-    return found
+    encoded = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), SKIP, dtype=torch.uint8, device=gaps.device)
+    encoded[ends] = (gaps - skips * SKIP).to(torch.uint8)
+    return encoded
 
 
 def _bitmap(differs: Tensor) -> Tensor:

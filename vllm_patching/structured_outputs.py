@@ -180,10 +180,10 @@ def _text_refused(text: str) -> str | None:
         return _over(f"a text ({text[:20]!a}...)", f"{alternatives} alternatives", f"{MOST_ALTERNATIVES}")
     # one repetition of a group may hold any other: their product, and within groups the largest of the plain ones
     of_groups, largest, total = 1, 1, 0
-    for found in QUANTIFIER.finditer(text):
-        count = max([int(digits[:9]) if len(digits) < 9 else 10**9 for digits in found.groups() if digits] or [1])
+    for quantifier in QUANTIFIER.finditer(text):
+        count = max([int(digits[:9]) if len(digits) < 9 else 10**9 for digits in quantifier.groups() if digits] or [1])
         total += count
-        if found.start() and text[: found.start()].rstrip()[-1:] == ")":
+        if quantifier.start() and text[: quantifier.start()].rstrip()[-1:] == ")":
             of_groups = min(of_groups * max(1, count), 10**9)
         else:
             largest = max(largest, count)
@@ -228,7 +228,7 @@ def _grammar_refused(text: str) -> str | None:
             f"the grammar's rule {min(left)[:40]!a} comes back to itself: structured outputs take no recursive grammars"
         )
     # a rule used n times by one that is used n times is n * n: repetitions count through rules, too
-    counts = [max([int(each[:9]) for each in found.groups() if each] or [1]) for found in QUANTIFIER.finditer(plain)]
+    counts = [max([int(times[:9]) for times in each.groups() if times] or [1]) for each in QUANTIFIER.finditer(plain)]
     repeated = 1
     for count in counts:
         repeated = min(repeated * max(1, count), 10**9)

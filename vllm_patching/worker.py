@@ -128,28 +128,28 @@ class BridgeWorker(RoutingWorker):
         joins; where it is in host memory, less one bucket, which passes through the GPU. A size that the user gave
         stays. Raises RuntimeError where nothing is left.
         """
-        found = int(super().determine_available_memory())
+        free = int(super().determine_available_memory())
         given = self.cache_config.kv_cache_memory_bytes is not None
         if self._arena.device.type == "cpu" or given or self._settings["staging"] == "none":
-            return found
+            return free
         on_host = self._arena.staging_on_host
         staging = self._manifest.largest_bucket if on_host else self._arena.nbytes
         log.info(
             "[vLLM Patch] Rank %d keeps %.1f of %.1f GB of GPU memory free for %s (--bridge-staging)",
             self._tp_rank,
             staging / 1e9,
-            found / 1e9,
+            free / 1e9,
             "a bucket of weights on its way to host memory" if on_host else "the staging buffer",
         )
-        if found <= staging:
+        if free <= staging:
             what, elsewhere = ("a bucket", "") if on_host else ("the staging buffer", ", --bridge-staging host")
             raise RuntimeError(
-                f"rank {self._tp_rank}: {found / 1e9:.1f} GB of GPU memory are left for the KV cache, and {what} of the"
+                f"rank {self._tp_rank}: {free / 1e9:.1f} GB of GPU memory are left for the KV cache, and {what} of the"
                 f" weight bridge takes {staging / 1e9:.1f} GB of them: use more GPUs (--tensor-parallel-size)"
                 f"{elsewhere} or a higher --gpu-memory-utilization; a single copy needs no staging"
                 " (--bridge-staging none)"
             )
-        return found - staging
+        return free - staging
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -167,10 +167,10 @@ def check_tmpdir(own: str, usable: str | None) -> Finding:
 
 def check_proxies(environment: Mapping[str, str]) -> Finding:
     """Proxies are for the hub and for other people's servers; a run's own servers are asked directly."""
-    found = [name for name in environment if name.lower() in PROXIES and environment[name]]
-    if not found:
+    proxies = [name for name in environment if name.lower() in PROXIES and environment[name]]
+    if not proxies:
         return Finding("ok", "proxies", "none")
-    return Finding("ok", "proxies", f"{', '.join(sorted(found))}, not used for this run's own servers")
+    return Finding("ok", "proxies", f"{', '.join(sorted(proxies))}, not used for this run's own servers")
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

@@ -77,9 +77,9 @@ class Table:
         machine = lines[: lines.index("")] if "" in lines else lines
         versions = next((line for line in lines if line.startswith(VERSIONS)), "")
         if RULE not in lines or [*machine, versions] != [*self._machine, self._versions]:
-            found = "; ".join([*machine, versions])[:200] if RULE in lines else "no table of gpu-check"
+            heading = "; ".join([*machine, versions])[:200] if RULE in lines else "no table of gpu-check"
             raise ConfigError(
-                f"{self.path} has rows of other GPUs, drivers or releases ({found}; here {'; '.join(self._machine)};"
+                f"{self.path} has rows of other GPUs, drivers or releases ({heading}; here {'; '.join(self._machine)};"
                 f" {self._versions}): name another directory with --out"
             )
         rows = (Result(*(cell.strip() for cell in line.split("|")[1:-1])) for line in lines[lines.index(RULE) + 1 :])

@@ -319,8 +319,8 @@ def live(config: DoctorConfig) -> Iterator[Finding]:
         yield Finding("fail", name, f"not compared within {LIVE_S} s", "copy --weights to a faster disk")
         return
     for line in done.stdout.splitlines():
-        found = json.loads(line)
-        yield Finding(found["level"], name, f"{found['url']}: {found['found']}", found["remedy"])
+        row = json.loads(line)
+        yield Finding(row["level"], name, f"{row['url']}: {row['found']}", row["remedy"])
     if done.returncode != 0:
         yield Finding("fail", name, (done.stderr.strip().splitlines() or [exit_words(done.returncode)])[-1])
 
@@ -329,8 +329,8 @@ def urls_of_run(run: Path) -> list[str]:
     """The vLLM servers of a run's last start. Raises ConfigError."""
     with reading(f"--live {run}", ConfigError, remedy="give http://HOST:PORT, or the directory of a run"):
         services = json.loads((run / "run.json").read_text())["starts"][-1]["services"]
-        if found := [place["url"] for service, place in services.items() if is_server(service) and "url" in place]:
-            return found
+        if urls := [place["url"] for service, place in services.items() if is_server(service) and "url" in place]:
+            return urls
         raise ValueError("its trainer starts vLLM itself")
 
 

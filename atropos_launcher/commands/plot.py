@@ -22,9 +22,9 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Write the PNG. Returns the exit status."""
     options = parser().parse_args(argv)
-    found = [find_run(options.runs, name) for name in options.run] or [latest_run(options.runs)]
-    out = options.out or (found[0] / "reward.png" if len(found) == 1 else Path("compare.png"))
-    status = draw(found, out)
+    runs = [find_run(options.runs, name) for name in options.run] or [latest_run(options.runs)]
+    out = options.out or (runs[0] / "reward.png" if len(runs) == 1 else Path("compare.png"))
+    status = draw(runs, out)
     if status == 0:
         print(out)
     return status

@@ -51,16 +51,16 @@ def main(argv: Sequence[str]) -> int:
 def trained_model(run: Path, name: str | None) -> Path:
     """The directory to push. Raises PushError."""
     wanted = [run / "checkpoints" / each for each in ([name] if name else FINAL)]
-    found = [folder for folder in wanted if folder.is_dir()]
-    if not found:
+    models = [folder for folder in wanted if folder.is_dir()]
+    if not models:
         there = sorted(folder.name for folder in run.glob("checkpoints/[!.]*") if folder.is_dir())
         raise PushError(
             f"{run}/checkpoints has no {name or ' or '.join(FINAL)}; it has {', '.join(there) or 'nothing'}:"
             " name one with --checkpoint, or continue the run"
         )
-    if is_sharded(found[0]):
-        raise PushError(needs_export(found[0]))
-    return found[0]
+    if is_sharded(models[0]):
+        raise PushError(needs_export(models[0]))
+    return models[0]
 
 
 def push_to_hub(folder: Path, repository: str, *, private: bool) -> str:

@@ -282,7 +282,7 @@ def cache_on_cpu(plan: Plan) -> int:
 
 def ports_line(asked: Asked, site: Site) -> str:
     """Name the ports that are not those of the defaults, and why; empty where all are."""
-    found: list[str] = []
+    ports: list[str] = []
     if site.machines.several:  # a port is looked at on this machine only
         return ""
     for section, servers, chosen in (
@@ -292,8 +292,8 @@ def ports_line(asked: Asked, site: Site) -> str:
         for index, (server, port) in enumerate(zip(servers, chosen, strict=True)):
             default = chosen[index - 1] + 1 if index else PORTS[section]
             if port != default and "port" not in server and default not in chosen:
-                found.append(f"Port {default} is taken by {holder(default)}: using {port}")
-    return "; ".join(found)
+                ports.append(f"Port {default} is taken by {holder(default)}: using {port}")
+    return "; ".join(ports)
 
 
 def find_model(model: str | None, dry_run: bool) -> str:
@@ -460,8 +460,8 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
 
 def problems(plan: Plan) -> str:
     """`arithmetic`, or the environments' names."""
-    found = []
+    sources = []
     for name, section in plan.run.environments.items():
         datasets = (section.own.get("dataset_path"), section.own.get("dataset"))
-        found.append(next((str(each) for each in datasets if each and each != "auto"), name))
-    return ", ".join(found)
+        sources.append(next((str(each) for each in datasets if each and each != "auto"), name))
+    return ", ".join(sources)

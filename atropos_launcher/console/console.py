@@ -113,17 +113,17 @@ class PlainConsole:
 
     def _show(self, line: LogLine) -> None:
         pattern = self._shown.get(_kind(line.service)) or self._shown.get("")
-        found = pattern.search(line.text) if pattern else None
-        if found is None and line.service in self._are_up and "deprecated" not in line.text:
-            found = _TROUBLE.search(line.text)
-        if found is None:
+        match = pattern.search(line.text) if pattern else None
+        if match is None and line.service in self._are_up and "deprecated" not in line.text:
+            match = _TROUBLE.search(line.text)
+        if match is None:
             return
-        shown: str | None = f"{line.service} {printable(line.text[found.start() :])}"
-        if _TROUBLE.match(found[0]):
+        shown: str | None = f"{line.service} {printable(line.text[match.start() :])}"
+        if _TROUBLE.match(match[0]):
             shown = self._repeated.thinned(str(shown))
         if shown is not None:
             self.say(shown)
-        step = _STEP.match(found[0])
+        step = _STEP.match(match[0])
         if line.service == "trainer" and step and (step[1] == "1" or int(step[1]) % SAMPLE_EVERY == 0):
             for sample in latest_sample(self._run_dir):
                 self.say(sample)

@@ -119,16 +119,16 @@ class RunProgress:
 
     def bars(self, now: float) -> list[Bar]:
         """List what takes time at the moment, the steps last."""
-        found = [_start_bar(service, start, now) for service, start in self._starts.items()]
-        found += [
+        bars = [_start_bar(service, start, now) for service, start in self._starts.items()]
+        bars += [
             Bar(service, part.percent, 100, f"{part.what} {part.percent} %")
             for service, part in self._downloads.items()
             if part.percent < 100
         ]
-        found += [self._evaluation_bar(service, each, now) for service, each in self._evaluations.items()]
+        bars += [self._evaluation_bar(service, each, now) for service, each in self._evaluations.items()]
         if self.queued is not None and not self._starts and self.batches < self.steps:
-            found.append(groups_bar(self.queued, self.groups, self.batches + 1))
-        return [*found, self._steps_bar(now)]
+            bars.append(groups_bar(self.queued, self.groups, self.batches + 1))
+        return [*bars, self._steps_bar(now)]
 
     def _read(self, service: str, line: str, now: float) -> None:
         if service in self._starts:
@@ -208,10 +208,10 @@ def trainer_phase(line: str) -> str | None:
 
 def part_of(line: str) -> Part | None:
     """Read a line that is a progress bar, as downloads and loaders write them."""
-    found = _PART.search(line)
-    if not found or int(found["percent"]) > 100:
+    match = _PART.search(line)
+    if not match or int(match["percent"]) > 100:
         return None
-    return Part(printable(found["what"]).strip(), int(found["percent"]))
+    return Part(printable(match["what"]).strip(), int(match["percent"]))
 
 
 def seconds_left(steps: int, step_s: deque[float], since_last_s: float) -> float | None:

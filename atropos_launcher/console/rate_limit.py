@@ -29,6 +29,6 @@ class Repeated:
 
     def rest(self) -> list[str]:
         """Return what is still held back, one line for each kind."""
-        found = [f"{line} ({count} more like it)" if count > 1 else line for count, line in self._held.values()]
+        lines = [f"{line} ({count} more like it)" if count > 1 else line for count, line in self._held.values()]
         self._held.clear()
-        return found
+        return lines

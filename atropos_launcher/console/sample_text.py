@@ -17,8 +17,8 @@ def latest_sample(run_dir: Path) -> list[str]:
     files = [path for path in run_dir.glob("samples*.jsonl") if path.is_file() and not path.is_symlink()]
     if not files:
         return []
-    found = map(sample_lines, last_rows(max(files, key=lambda path: path.stat().st_mtime)))
-    return next(filter(None, found), [])
+    samples = map(sample_lines, last_rows(max(files, key=lambda path: path.stat().st_mtime)))
+    return next(filter(None, samples), [])
 
 
 def last_rows(path: Path) -> Iterator[dict[str, object]]:

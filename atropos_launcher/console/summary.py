@@ -31,8 +31,8 @@ def held_out_results(evaluations: Rows) -> dict[int, HeldOut]:
     final: dict[int, HeldOut | None] = {}
     for row in evaluations:
         version, metrics = row["policy_version"], row.get("metrics", {})
-        if (found := held_out([(row["accuracy"], metrics)])) is not None:
-            first[version] = found
+        if (result := held_out([(row["accuracy"], metrics)])) is not None:
+            first[version] = result
         if (more := held_out([(0.0, metrics)])) is not None and more.final is not None:
             final[version] = more.final
     return {version: replace(first[version], final=final.get(version)) for version in sorted(first)}

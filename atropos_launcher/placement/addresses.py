@@ -56,7 +56,7 @@ class Site:
 
 def variables(run: RunFile, site: Site) -> dict[str, str]:
     """The environment variables of every service."""
-    found = {
+    variables_of_service = {
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "NUM_INFERENCE_NODES": "0",
@@ -69,8 +69,8 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
     }
     models = [site.model, *([site.teacher.model] if site.teacher is not None and site.teacher.model else [])]
     if all(map(os.path.isabs, models)) and not any(section.from_hub for section in run.environments.values()):
-        found["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
-    return found
+        variables_of_service["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
+    return variables_of_service
 
 
 def _master(site: Site) -> str:

@@ -359,21 +359,23 @@ def place(
     shared = ranks_on_cpu(config)  # ranks that need each other
     most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
     if machines.are_apart:
-        found = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
+        placements = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
     elif machines.several:
         each = run.model_copy(update={"vllm": run.servers[0]})
-        found = [
+        placements = [
             replace(placement, servers=placement.servers * len(run.servers), machines=training)
             for placement in candidates(each, gpus, most, tp)
         ]
     else:
-        found = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
-    found = [placement for placement in found if trainer_ranks(config, placement) % shared == 0] or found
+        placements = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
+    placements = [placement for placement in placements if trainer_ranks(config, placement) % shared == 0] or placements
     if typed != "auto":
-        found = [placement for placement in found if len(placement.trainer) * training >= int(typed)] or found
+        placements = [
+            placement for placement in placements if len(placement.trainer) * training >= int(typed)
+        ] or placements
     if need is None:
-        return found[0]
-    sized = [_with_shares(placement, need) for placement in found]
+        return placements[0]
+    sized = [_with_shares(placement, need) for placement in placements]
     choice = next((placement for placement in sized if need.fits(placement, without_offload=True)), None)
     return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
 

@@ -157,7 +157,7 @@ def _check(machines: Machines, path: Path) -> None:
 
 def _expect_here(host: str, path: Path) -> None:
     with reading(f"{path}: {host} has no address", ConfigError, remedy="write a name that this machine can resolve"):
-        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None, family=socket.AF_INET)}
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None, family=socket.AF_INET)}
     own = {held.address for each in psutil.net_if_addrs().values() for held in each if held.family == socket.AF_INET}
     if not wanted & own:
         raise ConfigError(

@@ -93,8 +93,8 @@ def holder(port: int) -> str:
 
 def _names(address: object, status: str, port: int) -> bool:
     if isinstance(address, str):
-        found = CLAIM.fullmatch(address)
-        return found is not None and int(found[2]) == port
+        match = CLAIM.fullmatch(address)
+        return match is not None and int(match[2]) == port
     return status == psutil.CONN_LISTEN and getattr(address, "port", None) == port
 
 

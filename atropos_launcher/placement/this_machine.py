@@ -101,18 +101,18 @@ def peer_access(printed: str | None) -> dict[tuple[int, int], str]:
      GPU0    X       CNS
      GPU1    CNS     X
     """
-    found: dict[tuple[int, int], str] = {}
+    access: dict[tuple[int, int], str] = {}
     for line in (printed or "").splitlines():
         words = line.split()
         if len(words) > 2 and (row := re.fullmatch(r"GPU(\d+)", words[0])) and not words[1].startswith("GPU"):
             pairs = ((int(row[1]), column, state) for column, state in enumerate(words[1:]))
-            found |= {(one, other): state for one, other, state in pairs if one != other}
-    return found
+            access |= {(one, other): state for one, other, state in pairs if one != other}
+    return access
 
 
 def find_compiler(named: str | None) -> str | None:
     """The C compiler that Triton would call: of CC, or gcc, or clang (triton/runtime/build.py)."""
-    return next((found for name in ([named] if named else ["gcc", "clang"]) if (found := shutil.which(name))), None)
+    return next((path for name in ([named] if named else ["gcc", "clang"]) if (path := shutil.which(name))), None)
 
 
 def python_header() -> Path:

@@ -132,11 +132,11 @@ def _owned_vllm(run: RunFile, site: Site) -> Tree:
     if not MODES[run.kind].owns_vllm:
         return {}
     own = str(run.bridge.get("vllm_flags", ""))
-    found: Tree = {"vllm_flags": " ".join(filter(None, [shlex.join(argv(vllm_flags(run, site))), own]))}
+    settings: Tree = {"vllm_flags": " ".join(filter(None, [shlex.join(argv(vllm_flags(run, site))), own]))}
     placement = site.placement
     if placement.vllm != placement.trainer:
-        found["vllm_gpu"] = ",".join(placement.vllm)
-    return found
+        settings["vllm_gpu"] = ",".join(placement.vllm)
+    return settings
 
 
 def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
@@ -182,7 +182,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
     settings: `env` has every field.
     """
     section = run.environments[name]
-    found: dict[str, Tree] = {}
+    settings: dict[str, Tree] = {}
     for index in range(section.count):
         service = service_name(run, name, index)
         several = len(run.environments) > 1 or section.count > 1
@@ -205,11 +205,11 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
         if index:  # one of them evaluates; each samples other questions
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
-        found[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
+        settings[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
         if run.teacher is not None and site.teacher is not None:
-            found[service] |= {TEACHER: connection_of_teacher(run.teacher, site.teacher)}
+            settings[service] |= {TEACHER: connection_of_teacher(run.teacher, site.teacher)}
             env.setdefault("teacher_enabled", True)
-    return found
+    return settings
 
 
 def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:

@@ -92,8 +92,8 @@ class Records:
     def read(self) -> dict[str, Record]:
         """All records by name, in the order of their start. Raises ForeignRecord."""
         self._check_folder()
-        found = (self._read(path) for path in self._files() if not path.name.startswith("."))
-        return {record.name: record for record in sorted((one for one in found if one), key=lambda one: one.start)}
+        records = (self._read(path) for path in self._files() if not path.name.startswith("."))
+        return {record.name: record for record in sorted((one for one in records if one), key=lambda one: one.start)}
 
     def services(self) -> list[Record]:
         return [record for name, record in self.read().items() if name != LAUNCHER]
@@ -205,10 +205,10 @@ class Records:
 
     def _check_folder(self) -> None:
         with suppress(FileNotFoundError):
-            found = self.folder.lstat()
-            if not stat.S_ISDIR(found.st_mode):
-                raise ForeignRecord(self.folder, "it is a link" if stat.S_ISLNK(found.st_mode) else "no directory")
-            if found.st_uid != os.geteuid():
+            status = self.folder.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                raise ForeignRecord(self.folder, "it is a link" if stat.S_ISLNK(status.st_mode) else "no directory")
+            if status.st_uid != os.geteuid():
                 raise ForeignRecord(self.folder, "it belongs to another user")
 
     @staticmethod

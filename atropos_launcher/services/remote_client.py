@@ -84,18 +84,18 @@ def run(asked: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of this program, which plan/services.py writes the command line of."""
-    found = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
-    found.add_argument("--host", required=True)
-    found.add_argument("--name", required=True)
-    found.add_argument("--remote-command", required=True)
-    found.add_argument("--silence-s", type=float, required=True)
-    found.add_argument("--folder", required=True)
-    found.add_argument("--variables", default="")
-    found.add_argument("--cores", default="")
-    found.add_argument("--file", action="append", default=[])
-    found.add_argument("--sees", action="append", nargs=2, default=[], metavar=("PATH", "REMEDY"))
-    found.add_argument("command", nargs="+")
-    return found
+    arguments = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
+    arguments.add_argument("--host", required=True)
+    arguments.add_argument("--name", required=True)
+    arguments.add_argument("--remote-command", required=True)
+    arguments.add_argument("--silence-s", type=float, required=True)
+    arguments.add_argument("--folder", required=True)
+    arguments.add_argument("--variables", default="")
+    arguments.add_argument("--cores", default="")
+    arguments.add_argument("--file", action="append", default=[])
+    arguments.add_argument("--sees", action="append", nargs=2, default=[], metavar=("PATH", "REMEDY"))
+    arguments.add_argument("command", nargs="+")
+    return arguments
 
 
 def job_of(asked: argparse.Namespace, environ: Mapping[str, str]) -> bytes:
@@ -133,23 +133,23 @@ def converse(process: "subprocess.Popen[bytes]", job: bytes, silence_s: float) -
         if now - heard > limit_s:
             return f"no sign of life for {limit_s:g} s"
         if select.select([process.stdout], [], [], remote_agent.BEAT_S / 4)[0]:
-            found = os.read(process.stdout.fileno(), 1 << 16)
-            if not found:
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            if not chunk:
                 return "" if reached else "the remote command ended without a sign of life"
-            found = held + found
-            if remote_agent.BEAT in found:
+            chunk = held + chunk
+            if remote_agent.BEAT in chunk:
                 limit_s, reached = silence_s, True
-            heard, held = now, _copy(found)
+            heard, held = now, _copy(chunk)
 
 
 def _drain(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0 and select.select([process.stdout], [], [], left)[0]:
-        found = os.read(process.stdout.fileno(), 1 << 16)
-        if not found:
+        chunk = os.read(process.stdout.fileno(), 1 << 16)
+        if not chunk:
             return
-        _copy(found)
+        _copy(chunk)
     process.kill()
 
 

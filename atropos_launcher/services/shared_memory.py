@@ -45,9 +45,9 @@ class SharedMemory:
 
     def note(self, services: Iterable[Group]) -> None:
         """Add what the services have mapped now."""
-        found = mapped_files(pid for service in services for pid in service.members())
-        if not found.items() <= self._files.items():
-            self._files |= found
+        files = mapped_files(pid for service in services for pid in service.members())
+        if not files.items() <= self._files.items():
+            self._files |= files
             self._records.write_file(NOTES, msgspec.json.encode(Notes(boot_id(), self._files)))
 
     def remove(self) -> None:

@@ -492,11 +492,11 @@ class RolloutService(JournalledState):
             )
 
     def _contents(self, groups: Sequence[Group[StoredGroup]]) -> list[Content]:
-        found = []
+        contents = []
         for group in groups:
             body = self._bodies[group.record.id]
-            found.append((body.data, body.packed, self._weight(group.record)))
-        return found
+            contents.append((body.data, body.packed, self._weight(group.record)))
+        return contents
 
     def _weight(self, group: StoredGroup) -> float:
         limit, version = self.settings.max_staleness, self.state.policy_version

@@ -53,10 +53,10 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """Bound sockets, one for each address of `host`, all on one port. Raises AddressError."""
     remedy = "use --host 127.0.0.1 or an address of this machine"
     with reaching(f"host {host!r} has no address", AddressError, remedy=remedy):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
     refusal: OSError | None = None
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in infos:
         try:
             bound.append(socket.create_server((address[0], port), family=family, backlog=socket.SOMAXCONN))
         except OSError as error:

@@ -451,13 +451,13 @@ def _object(text: str | bytes) -> dict[str, object] | None:
 
 def _what_is_wrong(errors: object) -> str:
     """pydantic's errors in words: `number: Input should be a valid integer`."""
-    found = []
+    reasons = []
     for error in errors[:ERRORS_SHOWN] if isinstance(errors, list) else []:
         if isinstance(error, dict):
             place = error.get("loc")
             where = ".".join(str(part) for part in place) if isinstance(place, list) else ""
-            found.append(f"{shown(where)}: {shown(error.get('msg'))}" if where else shown(error.get("msg")))
-    return "; ".join(found)
+            reasons.append(f"{shown(where)}: {shown(error.get('msg'))}" if where else shown(error.get("msg")))
+    return "; ".join(reasons)
 
 
 async def _refuse_redirect(session: object, context: object, params: aiohttp.TraceRequestRedirectParams) -> None:

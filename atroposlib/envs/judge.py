@@ -83,7 +83,7 @@ def tagged(tag: str = "score") -> Read:
 def json_field(name: str = "score") -> Read:
     """Reads the number `name` of the last JSON object in a reply that has one."""
     return lambda reply: next(
-        (as_number(found[name]) for found in reversed(_json_objects(reply)) if name in found), None
+        (as_number(verdict[name]) for verdict in reversed(_json_objects(reply)) if name in verdict), None
     )
 
 
@@ -92,7 +92,7 @@ def matched(pattern: str) -> Read:
     compiled = re.compile(pattern)
     if not compiled.groups:
         raise ValueError(f"the pattern {pattern!r} has no group around the number, such as ([0-9]+)")
-    return lambda reply: as_number(next(iter([found[1] for found in compiled.finditer(reply)][-1:]), None))
+    return lambda reply: as_number(next(iter([match[1] for match in compiled.finditer(reply)][-1:]), None))
 
 
 class Judge:
@@ -203,7 +203,7 @@ def as_number(value: object) -> float | None:
 
 def _json_objects(text: str) -> list[dict[str, object]]:
     """The outermost JSON objects in `text`, from the left. Reading stops where it has read many times its length."""
-    decoder, found, read = json.JSONDecoder(), [], 0
+    decoder, objects, read = json.JSONDecoder(), [], 0
     window, offset = text, 0  # an error counts the lines before it, so that each would cost as much as all before
     start = text.find("{")
     while start >= 0 and read <= READ_TIMES * len(text):
@@ -217,7 +217,7 @@ def _json_objects(text: str) -> list[dict[str, object]]:
         except (ValueError, RecursionError):  # a number of thousands of digits, or deeper than any answer
             read += WINDOW_CHARS
         else:
-            found.append(value)
+            objects.append(value)
             end = stop + offset
         start = text.find("{", end)
-    return found
+    return objects

@@ -114,8 +114,8 @@ def rewards_of(env: object, base: type, brings_its_own: bool) -> Rewards:
     env_cls = type(env)
     weights: dict[str, float] = {}
     for each in reversed(env_cls.__mro__):
-        found = {name: inspect.unwrap(value) for name, value in vars(each).items() if _is_method(value)}
-        weights |= {name: getattr(method, WEIGHT) for name, method in found.items() if hasattr(method, WEIGHT)}
+        methods = {name: inspect.unwrap(value) for name, value in vars(each).items() if _is_method(value)}
+        weights |= {name: getattr(method, WEIGHT) for name, method in methods.items() if hasattr(method, WEIGHT)}
     has_score = getattr(env_cls, SCORE) is not getattr(base, SCORE)
     if has_score and weights:
         raise ValueError(

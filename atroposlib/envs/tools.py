@@ -181,10 +181,10 @@ def documented(docstring: str) -> tuple[str, dict[str, str]]:
         depth = min((len(line) - len(line.lstrip()) for line in lines), default=0)
         name = ""
         for line in lines:
-            found = ARGUMENT.fullmatch(line[depth:])
-            if found:
-                name = found[1]
-                described[name] = [found[2]]
+            match = ARGUMENT.fullmatch(line[depth:])
+            if match:
+                name = match[1]
+                described[name] = [match[2]]
             elif name:
                 described[name].append(line.strip())
     return " ".join(first.split()), {name: " ".join(words).strip() for name, words in described.items()}
@@ -210,12 +210,12 @@ def _described(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str
 async def _run(function: Callable[..., Any], adapter: TypeAdapter[Any], arguments: str) -> object:
     """The function's result. Raises WrongArguments, and what the function raises."""
     try:
-        found: dict[str, object] = adapter.validate_json(arguments)
+        values: dict[str, object] = adapter.validate_json(arguments)
     except ValidationError as error:
         raise WrongArguments(_reasons(error.errors(include_url=False))) from None
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(**found)
-    value = await in_thread(functools.partial(function, **found))
+        return await function(**values)
+    value = await in_thread(functools.partial(function, **values))
     return await value if inspect.isawaitable(value) else value
 
 

@@ -44,11 +44,11 @@ def _tokens(text: str) -> list[str]:
     tokens, position = [], 0
     text = text.rstrip()
     while position < len(text):
-        found = TOKEN.match(text, position)
-        if found is None:
+        match = TOKEN.match(text, position)
+        if match is None:
             raise ExpressionError(f"{text[position:].strip()[:20]!r} is not arithmetic")
-        tokens.append(found["number"] or found["symbol"])
-        position = found.end()
+        tokens.append(match["number"] or match["symbol"])
+        position = match.end()
     return tokens
 
 

@@ -42,8 +42,8 @@ def mathematics(text: str) -> str:
     if (known := quantity(text)) is not None:
         return known.latex
     text = DOMAIN.sub("", with_values(text), count=1)
-    if found := SET_BUILDER.fullmatch(text):
-        text = found[2]
+    if match := SET_BUILDER.fullmatch(text):
+        text = match[2]
     for lead in (LEAD, ABOUT, CURRENCY_BEFORE):
         text = lead.sub("", text, count=1) if lead.match(text) else text
     text = text.removesuffix(r"\$").removesuffix("$").strip()
@@ -74,9 +74,9 @@ def _without_brackets(text: str) -> str:
 
 
 def _clock(text: str) -> tuple[int, ...]:
-    found = CLOCK.fullmatch(text)
-    assert found is not None
-    return (int(found[1]), int(found[2]), *(() if not found[3] else (found[3].lower() == "p",)))
+    match = CLOCK.fullmatch(text)
+    assert match is not None
+    return (int(match[1]), int(match[2]), *(() if not match[3] else (match[3].lower() == "p",)))
 
 
 def _by_words(gold: str, answer: str, said: bool) -> bool | None:

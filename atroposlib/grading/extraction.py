@@ -22,12 +22,12 @@ def last_number(text: str) -> str | None:
 
     None when that is written in another way: 1e5, 1/5, 2^5, 2³, or in other digits than those of ASCII.
     """
-    found = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
-    if found is None or not found["digits"].isascii() or text[found.end() : found.end() + 1].isnumeric():
+    match = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
+    if match is None or not match["digits"].isascii() or text[match.end() : match.end() + 1].isnumeric():
         return None
-    if LONGER.search(text, max(0, found.start() - 5), found.start()):
+    if LONGER.search(text, max(0, match.start() - 5), match.start()):
         return None
-    return ("-" if found["sign"] else "") + found["digits"].replace(",", "")
+    return ("-" if match["sign"] else "") + match["digits"].replace(",", "")
 
 
 def extract_boxed(text: str) -> str | None:
@@ -62,11 +62,11 @@ def with_thoughts_opened(text: str) -> str:
 def all_tagged(text: str, tag: str) -> list[str]:
     """Return what each closed <tag>...</tag> of `text` holds, from the left; opening tags inside are its content."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    found: list[str] = []
+    contents: list[str] = []
     end = 0
     while (start := text.find(opening, end)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
-        found.append(text[start + len(opening) : end])
-    return found
+        contents.append(text[start + len(opening) : end])
+    return contents
 
 
 def is_balanced(text: str) -> bool:
@@ -76,8 +76,8 @@ def is_balanced(text: str) -> bool:
 
 def _up_to_closing_brace(text: str, start: int, end: int) -> str | None:
     depth = 1
-    for found in BRACE.finditer(text, start, end):
-        depth += (found[0] == "{") - (found[0] == "}")
+    for brace in BRACE.finditer(text, start, end):
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
-            return text[start : found.start()]
+            return text[start : brace.start()]
     return None

@@ -104,24 +104,24 @@ def normal_form(text: str) -> str:
     text = INLINE.sub(r" \1 ", text)
     for pattern, replacement in LATEX_SPELLINGS:
         text = pattern.sub(replacement, text)
-    text = GROUPED.sub(lambda found: found[1] + GROUP_MARK.sub("", found[2]), text)
-    text = SPACES.sub(lambda found: "," if found[0] == "{,}" else " ", text)
+    text = GROUPED.sub(lambda match: match[1] + GROUP_MARK.sub("", match[2]), text)
+    text = SPACES.sub(lambda match: "," if match[0] == "{,}" else " ", text)
     return " ".join(_undecorated(text).split())
 
 
 def _in_ascii(text: str) -> str:
     text = "".join(char for char in text if unicodedata.category(char) != "Cf" and not 0xFE00 <= ord(char) <= 0xFE0F)
-    text = OVERLINED.sub(lambda found: rf"\overline{{{found[1].replace(chr(0x305), '')}}}", text)
-    text = SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}", text)
-    text = SUBSCRIPT.sub(lambda found: f"_{{{found[0].translate(SUBSCRIPTS)}}}", text)
+    text = OVERLINED.sub(lambda match: rf"\overline{{{match[1].replace(chr(0x305), '')}}}", text)
+    text = SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", text)
+    text = SUBSCRIPT.sub(lambda match: f"_{{{match[0].translate(SUBSCRIPTS)}}}", text)
     text = ROOT.sub(_root, text)
     text = text.translate(SYMBOLS)
     return "".join(_ascii_char(char) for char in text)
 
 
-def _root(found: re.Match[str]) -> str:
-    under = found[2] or found[3] or found[4]
-    return f"{ROOTS[found[1]]}{{{under}}}" if under else ROOTS[found[1]] + " "
+def _root(match: re.Match[str]) -> str:
+    under = match[2] or match[3] or match[4]
+    return f"{ROOTS[match[1]]}{{{under}}}" if under else ROOTS[match[1]] + " "
 
 
 def _ascii_char(char: str) -> str:
@@ -144,12 +144,12 @@ def _undecorated(text: str) -> str:
     for _ in range(4):  # such as **$18$.**
         before = text
         text = text.strip()
-        if found := DELIMITED.fullmatch(text):
-            text = next(part for part in found.groups() if part is not None)
-        if found := EMPHASIS.fullmatch(text):
-            text = found[2]
-        if (found := AROUND.fullmatch(text)) and is_balanced(found[1]):
-            text = found[1]
+        if match := DELIMITED.fullmatch(text):
+            text = next(part for part in match.groups() if part is not None)
+        if match := EMPHASIS.fullmatch(text):
+            text = match[2]
+        if (match := AROUND.fullmatch(text)) and is_balanced(match[1]):
+            text = match[1]
         if not text.endswith((r"\,", r"\;", r"\:", "...")):
             text = text.rstrip(BEHIND)
         text = text.removesuffix("\\").strip()

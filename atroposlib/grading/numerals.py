@@ -14,19 +14,19 @@ INDEXED = re.compile(r"(?<![\w\\])\d+\s*_")
 
 def base_of(text: str) -> int | None:
     """The base of `text` if it is one numeral with its base, else None."""
-    found = NUMERAL.fullmatch(text)
-    return _base(found) if found and _value(found) is not None else None
+    match = NUMERAL.fullmatch(text)
+    return _base(match) if match and _value(match) is not None else None
 
 
 def digits_of(text: str) -> str:
     """The digits of a numeral, without its base and leading zeros."""
-    found = NUMERAL.fullmatch(text)
-    return (found["digits"] or found["inside"]).lstrip("0") if found else text
+    match = NUMERAL.fullmatch(text)
+    return (match["digits"] or match["inside"]).lstrip("0") if match else text
 
 
 def with_values(text: str) -> str:
     """Write each numeral in `text` in base ten, so that no reader drops its base."""
-    return NUMERAL.sub(lambda found: found[0] if (value := _value(found)) is None else str(value), text)
+    return NUMERAL.sub(lambda match: match[0] if (value := _value(match)) is None else str(value), text)
 
 
 def not_numerals(text: str) -> bool:
@@ -34,15 +34,15 @@ def not_numerals(text: str) -> bool:
     return INDEXED.search(with_values(text)) is not None
 
 
-def _base(found: re.Match[str]) -> int | None:
-    name = found["base"] or found["short"]
+def _base(match: re.Match[str]) -> int | None:
+    name = match["base"] or match["short"]
     base = int(name) if name.isdecimal() else BASES.get(name, 0)
     return base if 2 <= base <= 36 else None
 
 
-def _value(found: re.Match[str]) -> int | None:
-    base = _base(found)
+def _value(match: re.Match[str]) -> int | None:
+    base = _base(match)
     try:
-        return None if base is None else int(found["digits"] or found["inside"], base)
+        return None if base is None else int(match["digits"] or match["inside"], base)
     except ValueError:  # a digit that this base has not
         return None

@@ -90,14 +90,14 @@ def quantity(text: str, as_answer: bool = False) -> Quantity | None:
     number = _number(text, as_answer)
     if number is None:
         return None
-    found, text = number
-    found, text = _magnitude(found, text, as_answer)
+    amount, text = number
+    amount, text = _magnitude(amount, text, as_answer)
     rest = _unit(text, as_answer, wrapped)
     if rest is None:
         return None
     percent, unit = rest
-    value = -found.value if negative else found.value
-    return Quantity(value, found.decimal, percent, "" if currency and unit else currency or unit)
+    value = -amount.value if negative else amount.value
+    return Quantity(value, amount.decimal, percent, "" if currency and unit else currency or unit)
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
@@ -133,17 +133,17 @@ def _equal(first: Fraction, second: Fraction, decimal: bool) -> bool:
 
 
 def _cut(text: str, pattern: re.Pattern[str]) -> str:
-    found = pattern.match(text)
-    return text[found.end() :] if found else text
+    match = pattern.match(text)
+    return text[match.end() :] if match else text
 
 
 def _currency(text: str) -> tuple[str, str]:
     """The currency before a number, and the text behind it."""
     if text and unicodedata.category(text[0]) == "Sc" and text[0] != "$":
         return text[0], text[1:].lstrip()
-    if found := CURRENCY_BEFORE.match(text):
-        word = found[0].strip(" .")
-        return known_unit(word) or ("dollar" if word.endswith("$") else word), text[found.end() :]
+    if match := CURRENCY_BEFORE.match(text):
+        word = match[0].strip(" .")
+        return known_unit(word) or ("dollar" if word.endswith("$") else word), text[match.end() :]
     return "", text
 
 
@@ -152,10 +152,10 @@ def _number(text: str, as_answer: bool) -> tuple[Quantity, str] | None:
     if not text or (text[0] not in "\\." and not text[0].isdecimal()):
         return None
     for pattern, value in READERS:
-        if (pattern is DECIMAL_COMMA and not as_answer) or (found := pattern.match(text)) is None:
+        if (pattern is DECIMAL_COMMA and not as_answer) or (match := pattern.match(text)) is None:
             continue
-        if (number := value(found)) is not None:
-            return _times_power_of_ten(number, text[found.end() :])
+        if (number := value(match)) is not None:
+            return _times_power_of_ten(number, text[match.end() :])
     return None
 
 
@@ -170,45 +170,45 @@ def _times_power_of_ten(number: Quantity, text: str) -> tuple[Quantity, str] | N
     return replace(number, value=number.value * scale), text[power.end() :]
 
 
-def _mixed(found: re.Match[str]) -> Quantity | None:
+def _mixed(match: re.Match[str]) -> Quantity | None:
     """2 1/4: a fraction below one behind a whole number."""
-    whole, *parts = (int(part) for part in found.groups() if part is not None)
+    whole, *parts = (int(part) for part in match.groups() if part is not None)
     above, below = parts
     return Quantity(whole + Fraction(above, below)) if above < below else None
 
 
-def _fraction(found: re.Match[str]) -> Quantity | None:
-    above, below = (int(part) for part in found.groups() if part is not None)
+def _fraction(match: re.Match[str]) -> Quantity | None:
+    above, below = (int(part) for part in match.groups() if part is not None)
     return Quantity(Fraction(above, below)) if below else None
 
 
-def _quotient(found: re.Match[str]) -> Quantity | None:
-    above, below = (_decimal(part) for part in found.groups() if part is not None)
-    return Quantity(above / below, decimal="." in found[0]) if below else None
+def _quotient(match: re.Match[str]) -> Quantity | None:
+    above, below = (_decimal(part) for part in match.groups() if part is not None)
+    return Quantity(above / below, decimal="." in match[0]) if below else None
 
 
-def _repeating(found: re.Match[str]) -> Quantity:
-    return Quantity(_with_period(found[1], found[2], found[3] or found[4] or found[5]))
+def _repeating(match: re.Match[str]) -> Quantity:
+    return Quantity(_with_period(match[1], match[2], match[3] or match[4] or match[5]))
 
 
-def _ellipsis(found: re.Match[str]) -> Quantity | None:
+def _ellipsis(match: re.Match[str]) -> Quantity | None:
     """0.1666...: the shortest period that stands twice, and the beginning of a third."""
-    whole, _, before = found[1].partition(".")
-    return Quantity(_with_period(whole, before, found[2])) if found[2].startswith(found[3]) else None
+    whole, _, before = match[1].partition(".")
+    return Quantity(_with_period(whole, before, match[2])) if match[2].startswith(match[3]) else None
 
 
-def _points(found: re.Match[str]) -> Quantity:
+def _points(match: re.Match[str]) -> Quantity:
     """1.234,5 and 1.234.567: points between groups of three digits."""
-    whole = (found[1] or found[3]).replace(".", "")
-    return Quantity(Fraction(f"{whole}.{found[2] or 0}"), decimal=bool(found[2]))
+    whole = (match[1] or match[3]).replace(".", "")
+    return Quantity(Fraction(f"{whole}.{match[2] or 0}"), decimal=bool(match[2]))
 
 
-def _decimal_comma(found: re.Match[str]) -> Quantity:
-    return Quantity(Fraction(f"{found[1]}.{found[2]}"), decimal=True)
+def _decimal_comma(match: re.Match[str]) -> Quantity:
+    return Quantity(Fraction(f"{match[1]}.{match[2]}"), decimal=True)
 
 
-def _plain(found: re.Match[str]) -> Quantity:
-    return Quantity(_decimal(found[0]), decimal="." in found[0])
+def _plain(match: re.Match[str]) -> Quantity:
+    return Quantity(_decimal(match[0]), decimal="." in match[0])
 
 
 READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Quantity | None]], ...] = (
@@ -236,13 +236,13 @@ def _with_period(whole: str, before: str, period: str) -> Fraction:
 
 def _magnitude(number: Quantity, text: str, as_answer: bool) -> tuple[Quantity, str]:
     """The number times the magnitude words behind it, such as "million", and what follows them."""
-    while found := WORD.match(text):
-        factor = MAGNITUDES.get(found[1].casefold())
-        if factor is None and as_answer and found.start(1) == 0:
-            factor = SHORT_MAGNITUDES.get(found[1])
+    while match := WORD.match(text):
+        factor = MAGNITUDES.get(match[1].casefold())
+        if factor is None and as_answer and match.start(1) == 0:
+            factor = SHORT_MAGNITUDES.get(match[1])
         if factor is None:
             break
-        number, text = replace(number, value=number.value * factor), text[found.end() :]
+        number, text = replace(number, value=number.value * factor), text[match.end() :]
     return number, text
 
 

@@ -69,10 +69,10 @@ class Marked:
 
     def signal(self, number: int) -> bool:
         """Send it to each. Return whether there was one."""
-        for pid in (found := self.members()):
+        for pid in (members := self.members()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return bool(found)
+        return bool(members)
 
     def _has(self, pid: int) -> bool:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):

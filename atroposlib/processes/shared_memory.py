@@ -20,13 +20,13 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
     """
     device = os.stat(SHARED_MEMORY).st_dev
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
-    found = set()
+    inodes = set()
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
             fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
-            found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
-    return found
+            inodes |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
+    return inodes
 
 
 def mapped_files(pids: Iterable[int]) -> dict[str, int]:
@@ -46,7 +46,7 @@ def remove_unused(files: Mapping[str, int]) -> None:
 
 def _is_ours(path: Path, inode: int) -> bool:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_ino == inode and found.st_uid == os.geteuid()
+    return stat.S_ISREG(status.st_mode) and status.st_ino == inode and status.st_uid == os.geteuid()

@@ -43,11 +43,11 @@ def _plain(value: object, default: Default, any_keys: bool) -> object:
         if kinds <= ATOMS or (kinds == {int} and LEAST <= min(value) and max(value) <= MOST):  # of thousands of tokens
             return value
         return [_plain(each, default, any_keys) for each in value]
-    found = _simpler(value)
-    if found is UNSET and default is None:
+    simple = _simpler(value)
+    if simple is UNSET and default is None:
         big = "Integer exceeds 64-bit range"
         raise TypeError(big if kind is int else f"Type is not JSON serializable: {kind.__name__}")
-    return _plain(default(value) if default and found is UNSET else found, default, any_keys)
+    return _plain(default(value) if default and simple is UNSET else simple, default, any_keys)
 
 
 def _simpler(value: object) -> object:

@@ -50,13 +50,13 @@ class Keep(NamedTuple):
 
 def parse_keep(text: str) -> Keep:
     """`20GB`, `500MB`, `200steps` or `all`. Raises ValueError."""
-    found = GRAMMAR.fullmatch(text.strip())
-    if found is None:
+    match = GRAMMAR.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not how much to keep: give bytes (20GB, 500MB), steps (200steps) or all")
-    if found["all"]:
+    if match["all"]:
         return Keep()
     keep = (
-        Keep(steps=int(found["steps"])) if found["steps"] else Keep(int(float(found["count"]) * UNITS[found["unit"]]))
+        Keep(steps=int(match["steps"])) if match["steps"] else Keep(int(float(match["count"]) * UNITS[match["unit"]]))
     )
     if not (keep.steps or keep.bytes):
         raise ValueError(f"{text!r} keeps nothing: give more, or drop what writes the file")
@@ -182,13 +182,13 @@ class Parts:
     def _is_above(self, total: int, part: Path) -> bool:
         if self._keep.bytes is not None:
             return total > self._keep.bytes
-        found = self._mine.fullmatch(part.name)
-        last = int(found["last"] or 0) if found else 0
+        match = self._mine.fullmatch(part.name)
+        last = int(match["last"] or 0) if match else 0
         return self._keep.steps is not None and last <= self._last - self._keep.steps
 
     def _parts(self) -> list[Path]:
         """Oldest first, without the current one."""
-        found = []
+        paths = []
         with suppress(OSError):
             for entry in os.scandir(self._path.parent):
                 named = self._mine.fullmatch(entry.name)
@@ -200,8 +200,8 @@ class Parts:
                     if entry.is_file(follow_symlinks=False) and (
                         named["part"] or named["packed"] or written < self._since
                     ):
-                        found.append((written, entry.name))
-        return [self._path.with_name(name) for _, name in sorted(found)]
+                        paths.append((written, entry.name))
+        return [self._path.with_name(name) for _, name in sorted(paths)]
 
 
 class Removed(NamedTuple):

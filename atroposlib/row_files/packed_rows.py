@@ -87,10 +87,10 @@ class Packed:
     """The text of an open file. Raises Damaged, OSError."""
 
     def __init__(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         self._descriptor = descriptor
-        self.key = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
-        self._members = _tables.get(self.key, lambda: tuple(_members(descriptor, found.st_size)))
+        self.key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        self._members = _tables.get(self.key, lambda: tuple(_members(descriptor, status.st_size)))
         self._starts = [member.start for member in self._members]
         self.size = sum(member.length for member in self._members)
         self.lines = sum(member.lines for member in self._members)

@@ -21,9 +21,9 @@ def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) ->
     for tag in preferred_tags or ["tool_call"]:
         if (call := _json_behind(text, f"<{tag}>")) is not None:
             return call
-        found = all_tagged(text, tag)
-        if found:
-            return found[0].strip()
+        calls = all_tagged(text, tag)
+        if calls:
+            return calls[0].strip()
     return None
 
 

@@ -59,7 +59,7 @@ def hugging_face_name(name: str) -> str:
 
 def in_memory(files: Mapping[str, Shape]) -> dict[str, InFiles]:
     """Map names to what a model of these files has in memory. Raises ValueError where part of an expert is missing."""
-    found: dict[str, InFiles] = {}
+    tensors: dict[str, InFiles] = {}
     stacks: dict[str, dict[int, dict[int, str]]] = {}  # of each stacked tensor: expert -> part -> name
     for name, shape in files.items():
         if match := APART.fullmatch(name):
@@ -67,8 +67,8 @@ def in_memory(files: Mapping[str, Shape]) -> dict[str, InFiles]:
             stack = stacks.setdefault(f"{hugging_face_name(match[1])}.{leaf}", {})
             stack.setdefault(int(match[2]), {})[part] = name
         else:
-            found[hugging_face_name(name)] = InFiles(shape, name)
-    return found | {name: _stack(name, experts, files) for name, experts in stacks.items()}
+            tensors[hugging_face_name(name)] = InFiles(shape, name)
+    return tensors | {name: _stack(name, experts, files) for name, experts in stacks.items()}
 
 
 def _stack(name: str, experts: Mapping[int, Mapping[int, str]], files: Mapping[str, Shape]) -> InFiles:

@@ -128,10 +128,10 @@ class BroadcastBridge(WeightBridge):
         return max(self._on_each(lambda link: parity(self._trained, link.vllm), at_once=False))
 
     def differing_tensors(self, policy_version: int) -> list[str] | None:
-        found = self._on_each(
+        of_servers = self._on_each(
             lambda link: differing(self._source, self._manifest, link.vllm, policy_version), at_once=False
         )
-        return sorted({name for names in found for name in names})
+        return sorted({name for names in of_servers for name in names})
 
     def check(self) -> None:
         lost = [link.session.heart.lost for link in self._links if link.session.heart.lost is not None]

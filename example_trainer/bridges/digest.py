@@ -27,14 +27,14 @@ def differing(source: WeightSource, manifest: Manifest, vllm: VllmClient, policy
     shards: dict[str, set[LiveShard]] = {}
     for shard in (shard for rank in live.ranks for shard in rank):
         shards.setdefault(shard.name, set()).add(shard)
-    found: list[str] = []
+    names: list[str] = []
     for bucket in manifest.buckets(BUCKET_BYTES):
         packed = source.bucket(bucket)
         for tensor in bucket.tensors:
             whole, parts = _whole(bucket, tensor, packed), shards.get(tensor.name, ())
             if not parts or any(digest(_part(whole, shard)) != shard.digest for shard in parts):
-                found.append(tensor.name)
-    return found
+                names.append(tensor.name)
+    return names
 
 
 def _whole(bucket: Bucket, tensor: WireTensor, packed: torch.Tensor) -> torch.Tensor:

@@ -180,21 +180,21 @@ class RowSender:
     @torch.no_grad()
     def _bytes(self, carried: Sequence[Message], memory: Memory) -> list[Tensor]:
         """The messages, flat uint8: views of the weights, or copies in `memory`."""
-        found: list[Tensor | None] = []
+        blocks: list[Tensor | None] = []
         copied = []
         for message in carried:
             piece, *others = message.pieces
             held = local(self._parameters[piece.tensor.name])
             as_it_is = held.dtype == getattr(torch, piece.tensor.dtype) and held.device.type == self._device.type
             if not others and as_it_is and held.is_contiguous():
-                found.append(held.view(-1).view(torch.uint8))
+                blocks.append(held.view(-1).view(torch.uint8))
             else:
-                found.append(None)
+                blocks.append(None)
                 copied.append(message)
         sizes = [-(-message.nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for message in copied]
         rooms = memory.of(sum(sizes), self._device).split(sizes)
         packed = iter([self._packed(message, room) for message, room in zip(copied, rooms, strict=True)])
-        return [next(packed) if each is None else each for each in found]
+        return [next(packed) if each is None else each for each in blocks]
 
     def _packed(self, message: Message, room: Tensor) -> Tensor:
         for piece, place in message.packed():

@@ -193,12 +193,12 @@ class VllmServer:
                 raise NotYet(str(error)) from error  # one that is being restarted by hand may refuse on its way down
             if folder is None or _serves(self._config, status, folder, policy_version):
                 return status
-            found = f"it serves {status.served_model} as policy version {status.policy_version}"
+            state = f"it serves {status.served_model} as policy version {status.policy_version}"
             if self.owned:
                 raise BridgeError(
-                    f"vLLM was started from {folder} (policy version {policy_version}), but {found}: check --vllm-flags"
+                    f"vLLM was started from {folder} (policy version {policy_version}), but {state}: check --vllm-flags"
                 )
-            raise NotYet(found)
+            raise NotYet(state)
 
         return wait_for(attempt, Wait(what, self.client.url, deadline_s, late, POLL_S, POLL_S))
 

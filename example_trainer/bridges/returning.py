@@ -108,12 +108,12 @@ class ReturningBridge(WeightBridge):
         began = last_gone = self._now()
         is_told = False
         names = ", ".join(server.url for server in self._servers)
-        while FRESH not in (found := {self._look(server, error) for server in self._servers}):
+        while FRESH not in (states := {self._look(server, error) for server in self._servers}):
             if not is_told:
                 log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
                 is_told = True
             now = self._now()
-            last_gone = last_gone if HANGS in found else now
+            last_gone = last_gone if HANGS in states else now
             if now - last_gone > HANGS_S:
                 raise BridgeError(
                     f"{error}. vLLM at {names} was not started again: it is there, and has not answered for"

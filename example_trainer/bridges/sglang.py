@@ -358,13 +358,13 @@ def check_server(url: str, info: ServerInfo, model: ModelInfo, model_type: str) 
 
 def dtype_of(name: str) -> str:
     """A key of DTYPE_BYTES. Raises BridgeError for what the server alone knows."""
-    found = {"half": "float16", "float": "float32"}.get(name, name)
-    if found not in DTYPE_BYTES:
+    dtype = {"half": "float16", "float": "float32"}.get(name, name)
+    if dtype not in DTYPE_BYTES:
         raise BridgeError(
             f"SGLang runs with --dtype {name}: start it with --dtype bfloat16, float16 or float32, to"
             " which the trainer casts"
         )
-    return found
+    return dtype
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], dtype: str, model: str) -> Manifest:

@@ -79,11 +79,11 @@ def deal(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     First fit says how many are needed; the sequences then go, longest first, to the emptiest that has space, and the
     micro-batches, fullest first, to the rank with the fewest tokens, so that ranks wait little for each other.
     """
-    found = pack(lengths, budget)
+    rows = pack(lengths, budget)
     if ranks == 1:
-        return [found]
-    passes = -(-len(found) // ranks)
-    bins = _spread(lengths, passes * ranks, budget) or _split(found, passes * ranks, lengths)
+        return [rows]
+    passes = -(-len(rows) // ranks)
+    bins = _spread(lengths, passes * ranks, budget) or _split(rows, passes * ranks, lengths)
     return _to_ranks(bins, [sum(lengths[i] for i in members) for members in bins], ranks)
 
 
@@ -185,12 +185,12 @@ def with_old_logprobs(
     sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1, share: bool = False
 ) -> list[Sequence]:
     """The sequences with their part of `column`."""
-    found = []
+    completed = []
     for sequence, values in zip(sequences, of_sequences(sequences, column, budget, ranks, share), strict=True):
         old = np.full(len(sequence.tokens), np.nan, np.float32)
         old[sequence.trained] = values
-        found.append(replace(sequence, old_logprobs=old))
-    return found
+        completed.append(replace(sequence, old_logprobs=old))
+    return completed
 
 
 def of_sequences(
@@ -200,11 +200,11 @@ def of_sequences(
     the order in which the ranks' micro-batches have them.
     """
     order = [index for of_rank in _dealt(sequences, ranks, budget, share) for members in of_rank for index in members]
-    found, start = [column[:0]] * len(sequences), 0
+    parts, start = [column[:0]] * len(sequences), 0
     for index in order:
-        found[index] = column[start : start + sequences[index].trained_tokens]
+        parts[index] = column[start : start + sequences[index].trained_tokens]
         start += sequences[index].trained_tokens
-    return found
+    return parts
 
 
 def _routing(sequences: list[Sequence], lengths: tuple[int, ...]) -> NDArray[np.int32] | None:

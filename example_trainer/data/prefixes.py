@@ -75,11 +75,11 @@ def cut(lengths: PySequence[int], common: PySequence[int], trained: PySequence[i
         costs = np.where(fits, least[part] + shared[part] + PASS, np.iinfo(np.int64).max)
         begins.append(start + int(costs.argmin()))
         least[last + 1] = costs.min()
-    found, end = [], len(lengths)
+    rows, end = [], len(lengths)
     while end:
-        found.append(range(begins[end - 1], end))
+        rows.append(range(begins[end - 1], end))
         end = begins[end - 1]
-    return found[::-1]
+    return rows[::-1]
 
 
 def distinct_tokens(lengths: PySequence[int], common: PySequence[int], part: range) -> int:

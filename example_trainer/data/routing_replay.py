@@ -92,16 +92,16 @@ class _Choice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        found = func(*args, **(kwargs or {}))
-        if func not in _TOP_K or found[1].shape != self._given.shape:
-            return found
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOP_K or result[1].shape != self._given.shape:
+            return result
         self.calls += 1
-        scores, own, given = args[0], found[1], self._given
+        scores, own, given = args[0], result[1], self._given
         known = given[:, 0] != UNKNOWN
         other = (own.sort(-1)[0] != given.sort(-1)[0]).any(-1) & known
         self.different, self.known = other.sum(), known.sum()
         if not self._replays:
-            return found
+            return result
         experts = torch.where(other[:, None], given, own)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 

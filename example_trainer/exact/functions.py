@@ -120,16 +120,16 @@ class PackedAttention(torch.autograd.Function):
         query, key, value = (tensor.detach()[None].requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
             output = tree_attention(query, key, value, ctx.lengths, ctx.parents, ctx.scale)
-        found = torch.autograd.grad(output, (query, key, value), grad.transpose(0, 1)[None])
-        return None, found[0][0], found[1][0], found[2][0], None, None, None
+        gradients = torch.autograd.grad(output, (query, key, value), grad.transpose(0, 1)[None])
+        return None, gradients[0][0], gradients[1][0], gradients[2][0], None, None, None
 
 
 def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:
     """Return for each segment the places in the row that its last token sees."""
-    found: list[Tensor] = []
+    places: list[Tensor] = []
     for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parents, strict=True):
-        found.append(own if parent < 0 else torch.cat([found[parent], own]))
-    return found
+        places.append(own if parent < 0 else torch.cat([places[parent], own]))
+    return places
 
 
 class Kernel(torch.autograd.Function):
@@ -153,12 +153,13 @@ class Kernel(torch.autograd.Function):
         ]
         with torch.enable_grad():
             outputs = ctx.formula(*inputs)
-        found = iter(
+        gradients = iter(
             torch.autograd.grad(
                 outputs, [value for value in inputs if value.requires_grad], [grad.float() for grad in grads]
             )
         )
         of_inputs = (
-            next(found).to(saved.dtype) if need else None for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+            next(gradients).to(saved.dtype) if need else None
+            for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         )
         return None, None, *of_inputs

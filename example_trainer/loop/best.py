@@ -121,7 +121,7 @@ class BestPolicies:
 
     def _written(self) -> list[BestPolicy]:
         """Return the policies that this run has written, as far as they are whole."""
-        found = []
+        policies = []
         for path in self._link.parent.glob(f"{self._link.name}_*/{EVALUATION}"):
             try:
                 policy = msgspec.json.decode(path.read_bytes(), type=BestPolicy)
@@ -129,8 +129,8 @@ class BestPolicies:
                 log.warning("%s is not counted among the best policies: %s", path.parent, error)
                 continue
             if policy.run == self._run and self.folder(policy) == path.parent:
-                found.append(policy)
-        return found
+                policies.append(policy)
+        return policies
 
 
 def _rank(policy: BestPolicy) -> tuple[float, int]:

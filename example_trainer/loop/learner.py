@@ -180,8 +180,8 @@ class Learner:
         """The sequences with the log-probabilities that the policy gives their trained tokens as it is now. They are
         compared with the sampler's.
         """
-        found, self.comparison = self._with_logprobs_of(self._policy, sequences)
-        return found
+        completed, self.comparison = self._with_logprobs_of(self._policy, sequences)
+        return completed
 
     @collective
     def with_start_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -206,10 +206,10 @@ class Learner:
         reshard(policy)
         comparison = mine.of_all(self.ranks)
         _, _, column = comparison.columns()
-        found = with_old_logprobs(
+        completed = with_old_logprobs(
             sequences, column.numpy(), config.pass_tokens, self.ranks.shares, config.shares_prefixes
         )
-        return found, comparison
+        return completed, comparison
 
     @collective
     def gradients(self, sequences: list[Sequence], loss_divisor: float) -> Metrics:
@@ -331,10 +331,10 @@ class Learner:
             reference_logprobs=nothing,
         )
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
-        found = token_logprobs(self.trained.policy, row, self.config.logits_mb).cpu()
+        logprobs = token_logprobs(self.trained.policy, row, self.config.logits_mb).cpu()
         self.trained.model.train()
         reshard(self.trained.policy)
-        return found
+        return logprobs
 
     def gather(self, places: Mapping[str, Tensor]) -> None:
         """On rank 0, put whole parameters into these flat tensors, by name (weights/gathered.py)."""

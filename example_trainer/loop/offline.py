@@ -111,9 +111,9 @@ class OfflineData:
         """Log-probabilities [2] of the answers of these pairs by the start model, which is then let go."""
         log.info("Asking the start model for the log-probabilities of %d pairs", len(used))
         start = time.monotonic()
-        found = self._learner.with_start_logprobs([side for index in used for side in self._examples[index]])
+        sides = self._learner.with_start_logprobs([side for index in used for side in self._examples[index]])
         log.info("Asked the start model in %.1f s", time.monotonic() - start)
-        return dict(zip(used, _summed(found), strict=True))
+        return dict(zip(used, _summed(sides), strict=True))
 
 
 def _counted(sequences: Sequence[Tokens]) -> Metrics:
@@ -124,8 +124,8 @@ def _counted(sequences: Sequence[Tokens]) -> Metrics:
 def _summed(sequences: Sequence[Tokens]) -> Tensor:
     """The log-probability of each answer, [pairs, 2]: the sum of `old_logprobs` over its tokens."""
     sums = [
-        float(found[sequence.trained].sum(dtype=np.float64))
+        float(logprobs[sequence.trained].sum(dtype=np.float64))
         for sequence in sequences
-        if (found := sequence.old_logprobs) is not None
+        if (logprobs := sequence.old_logprobs) is not None
     ]
     return torch.tensor(sums, dtype=torch.float64).view(-1, 2)

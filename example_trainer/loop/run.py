@@ -106,8 +106,8 @@ class Run:
         with phase("sampling"):
             batch = self.trainable_batch()
             # of the untrained policy, if an environment evaluated it before it began to sample
-            if step == 1 and (found := self.api.evaluation(0, deadline_s=0)) is not None:
-                say(f"Before training | accuracy {100 * found.accuracy:.1f} %")
+            if step == 1 and (held_out := self.api.evaluation(0, deadline_s=0)) is not None:
+                say(f"Before training | accuracy {100 * held_out.accuracy:.1f} %")
         with phase("forward and backward"):
             updates = self.learn(batch, step)
         with phase("sync"):
@@ -116,15 +116,15 @@ class Run:
             self.report(TrainerStep(step, sync.policy_version, num_steps=self.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
         with phase("evaluation"):
-            found = self.evaluation(sync)
+            held_out = self.evaluation(sync)
         row = step_row(
             batch,
             updates.row(),
             sync,
             step=step,
             policy_version=self.progress.policy_version,
-            accuracy=found.accuracy if found else None,
-            accuracy_stderr=found.stderr if found else None,
+            accuracy=held_out.accuracy if held_out else None,
+            accuracy_stderr=held_out.stderr if held_out else None,
             updates=self.progress.updates,
             rejected_groups=self.rejections.total - rejected_before,
             bad_batches=self.bad_batches.total,
@@ -135,8 +135,8 @@ class Run:
         self.show_samples(step, batch)
         say(step_line(row, self.config.training_steps))
         with phase("save"):
-            if found is not None:
-                self.best.note(step, self.progress.policy_version, found)
+            if held_out is not None:
+                self.best.note(step, self.progress.policy_version, held_out)
                 self.stop_if_flat(step)
             self.save_if_due(step)
 
@@ -299,9 +299,9 @@ class Run:
         log.info("Serving the best policy, of version %d, to be asked further questions", best.policy_version)
         self.bridge.sync(version, partial(self.learner.load_weights, str(folder)))
         self.report(replace_struct(last, policy_version=version, weights_of=best.policy_version))
-        found = self.api.evaluation(version, self.config.eval_deadline)
-        if found is not None:
-            self.best.note_final(best.policy_version, found)
+        held_out = self.api.evaluation(version, self.config.eval_deadline)
+        if held_out is not None:
+            self.best.note_final(best.policy_version, held_out)
 
     def report(self, report: TrainerStep) -> None:
         """Tell environments what is done and what vLLM serves."""

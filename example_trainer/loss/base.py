@@ -37,17 +37,17 @@ def load_objective(name: str) -> TokenLoss:
     if name in OBJECTIVES:
         return cast(TokenLoss, importlib.import_module(f"example_trainer.loss.{name}").token_loss)
     try:
-        found = pkgutil.resolve_name(name)
-        if isinstance(found, ModuleType):
-            found = found.token_loss
+        objective = pkgutil.resolve_name(name)
+        if isinstance(objective, ModuleType):
+            objective = objective.token_loss
     except (ImportError, AttributeError) as error:
         raise TrainerError(
             f"--objective {name}: {error}. Give the import path of a function, or of a module with a function"
             " token_loss; PYTHONPATH says where to look"
         ) from error
-    if not callable(found):
-        raise TrainerError(f"--objective {name} is not a function but of type {type(found).__name__}")
-    return cast(TokenLoss, found)
+    if not callable(objective):
+        raise TrainerError(f"--objective {name} is not a function but of type {type(objective).__name__}")
+    return cast(TokenLoss, objective)
 
 
 def as_metrics(own: OwnMetrics) -> dict[str, Metric]:

@@ -54,7 +54,7 @@ class ModelSize:
     @cached_property
     def layers(self) -> int:
         """Decoder layers."""
-        return len({found[1] for name in self.shapes if (found := IN_A_LAYER.search(name))}) or 1
+        return len({match[1] for name in self.shapes if (match := IN_A_LAYER.search(name))}) or 1
 
     @cached_property
     def root(self) -> int:
@@ -96,8 +96,8 @@ class ModelSize:
         """Features that a linear layer of a decoder layer gives, or its part of a fused one gives; 0 where there is no
         such layer.
         """
-        if found := self._matrix(module):
-            return found[0]
+        if shape := self._matrix(module):
+            return shape[0]
         queries = self._matrix("o_proj")[1:]
         if module in ("gate_proj", "up_proj"):
             return sum(self._matrix("gate_up_proj")[:1]) // 2
@@ -149,10 +149,10 @@ def model_size(model: str) -> ModelSize | None:
         return _sized(shapes, config, "by its config.json")
     if (known := QWEN.fullmatch(model)) and known[1] in PUBLISHED:
         return published(known[1])
-    found = IN_A_NAME.search(os.path.basename(model).replace("-", " ").replace("_", " "))
-    if found is None:
+    match = IN_A_NAME.search(os.path.basename(model).replace("-", " ").replace("_", " "))
+    if match is None:
         return None
-    count = int(float(found[1]) * (10**9 if found[2].upper() == "B" else 10**6))
+    count = int(float(match[1]) * (10**9 if match[2].upper() == "B" else 10**6))
     nearest = min(map(published, PUBLISHED), key=lambda size: abs(math.log(size.count / count)))
     return ModelSize(count, nearest.shapes, "by its name")
 

@@ -305,7 +305,7 @@ class Training:
         later += trains * FLOAT32 * layer
         buffers = MemoryItem("gathered", "layers, gathered, and their gradients", max(first, later) - self.activations)
         forward = MemoryItem("gathered", "layers, gathered", 0 if kept else c * layer * (1 if alone else 3))
-        found = {
+        phases = {
             "forward pass": [*stays, root, head, every, forward, activations, logits],
             "backward pass": [*stays, root, head, every, activations, buffers],
         }
@@ -314,13 +314,13 @@ class Training:
             summed = MemoryItem(
                 "gathered", "buffer that sums them over ranks", FLOAT32 * (size.root + copied * size.root // shard)
             )
-            found["sum of the last gradients"] = [*stays, root, gradients, summed]
+            phases["sum of the last gradients"] = [*stays, root, gradients, summed]
             if self.offload == "moments":
                 moved = MemoryItem("moments", "moments of one tensor", -(-MOMENTS["adamw"] * size.largest // shard))
-                found["update"] = [*stays, moved]
+                phases["update"] = [*stays, moved]
         updated = [item for item in stays if item.kind != "gradients"]  # and cleared
-        found["handing over the weights"] = [*updated, MemoryItem("bucket", "buckets of the bridge", 2 * self.bucket)]
-        return {name: _real(items) for name, items in found.items()}
+        phases["handing over the weights"] = [*updated, MemoryItem("bucket", "buckets of the bridge", 2 * self.bucket)]
+        return {name: _real(items) for name, items in phases.items()}
 
     @property
     def bucket(self) -> int:

@@ -68,7 +68,7 @@ def attention_blocks(
     stretches = _cheapest(lengths, parents, depths, MASKED_ON_GPU if on_gpu else 1.0).blocks
     copied = sum(_depth(parent, lengths, depths) for _, _, parent in stretches)
     of_start = {start: index for index, (start, _, _) in enumerate(stretches)}
-    found = []
+    blocks = []
     for start, end, parent in stretches:
         context = []
         while parent >= 0:
@@ -83,14 +83,14 @@ def attention_blocks(
             and _is_square(end - start, before)
             and _sees_all(end - start + before, window)
         ):
-            found.append(replace(block, is_square=before > 0))
+            blocks.append(replace(block, is_square=before > 0))
             continue
         seen = _mask(inside, lengths, parents, depths, window, device)
         if seen is not None:
             mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
             block = replace(block, mask=mask, recomputed=block.recomputed or (on_gpu and len(inside) > 1))
-        found.append(block)
-    return tuple(found)
+        blocks.append(block)
+    return tuple(blocks)
 
 
 def knows_causal_contexts(device: torch.device) -> bool:

@@ -207,8 +207,8 @@ def _report_bfloat16(shapes: Shapes) -> None:
     if _weights(shapes) < SMALLEST:
         return
     log.info("Timing matrix products of %d shapes, by torch and in bfloat16 (about %g s)", len(shapes), LIMIT_S)
-    found = timed(shapes, ("torch", "bfloat16"))
-    gain = found["torch"] / found["bfloat16"]
+    seconds = timed(shapes, ("torch", "bfloat16"))
+    gain = seconds["torch"] / seconds["bfloat16"]
     log.log(
         logging.INFO if gain > 1 else logging.WARNING,
         "Matrix products in bfloat16: %.2f times as fast as in float32%s",
@@ -235,13 +235,15 @@ def fastest(
         return known[key]
     log.info("Timing matrix products of %d shapes, by %s (about %g s)", len(shapes), ", ".join(candidates), LIMIT_S)
     start = time.monotonic()
-    found = (seconds or timed)(shapes, candidates)
-    least = min(candidates, key=found.__getitem__)
-    chosen: Kernels = least if found["torch"] > GAIN * found[least] else "torch"
+    measured = (seconds or timed)(shapes, candidates)
+    least = min(candidates, key=measured.__getitem__)
+    chosen: Kernels = least if measured["torch"] > GAIN * measured[least] else "torch"
     log.info(
         "Matrix products by %s: %s as fast as torch (measured in %.1f s, kept in %s)",
         chosen,
-        ", ".join(f"{name} is {found['torch'] / found[name]:.2f} times" for name in candidates if name != "torch"),
+        ", ".join(
+            f"{name} is {measured['torch'] / measured[name]:.2f} times" for name in candidates if name != "torch"
+        ),
         time.monotonic() - start,
         cache,
     )

@@ -30,14 +30,14 @@ class WeightFiles:
             with reading_model(source):
                 self._folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
         self._file_of: dict[str, Path] = {}
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(self._folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     self._file_of[name] = path
-                    found[name] = tuple(file.get_slice(name).get_shape())
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         try:
-            self._tensors = in_memory(found)
+            self._tensors = in_memory(shapes)
         except ValueError as error:
             raise ModelError(f"{self._folder}: {error}; download or save the model again") from error
         self.shapes = {name: content.shape for name, content in self._tensors.items()}
@@ -70,18 +70,18 @@ class WeightFiles:
             if not self.shapes[name]:
                 return torch.as_tensor(content[...])
             end = start + length
-            found: Tensor = content[start:end] if dim == 0 else content[:, start:end]
-            return found
+            rows: Tensor = content[start:end] if dim == 0 else content[:, start:end]
+            return rows
 
     def block(self, name: str, rows: range, columns: range | None = None) -> Tensor:
         """Rows of a tensor, and of them all columns or these."""
         if columns is None:
             return self.part(name, 0, rows.start, len(rows))
         with safe_open(self._file_of[self._tensors[name].name], "pt") as file:
-            found: Tensor = file.get_slice(self._tensors[name].name)[
+            values: Tensor = file.get_slice(self._tensors[name].name)[
                 rows.start : rows.stop, columns.start : columns.stop
             ]
-            return found
+            return values
 
     def _experts(self, held: InFiles, start: int, length: int) -> Tensor:
         with ExitStack() as files:

@@ -87,9 +87,9 @@ def expect_even_layers(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         kind = type(module).__name__
         experts = not known and ("Experts" in kind or "SparseMoe" in kind)
-        if found := "experts" if experts else "images" if "Vision" in kind else None:
+        if parts := "experts" if experts else "images" if "Vision" in kind else None:
             raise ModelError(
-                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): use a text model, such as Llama,"
+                f"{type(model).__name__} is a model with {parts} ({name} is a {kind}): use a text model, such as Llama,"
                 " Mistral, Qwen2, Qwen3, Qwen3-MoE or Mixtral, or --trainer-ranks 1 --compute-dtype float32 --offload"
                 " none"
             )
@@ -178,10 +178,10 @@ def check_packed_forward(
         reference_logprobs=none,
     )
     try:
-        found, expected = policy.logits_both_ways(packed)
+        packed_logits, expected = policy.logits_both_ways(packed)
     except (AttributeError, IndexError, TypeError, ValueError) as error:  # of a family's own code
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
-    difference = (found - expected).abs().max().item()
+    difference = (packed_logits - expected).abs().max().item()
     limit = PACKED_TOLERANCE[dtype or model.dtype] * max(1.0, expected.abs().max().item())
     if not difference <= limit:
         raise ModelError(

@@ -35,8 +35,8 @@ def length_limit(config: HasTextConfig) -> LengthLimit | None:
     """The lowest limit among a model's layers; None if no frequency depends on a length."""
     text = config.get_text_config()
     layers = _of_layers(getattr(text, "rope_parameters", None))
-    found = [limit for parameters in layers if (limit := _limit(text, parameters))]
-    return min(found, key=lambda limit: limit.tokens, default=None)
+    limits = [limit for parameters in layers if (limit := _limit(text, parameters))]
+    return min(limits, key=lambda limit: limit.tokens, default=None)
 
 
 def original_length(config: object) -> int | None:

@@ -238,6 +238,6 @@ def open_trained(config: TrainerConfig, first_step: int, resources: ExitStack) -
         return None
     path = config.trained_file
     with reading(f"cannot write {path}", TrainerError, remedy="set --trained-path, or free space"):
-        found = StepFile(path, first_step, "trained groups", "--trained-path", parse_keep(config.keep_samples))
-    resources.callback(found.close)
-    return found
+        rows = StepFile(path, first_step, "trained groups", "--trained-path", parse_keep(config.keep_samples))
+    resources.callback(rows.close)
+    return rows

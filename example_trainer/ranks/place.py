@@ -72,15 +72,15 @@ class Place:
             return Place(rank, size, rank, size, port, listener if rank == 0 else None, parent)
         if not of_torchrun(os.environ):
             return Place()
-        found = []
+        numbers = []
         for name, default in (("RANK", ""), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
             if not (text := os.environ.get(name, default)).isdecimal():
                 raise TrainerError(
                     f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} but {name} is {text or 'not set'}: start the "
                     "trainer's ranks with torchrun, which sets both, or unset WORLD_SIZE"
                 )
-            found.append(int(text))
-        return Place(*found)
+            numbers.append(int(text))
+        return Place(*numbers)
 
     @property
     def started_by_others(self) -> bool:

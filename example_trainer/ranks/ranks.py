@@ -246,9 +246,9 @@ class Ranks:
         return torch.cat([row[:length] for row, length in zip(self._gathered(padded), lengths, strict=True)])
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._control)
-        return found
+        tensors = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(tensors, mine, group=self._control)
+        return tensors
 
     def _reduced(self, values: Tensor, how: object) -> Tensor:
         values = values.detach().to("cpu", torch.float64)
@@ -264,8 +264,8 @@ class Ranks:
         with self._store_of_rank_0():
             # the store's own `wait` logs a warning whenever its time is over
             self._look_until(lambda: self._store.check([self._key()]))
-            found = self._store.get(self._key())
-        return msgspec.json.decode(found, type=Call) if found else None
+            message = self._store.get(self._key())
+        return msgspec.json.decode(message, type=Call) if message else None
 
     def _look_until(self, done: Callable[[], bool]) -> None:
         """Return once `done`, after longer and longer pauses. Raises RanksLost as `check` does."""
@@ -507,8 +507,8 @@ def _store(place: Place, address: str, port: int, timeout_s: float) -> dist.Stor
 def _interface_towards(address: str) -> str:
     with reading(f"cannot reach MASTER_ADDR={address}, where the trainer ranks meet", TrainerError):
         own = address_towards(address)
-    found = [name for name, held in psutil.net_if_addrs().items() if own in [each.address for each in held]]
-    return found[0] if found else LOOPBACK
+    interfaces = [name for name, held in psutil.net_if_addrs().items() if own in [each.address for each in held]]
+    return interfaces[0] if interfaces else LOOPBACK
 
 
 def _meet(store: dist.Store, place: Place, where: str, timeout_s: float) -> None:

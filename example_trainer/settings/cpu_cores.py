@@ -15,7 +15,7 @@ _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 def parse_cores(text: str) -> Cores:
     """`0-3,8` as 0, 1, 2, 3, 8. Raises ValueError."""
-    found: list[int] = []
+    cores: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
@@ -23,8 +23,8 @@ def parse_cores(text: str) -> Cores:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} ends before it begins; write {last}-{first}")
-        found += range(first, last + 1)
-    return distinct(found)
+        cores += range(first, last + 1)
+    return distinct(cores)
 
 
 def distinct(cores: Sequence[int]) -> Cores:

@@ -74,9 +74,9 @@ class VllmServers(Config):
             return _distinct((each for host in hosts for each in _addresses(host, ports, "--vllm-host")), "--vllm-host")
         if hosts_file is not None:
             addresses = read_hosts_file(hosts_file, ports)
-            if (found := len({name for name, _ in addresses})) != nodes:
+            if (machines := len({name for name, _ in addresses})) != nodes:
                 raise ValueError(
-                    f"{hosts_file} names {found} host(s), but NUM_INFERENCE_NODES is {nodes}: make them agree"
+                    f"{hosts_file} names {machines} host(s), but NUM_INFERENCE_NODES is {nodes}: make them agree"
                 )
             return addresses
         if not self.slurm_job_nodelist:
@@ -134,9 +134,9 @@ def _addresses(entry: str, ports: Sequence[int], where: str) -> list[Address]:
 
 
 def _distinct(addresses: Iterable[Address], where: str) -> list[Address]:
-    found: list[Address] = []
+    distinct: list[Address] = []
     for host, port in addresses:
-        if (host, port) in found:
+        if (host, port) in distinct:
             raise ValueError(f"{where} names {host}:{port} twice: list each server once")
-        found.append((host, port))
-    return found
+        distinct.append((host, port))
+    return distinct

@@ -164,9 +164,9 @@ class GatheredWeights(WeightSource):
     def whole(self, names: Sequence[str], dtype: str) -> dict[str, Tensor]:
         """These tensors, whole."""
         kind = getattr(torch, dtype)
-        found = {name: torch.empty(math.prod(self._shapes[name]), dtype=kind, device=self._device) for name in names}
-        self._gather(found)
-        return {name: flat.view(self._shapes[name]) for name, flat in found.items()}
+        tensors = {name: torch.empty(math.prod(self._shapes[name]), dtype=kind, device=self._device) for name in names}
+        self._gather(tensors)
+        return {name: flat.view(self._shapes[name]) for name, flat in tensors.items()}
 
     def walk(self, dtype: str, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, or those of `names`, whole and in order; about FILE_BUCKET_BYTES of them exist at once."""

@@ -64,11 +64,11 @@ def read_into(model: PreTrainedModel, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        found = value(name, part(parameter))
+        loaded = value(name, part(parameter))
         if isinstance(parameter, MasteredParameter):
-            set_value(parameter, found)
+            set_value(parameter, loaded)
         else:
-            local(parameter).copy_(found)
+            local(parameter).copy_(loaded)
 
 
 def _adapter_values(folder: Path, model: PreTrainedModel) -> Callable[[str, Part], Tensor]:

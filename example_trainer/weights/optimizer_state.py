@@ -24,7 +24,7 @@ State = dict[int, dict[str, object]]  # by the parameters' order
 
 def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank: int) -> dict[str, Rows]:
     """This rank's part of a sharded checkpoint, by its name there: weights, moments and generators."""
-    found = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in _generators().items()}
+    rows = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in _generators().items()}
 
     def own(parameter: Tensor, value: Tensor) -> Rows:
         row, column = part(parameter).start
@@ -32,12 +32,12 @@ def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank:
 
     for name, parameter in model.named_parameters():
         if is_first_holder(parameter, mesh):
-            found[WEIGHTS + name] = own(parameter, exact_value(parameter).detach())
+            rows[WEIGHTS + name] = own(parameter, exact_value(parameter).detach())
     for name, parameter in stepped(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if _is_split(value, parameter) and is_first_holder(parameter, mesh):
-                found[f"{MOMENTS}{name}.{key}"] = own(parameter, value)
-    return found
+                rows[f"{MOMENTS}{name}.{key}"] = own(parameter, value)
+    return rows
 
 
 def rest(optimizer: Optimizer) -> State:
@@ -52,14 +52,14 @@ def rest(optimizer: Optimizer) -> State:
 
 def whole(optimizer: Optimizer, *, keep: bool) -> State:
     """All of it, whole and on the CPU; nothing unless `keep`. Where ranks share the moments, every rank calls this."""
-    found: State = {}
+    state: State = {}
     for index, parameter in enumerate(_parameters(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(parameter, DTensor) and _is_split(value, parameter):
                 value = _like(parameter, local(value)).full_tensor()
             if keep:
-                found.setdefault(index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
-    return found
+                state.setdefault(index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+    return state
 
 
 def from_whole(state: State, optimizer: Optimizer) -> State:
@@ -79,7 +79,7 @@ def from_whole(state: State, optimizer: Optimizer) -> State:
 def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optimizer) -> State:
     """Read from a sharded checkpoint what this rank's optimizer needs. Raises ModelError."""
     files = ShardFiles(folder, MOMENTS)
-    found: State = {}
+    state: State = {}
     for index, (name, parameter) in enumerate(stepped(model, optimizer).items()):
         values = dict(of_rest.get(index, {}))
         held = part(parameter)
@@ -88,8 +88,8 @@ def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optim
             own = files.block(f"{name}.{key}", held.rows, held.columns)
             values[key] = _like(parameter, own.to(local(parameter).device))
         if values:
-            found[index] = values
-    return found
+            state[index] = values
+    return state
 
 
 def stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -100,10 +100,10 @@ def stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 def _generators() -> dict[str, Tensor]:
     """The state of this process's generators: of its CPU, and of its GPU where it has one."""
-    found = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_generators(folder: Path, rank: int) -> None:

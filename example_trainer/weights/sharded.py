@@ -48,15 +48,15 @@ class ShardedEmbedding(nn.Module):
         self.weights = nn.ParameterList(weights)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         first = 0
         for weight in self.weights:
             rows = weight.shape[0]
             inside = (ids >= first) & (ids < first + rows)
             held = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight).to(ids.device)
-            found.append(torch.where(inside[..., None], held, 0))
+            parts.append(torch.where(inside[..., None], held, 0))
             first += rows
-        return sum(found[1:], found[0])
+        return sum(parts[1:], parts[0])
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -105,8 +105,8 @@ class TrainedModel:
         logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].double()
         self.model.train(was_training)
         # not by log_softmax, in whose place a batch-invariant run on a GPU puts a kernel for float32 alone
-        found: Tensor = (logits.gather(1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)).cpu()
-        return found
+        logprobs: Tensor = (logits.gather(1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)).cpu()
+        return logprobs
 
     def write(
         self,

@@ -61,7 +61,7 @@ def read_config(folder: Path) -> AdapterConfig:
 def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs:
     """The layers that have tensors, each tensor checked to be finite in `dtype`, which is served. Raises FileFault."""
     path = _regular(folder / WEIGHTS)
-    found: dict[tuple[str, str], torch.Size] = {}
+    shapes: dict[tuple[str, str], torch.Size] = {}
     with reading(str(path), FileFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118  it is not a mapping
             match = NAME.fullmatch(key)
@@ -69,10 +69,10 @@ def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs
                 raise FileFault(
                     f"{path}: {brief(key)} is not a tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
                 )
-            found[key.rpartition(".lora_")[0], match["side"]] = _checked(
+            shapes[key.rpartition(".lora_")[0], match["side"]] = _checked(
                 file.get_tensor(key), f"{path}: {key}", config, dtype
             )
-    pairs = {name: _pair(path, name, found, config) for name, _ in found}
+    pairs = {name: _pair(path, name, shapes, config) for name, _ in shapes}
     _check_claim(path, set(pairs), config)
     return pairs
 

@@ -80,13 +80,13 @@ async def run_token_route(request: Request, sessions: Sessions, conversations: C
     started = _served_version(sessions, body)
     reply = await relayed(request, TOKEN_ROUTE, body)
     try:
-        found = msgspec.json.decode(reply.body, type=_Reply)
+        answer = msgspec.json.decode(reply.body, type=_Reply)
     except msgspec.DecodeError:  # an error, or a stream of events: passed on unchanged
         return reply
-    if any(choice.finish_reason in UNFINISHED for choice in found.choices):
+    if any(choice.finish_reason in UNFINISHED for choice in answer.choices):
         raise Refused(sessions.serving.gate.reason() or "vLLM gave up a sequence before its end", 503)
     if session is not None:
-        conversations.note(session, _calls(found.choices, sessions, started, _served_version(sessions, body)))
+        conversations.note(session, _calls(answer.choices, sessions, started, _served_version(sessions, body)))
     return _with_token_names(reply)
 
 

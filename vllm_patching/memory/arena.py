@@ -134,11 +134,11 @@ class Arena:
 
     def digests(self) -> list[LiveShard]:
         """The checksum of each Hugging Face tensor's live part."""
-        found = []
+        shards = []
         for shard in chain.from_iterable(self.shards.values()):
             part = digest(self.live_part(shard))
-            found.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, part))
-        return found
+            shards.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, part))
+        return shards
 
     def live_part(self, shard: Shard) -> torch.Tensor:
         """Return what vLLM computes with, of one shard."""

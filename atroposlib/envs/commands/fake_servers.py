@@ -75,8 +75,8 @@ def _name_anywhere(tokenizer: str) -> str | None:
 async def fake_servers(env: Environment) -> FakeServers:
     """Find the servers that say in /v1/models that they are fake ones."""
     servers = [server for server in env.server.servers if isinstance(server, OpenAIServer)]
-    found = [(server, await _fake_model(server)) for server in servers]
-    fakes = [(server, model) for server, model in found if model is not None]
+    models = [(server, await _fake_model(server)) for server in servers]
+    fakes = [(server, model) for server, model in models if model is not None]
     for server, _ in fakes:
         log.info("%s is a fake inference server", server.name)
     return FakeServers(env, fakes)

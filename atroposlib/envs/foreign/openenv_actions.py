@@ -47,13 +47,13 @@ class Form:
             return _call(answer)
         if self.kind == "json":
             return _last_object(answer)
-        found = field_schema(self.schema, self.field)
-        kind = plain_kind(found)
+        schema = field_schema(self.schema, self.field)
+        kind = plain_kind(schema)
         if kind != "string":
             whole = _json(answer.strip())
             if isinstance(whole, dict) and self.field in whole:
                 return whole
-        return {self.field: _value(_part(answer, self.part), kind, found)}
+        return {self.field: _value(_part(answer, self.part), kind, schema)}
 
 
 def form_of(
@@ -97,20 +97,20 @@ def open_fields(schema: Schema) -> list[str]:
 
 def field_schema(schema: Schema, field: str) -> Schema:
     """Return the schema of a field with references followed and `null` beside one other choice left out."""
-    found: object = schema["properties"][field]
+    schema_of_field: object = schema["properties"][field]
     for _ in range(REFERENCES):
-        if not isinstance(found, dict):
+        if not isinstance(schema_of_field, dict):
             return {}
-        options = found.get("anyOf")
+        options = schema_of_field.get("anyOf")
         if isinstance(options, list):
             others = [option for option in options if not (isinstance(option, dict) and option.get("type") == "null")]
             if len(others) != 1:
-                return found
-            found = others[0]
-        elif str(found.get("$ref", "")).startswith("#/$defs/"):
-            found = (schema.get("$defs") or {}).get(found["$ref"].removeprefix("#/$defs/"))
+                return schema_of_field
+            schema_of_field = others[0]
+        elif str(schema_of_field.get("$ref", "")).startswith("#/$defs/"):
+            schema_of_field = (schema.get("$defs") or {}).get(schema_of_field["$ref"].removeprefix("#/$defs/"))
         else:
-            return found
+            return schema_of_field
     return {}
 
 
@@ -156,13 +156,13 @@ def instructions(form: Form, tools: Sequence[Mapping[str, object]] = ()) -> str:
         )
     if form.kind == "json":
         return f"Reply with one action: a JSON object that fits this schema.\n{_line(compact(form.schema))}"
-    found = field_schema(form.schema, form.field)
+    schema = field_schema(form.schema, form.field)
     where = {
         "whole": "Reply with it alone.",
         "code_block": f"Put it into a code block between {FENCE} lines.",
         "answer_tag": "Put it into <answer> </answer> tags.",
     }[form.part]
-    return f"Each of your messages is one action, {_described(form, found)}. {where}"
+    return f"Each of your messages is one action, {_described(form, schema)}. {where}"
 
 
 def _described(form: Form, found: Schema) -> str:
@@ -179,10 +179,10 @@ def _part(answer: str, part: Part) -> str:
     if part == "code_block":
         return _code_block(answer)
     if part == "answer_tag":
-        found = extract_tagged(answer)
-        if found is None:
+        tagged = extract_tagged(answer)
+        if tagged is None:
             raise Unreadable("there is no answer in <answer> </answer> tags")
-        return found
+        return tagged
     return answer.strip()
 
 
@@ -253,19 +253,19 @@ def _call(answer: str) -> dict[str, object] | None:
 def _last_object(answer: str) -> dict[str, object]:
     """The last JSON object of the answer, in a code block or not."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    found: dict[str, object] | None = None
+    last: dict[str, object] | None = None
     start = answer.find("{")
     for _ in range(TRIES):
         if start < 0:
             break
         try:
-            found, end = decoder.raw_decode(answer, start)
+            last, end = decoder.raw_decode(answer, start)
         except (ValueError, RecursionError):
             end = start + 1
         start = answer.find("{", end)
-    if found is None:
+    if last is None:
         raise Unreadable("there is no JSON object in the answer")
-    return found
+    return last
 
 
 def _json(text: str) -> object:

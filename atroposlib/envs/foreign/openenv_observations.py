@@ -46,10 +46,10 @@ class Observations:
             return self.clean(tool_text(observation))
         shown = (name for name in observation if name not in HIDDEN)
         names = self._fields or tuple(dict.fromkeys([*self._declared, *shown]))
-        found = {name: observation[name] for name in names if observation.get(name) not in EMPTY}
+        fields = {name: observation[name] for name in names if observation.get(name) not in EMPTY}
         if len(names) == 1:
-            return self.clean(as_text(*found.values()) if found else "")
-        return self.clean("\n".join(f"{name}: {as_text(value)}" for name, value in found.items()))
+            return self.clean(as_text(*fields.values()) if fields else "")
+        return self.clean("\n".join(f"{name}: {as_text(value)}" for name, value in fields.items()))
 
     def _at(self, name: str, observation: Mapping[str, object]) -> str:
         if name not in observation:

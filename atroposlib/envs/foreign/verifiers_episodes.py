@@ -154,16 +154,16 @@ def seats(episode: Episode, calls: Mapping[str, Sequence[Call]], asked: Mapping[
     the server, by trace, `asked` the sampling of agents that say nothing of theirs. Raises RolloutFailed where nothing
     was sampled.
     """
-    found: dict[str, Seat] = {}
+    by_name: dict[str, Seat] = {}
     counts: defaultdict[str, int] = defaultdict(int)
     for trace in episode.traces:
         if trace.trainable and (nodes := sequences(trace, calls.get(trace.id, []), asked)):
             counts[trace.agent] += 1
             name = trace.agent if counts[trace.agent] == 1 else f"{trace.agent}-{counts[trace.agent]}"
-            found[name] = Seat(_rollout(trace, nodes), trace.reward)
-    if not found:
+            by_name[name] = Seat(_rollout(trace, nodes), trace.reward)
+    if not by_name:
         raise RolloutFailed("verifiers' episode has no tokens that the policy sampled")
-    return found
+    return by_name
 
 
 def _rollout(trace: Trace, nodes: Sequence[SequenceNode]) -> Rollout:
@@ -177,13 +177,13 @@ def sequences(trace: Trace, calls: Sequence[Call], asked: Mapping[str, object]) 
     """One a branch, without those that would train nothing."""
     versions = _versions(trace, calls)
     trained: set[int] = set()
-    found = []
+    nodes = []
     for path in trace.branches:
         mine = {place for place in path if any(trace.nodes[place].mask)} - trained
         if mine:
-            found.append(_sequence(trace, path, mine, versions, asked))
+            nodes.append(_sequence(trace, path, mine, versions, asked))
         trained |= mine
-    return found
+    return nodes
 
 
 def _versions(trace: Trace, calls: Sequence[Call]) -> dict[int, Call]:

@@ -66,15 +66,15 @@ def _is_said(name: str, value: object) -> bool:
 
 def _said(group: Mapping[str, Any], index: int) -> dict[str, tuple[str, object]]:
     """Return what the trainer reads of one sequence's sampling: name to field and value."""
-    found: dict[str, tuple[str, object]] = {}
+    settings: dict[str, tuple[str, object]] = {}
     for field in READ_FROM:
         given = group.get(field)
         if field == "overrides" and given:
             given = given[index] if index < len(given) else None
         for name, value in given.items() if isinstance(given, Mapping) else ():
             if name in SAMPLING and value is not None:
-                found.setdefault(name, (field, value))
-    return found
+                settings.setdefault(name, (field, value))
+    return settings
 
 
 def _expect_true(group: Mapping[str, object], index: int, settings: Settings) -> None:

@@ -202,12 +202,12 @@ class ServerManager(InferenceCalls):
 
     def servers_at(self, base_url: str) -> list[APIServer]:
         """The servers at `base_url`. Raises ValueError when there is none."""
-        found = [server for server in self.servers if server.config.base_url.rstrip("/") == base_url.rstrip("/")]
-        if not found:
+        servers = [server for server in self.servers if server.config.base_url.rstrip("/") == base_url.rstrip("/")]
+        if not servers:
             raise ValueError(
                 f"no inference server at {base_url}; there are: {', '.join(server.name for server in self.servers)}"
             )
-        return found
+        return servers
 
     async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
         result, _ = await run_with_retries(self.dispatchers(self.servers)[split], self.retry, split, what, operation)

@@ -85,9 +85,9 @@ def _of_renderers(tokenizer: Tokenizer, chosen: str | None) -> ToolCallParser:
     renderer = create_renderer(tokenizer, config)
 
     async def parse(text: str, token_ids: Sequence[int], tools: Sequence[Any], split: Split) -> Parsed:
-        found = renderer.parse_response(list(token_ids), tools=[tool["function"] for tool in tools])
-        calls = [(call.name, call.arguments) for call in found.tool_calls if call.status == "ok"]
-        thoughts = f"{found.reasoning_content}{END_OF_THOUGHTS}" if found.reasoning_content else ""
-        return (thoughts + found.content, calls) if calls else (text, [])
+        message = renderer.parse_response(list(token_ids), tools=[tool["function"] for tool in tools])
+        calls = [(call.name, call.arguments) for call in message.tool_calls if call.status == "ok"]
+        thoughts = f"{message.reasoning_content}{END_OF_THOUGHTS}" if message.reasoning_content else ""
+        return (thoughts + message.content, calls) if calls else (text, [])
 
     return parse

@@ -75,9 +75,9 @@ def raise_error_inside(content: bytes, url: str) -> None:
     """Raise what a body of 200 holds in place of a result, if it is an object with an `error`."""
     if b'"error"' not in content[:LONGEST_ERROR_BYTES] or len(content) > LONGEST_ERROR_BYTES:
         return
-    found = json.loads(content)
-    if isinstance(found, dict) and found.get("error"):
-        raise error_in(found["error"], url)
+    reply = json.loads(content)
+    if isinstance(reply, dict) and reply.get("error"):
+        raise error_in(reply["error"], url)
 
 
 def _status_of(error: object) -> int:
