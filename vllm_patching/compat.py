@@ -304,10 +304,10 @@ def keep_plain_experts() -> None:
         def product(
             x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, shares: object, chosen: object, **how: object
         ) -> torch.Tensor:
-            found = torch.empty_like(x)
+            sums = torch.empty_like(x)
             multiply(
                 kernel,
-                output=found,
+                output=sums,
                 hidden_states=x,
                 w1=copies.w13_weight,
                 w2=copies.w2_weight,
@@ -315,7 +315,7 @@ def keep_plain_experts() -> None:
                 topk_ids=chosen,
                 **how,
             )
-            return found
+            return sums
 
         return product
 

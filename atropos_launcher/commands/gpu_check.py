@@ -257,16 +257,16 @@ def rows_named(words: str, names: Sequence[str]) -> set[str]:
     """The names that `A,B` stands for. A whole name, which may have a comma, means that check alone; another word means
     every name that contains it. Raises ConfigError.
     """
-    pieces, found = [piece.strip() for piece in words.split(",")], set()
+    pieces, named = [piece.strip() for piece in words.split(",")], set()
     while pieces:
         sizes = [size for size in range(len(pieces), 0, -1) if ", ".join(pieces[:size]) in names]
         size, word = (sizes or [1])[0], pieces[0]
         matching = [", ".join(pieces[:size])] if sizes else [name for name in names if word and word in name]
         if not matching:
             raise ConfigError(f"--rows {words}: no check is named {word!r}; --list lists all")
-        found.update(matching)
+        named.update(matching)
         del pieces[:size]
-    return found
+    return named
 
 
 def _environment(environ: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

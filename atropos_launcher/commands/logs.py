@@ -50,8 +50,8 @@ def _logs(runs: Path, names: Sequence[str]) -> list[Path]:
             if service is not None:
                 raise
             run, service = latest_run(runs), names[0]
-    found = (log for log in sorted(run.glob("*.log")) if log.is_file() and not log.is_symlink())
-    logs = {log.stem: log for log in found if log.stem.isprintable()}
+    files = (log for log in sorted(run.glob("*.log")) if log.is_file() and not log.is_symlink())
+    logs = {log.stem: log for log in files if log.stem.isprintable()}
     if service is not None and service not in logs:
         known = " ".join(logs) or "none"
         raise NoSuchRun(

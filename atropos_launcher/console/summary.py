@@ -67,14 +67,14 @@ def _shown(found: HeldOut) -> str:
 
 def outcome(evaluations: Rows) -> dict[str, object]:
     """Return what run.json keeps of the evaluations: for each environment the last policy and the best one."""
-    found: dict[str, object] = {}
+    record: dict[str, object] = {}
     for name in sorted({str(row.get("env", "")) for row in evaluations}):
         if results := held_out_results([row for row in evaluations if str(row.get("env", "")) == name]):
             versions = dict(zip(("last", "best"), last_and_best(results), strict=True))
-            found[name] = {
+            record[name] = {
                 key: {"policy_version": version, **to_builtins(results[version])} for key, version in versions.items()
             }
-    return found
+    return record
 
 
 def accuracy_lines(evaluations: Rows) -> list[str]:
@@ -120,7 +120,7 @@ def next_steps(
     if newcomer:
         larger = next(filter(accepts, LARGER), None)
         other_bridge = "train gsm8k_lora --dataset arithmetic"
-        found = {
+        commands = {
             **look,
             "quickstart --seed 2": "the same with other samples",
             **({larger: "a larger model, real problems"} if larger else {}),
@@ -130,12 +130,12 @@ def next_steps(
             "train arithmetic --env.file my_server.py": "your own environment (docs/write_an_environment.md)",
         }
     else:
-        found = look | {
+        commands = look | {
             f"train {run}/run.yaml --seed 2": "the same with other samples",
             f"plot {run} OTHER_RUN": "compare it with another run",
             f"push {run} --hub USER/NAME": "share the trained model",
         }
-    return {as_typed(command, installed): what for command, what in found.items()}
+    return {as_typed(command, installed): what for command, what in commands.items()}
 
 
 def as_typed(command: str, installed: bool) -> str:

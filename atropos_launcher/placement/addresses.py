@@ -87,21 +87,21 @@ def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
     ConfigError for cores that its ranks cannot share out.
     """
     name = server_name(index, len(run.servers))
-    found = seen(site.placement.servers[index].gpus)
+    variables = seen(site.placement.servers[index].gpus)
     if len(run.servers) > 1:
-        found["VLLM_BRIDGE_CONFIG_PATH"] = _bridge_config(site, name)
+        variables["VLLM_BRIDGE_CONFIG_PATH"] = _bridge_config(site, name)
     if (cores := site.cores.vllm[index]) and not site.placement.on_gpus:
         ranks = max(site.placement.by_ranks, tensor_parallel_size(run.servers[index]))
-        found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
-    return found
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
+    return variables
 
 
 def teacher_variables(site: Site, teacher: TeacherPlace) -> dict[str, str]:
     """The environment variables of the teacher's server alone: its GPUs or cores, and that it gets no weights."""
-    found = {**seen(teacher.gpus), "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
+    variables = {**seen(teacher.gpus), "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
     if site.cores.teacher and not teacher.gpus:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(site.cores.teacher, 1, TEACHER)
-    return found
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(site.cores.teacher, 1, TEACHER)
+    return variables
 
 
 def tensor_parallel_size(server: Mapping[str, Any]) -> int:

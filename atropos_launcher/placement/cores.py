@@ -48,17 +48,17 @@ def place_cores(layout: CoreLayout, servers: int, usable: Iterable[int]) -> Core
             "lower"
             " the numbers, or name sets such as 0-3, which may overlap"
         )
-    found: dict[str, Cores] = {}
+    of_services: dict[str, Cores] = {}
     for name, value in asked.items():
         count = numbers.get(name, 0)
         taken, left = left[:count], left[count:]
-        found[name] = tuple(taken) if count else tuple(sorted({*chain(*_sets(value))}))
+        of_services[name] = tuple(taken) if count else tuple(sorted({*chain(*_sets(value))}))
     return CorePlacement(
-        _of_servers(layout, found["vllm"], servers),
-        found["trainer"],
-        found["environments"],
-        found["api"],
-        found["teacher"],
+        _of_servers(layout, of_services["vllm"], servers),
+        of_services["trainer"],
+        of_services["environments"],
+        of_services["api"],
+        of_services["teacher"],
     )
 
 

@@ -107,7 +107,7 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
     """The machines of a hosts file. Raises ConfigError that names the line, or says what does not fit together."""
     with reading(f"--hosts {path} cannot be read", ConfigError, remedy=f"give a text file with {LINE}"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    found: list[Machine] = []
+    listed: list[Machine] = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -115,12 +115,12 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
         host, *roles = words
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host) is None or not {*roles} <= {*ROLES}:
             raise ConfigError(f"{path}:{number}: {line.strip()!r} is not a host; write {LINE}")
-        if host in [machine.host for machine in found]:
+        if host in [machine.host for machine in listed]:
             raise ConfigError(f"{path}:{number}: {host} appears twice; name each machine once")
-        found.append(Machine(host, not roles or "trainer" in roles, not roles or "vllm" in roles))
-    if not found:
+        listed.append(Machine(host, not roles or "trainer" in roles, not roles or "vllm" in roles))
+    if not listed:
         raise ConfigError(f"--hosts {path} names no machine: write {LINE}")
-    machines = Machines(tuple(found), remote, silence_s)
+    machines = Machines(tuple(listed), remote, silence_s)
     _check(machines, path)
     if check_here and machines.several:
         _expect_here(machines.first, path)

@@ -185,8 +185,8 @@ class RolloutService(JournalledState):
                 for lease in self.state.leases.known_to(trainer, [lease_id])
                 for group in self.state.leases[lease].groups
             }
-            found = [(groups[identity], reason) for identity, reason in reasons.items() if identity in groups]
-            rejected = await self._set_aside(found, "trainer") if found else []
+            refused = [(groups[identity], reason) for identity, reason in reasons.items() if identity in groups]
+            rejected = await self._set_aside(refused, "trainer") if refused else []
         return RejectionTaken("success", rejected, [identity for identity in reasons if identity not in groups])
 
     def take_untold(self) -> list[SetAside]:

@@ -88,6 +88,6 @@ class TokenFile:
 
     def _signature(self) -> tuple[int, ...] | None:
         with suppress(OSError):
-            found = self._path.stat()
-            return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            status = self._path.stat()
+            return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return None

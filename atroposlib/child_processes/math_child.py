@@ -37,9 +37,9 @@ def judge(gold_text: str, answer_text: str) -> dict[str, object]:
     extraction = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spellings)]
 
     def read(text: str, mode: str) -> list[Any]:
-        found = parse(f"\\boxed{{{text}}}", extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
+        parsed = parse(f"\\boxed{{{text}}}", extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
         # The texts that math-verify adds to the expressions would match by spelling alone.
-        return [expression for expression in found if not isinstance(expression, str)]
+        return [expression for expression in parsed if not isinstance(expression, str)]
 
     gold = read(gold_text, "any_match")
     if not gold:
@@ -125,8 +125,8 @@ def _numbers(statement: object) -> list[object] | None:
         return [statement]
     else:
         return None
-    found = [_numbers(part) for part in parts]
-    return None if any(each is None for each in found) else [value for each in found for value in each or ()]
+    numbers = [_numbers(part) for part in parts]
+    return None if any(each is None for each in numbers) else [value for each in numbers for value in each or ()]
 
 
 def _near(first: Any, second: Any) -> bool:

@@ -98,12 +98,12 @@ class Rewards:
 
     async def _sum(self, env: object, item: object, answer: str, rollout: Rollout) -> Scored:
         values = await gather_or_cancel([each.value(env, item, answer, rollout) for each in self.named])
-        found = {}
+        rewards = {}
         for each, value in zip(self.named, values, strict=True):
             if value is None:
                 raise Unscored(f"the reward {each.name} is None")
-            found[each.name] = _number(value, getattr(env, each.name), "a number")
-        return Scored(sum(each.weight * found[each.name] for each in self.named), rewards=found)
+            rewards[each.name] = _number(value, getattr(env, each.name), "a number")
+        return Scored(sum(each.weight * rewards[each.name] for each in self.named), rewards=rewards)
 
 
 def rewards_of(env: object, base: type, brings_its_own: bool) -> Rewards:

@@ -30,9 +30,9 @@ def held_out(results: Sequence[tuple[float | None, Mapping[str, float]]]) -> Hel
     """Return what the results of one policy version, accuracy and metrics, one for each environment, have in common;
     None without an accuracy.
     """
-    found = _mean([(accuracy, metrics.get("total", 0)) for accuracy, metrics in results])
+    accuracy_of_all = _mean([(accuracy, metrics.get("total", 0)) for accuracy, metrics in results])
     final = _mean([(metrics.get(f"{FINAL}accuracy"), metrics.get(f"{FINAL}total", 0)) for _, metrics in results])
-    return found and msgspec.structs.replace(found, final=final)
+    return accuracy_of_all and msgspec.structs.replace(accuracy_of_all, final=final)
 
 
 def _mean(results: Sequence[tuple[float | None, float]]) -> HeldOut | None:

@@ -133,15 +133,15 @@ def _cheapest(lengths: Sequence[int], parents: Sequence[int], depths: Sequence[i
 
     def several(parts: list[_Part]) -> list[_Part]:
         """Neighbours in one block where that is cheaper."""
-        found: list[_Part] = []
+        ways: list[_Part] = []
         for part in parts:
-            if found:
-                merged = block(found[-1].start, part.end, part.parent, several=True)
-                if merged.cost < found[-1].cost + part.cost:
-                    found[-1] = merged
+            if ways:
+                merged = block(ways[-1].start, part.end, part.parent, several=True)
+                if merged.cost < ways[-1].cost + part.cost:
+                    ways[-1] = merged
                     continue
-            found.append(part)
-        return found
+            ways.append(part)
+        return ways
 
     behind: dict[int, list[_Part]] = {}  # of each segment, the subtrees that continue it, the last one first
     end = sum(lengths)

@@ -105,11 +105,11 @@ class BroadcastReceiver(Receiver):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        found = self._store.get(key)
-        self.over = found == GOODBYE.encode()
+        message = self._store.get(key)
+        self.over = message == GOODBYE.encode()
         if self.over:
             return None
-        announced = Announced.decoded(found)
+        announced = Announced.decoded(message)
         self.base = announced.base
         return announced.version
 

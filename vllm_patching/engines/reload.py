@@ -126,8 +126,8 @@ class ReloadReceiver(Receiver):
             opened = functools.cache(lambda path: held.enter_context(safe_open(path, "pt")))
 
             def read(name: str) -> torch.Tensor:
-                found: torch.Tensor = opened(self._files.paths[name]).get_tensor(name)
-                return found
+                values: torch.Tensor = opened(self._files.paths[name]).get_tensor(name)
+                return values
 
             for tensor in bucket.tensors:
                 start = tensor.offset - bucket.start

@@ -69,13 +69,13 @@ def plain_experts(x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Te
 
     x is [tokens, in], w13 [experts, 2 width, in] gate over up, w2 [experts, in, width]; the result is [tokens, in].
     """
-    found = torch.zeros(x.shape)
+    sums = torch.zeros(x.shape)
     for expert in chosen.unique().tolist():
         token, place = torch.where(chosen == expert)
         gate, up = linear(x[token], w13[expert]).chunk(2, -1)
         output = linear(silu(gate) * up, w2[expert])
-        found.index_add_(0, token, output.float() * shares[token, place, None])
-    return found.to(x.dtype)
+        sums.index_add_(0, token, output.float() * shares[token, place, None])
+    return sums.to(x.dtype)
 
 
 def forget() -> None:

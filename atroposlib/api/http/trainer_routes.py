@@ -123,10 +123,10 @@ async def arrivals(request: Request) -> Response:
     body = await read_record(request, wire.ArrivalsRequest)
     service = service_of(request)
     look = functools.partial(service.arrivals, body.trainer, body.holding, set(body.known))
-    found = await service.long_poll.first(look, body.wait_s, request.receive)
-    if found is None:
+    arrived = await service.long_poll.first(look, body.wait_s, request.receive)
+    if arrived is None:
         return reply(wire.Arrivals([]))
-    ids, contents = found
+    ids, contents = arrived
     return await _batch_reply(request, contents, wire.Arrivals[Raw]([], ids, whole=not ids))
 
 

@@ -32,14 +32,14 @@ def accept_loss(path: Path) -> str:
     Raises JournalError.
     """
     with contextlib.closing(own(path)) as head, reading(path):
-        found = head.record
+        record = head.record
         copy = _set_aside(path)
         kept = _keep_what_is_whole(path)
         if kept is None or kept.head is None:
             head.path.unlink()
         else:
             head.reset(kept.head)
-    return f"Journal {path}: {_loss(found, kept)}. The files as they were found: {copy}*"
+    return f"Journal {path}: {_loss(record, kept)}. The files as they were found: {copy}*"
 
 
 def _set_aside(path: Path) -> Path:

@@ -91,14 +91,14 @@ class LongPoll:
         self._waits[wait] = None
         watch = asyncio.create_task(wait.until_client_goes(receive))
         try:
-            found = await look()
+            result = await look()
             for older in takewhile(lambda each: each is not wait, self._waits):
                 older.end()
-            while found is None and await wait.is_worth_a_look():
-                found = await look()
+            while result is None and await wait.is_worth_a_look():
+                result = await look()
         finally:
             watch.cancel()
             del self._waits[wait]
-        if found is None and wait.client_is_gone:
+        if result is None and wait.client_is_gone:
             raise ClientDisconnect
-        return found
+        return result

@@ -263,13 +263,13 @@ def _settings(env: Questions, asked: SamplingFields) -> dict[str, object]:
 
 def read_samples(path: Path, header: Mapping[str, object]) -> dict[tuple[int, int], Sample]:
     """The scored samples of a file, by question and number; none if it is not there. Raises DataError."""
-    found = {}
+    samples = {}
     for row in sample_rows(path, header):
         with reading(f"{path} has a line that is not a sample", DataError):
             if row["score"] is not None:
                 tokens = (int(row["prompt_tokens"]), int(row["completion_tokens"]))
-                found[row["question"], row["sample"]] = Sample(row["question"], row["sample"], row["score"], tokens)
-    return found
+                samples[row["question"], row["sample"]] = Sample(row["question"], row["sample"], row["score"], tokens)
+    return samples
 
 
 def sample_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:

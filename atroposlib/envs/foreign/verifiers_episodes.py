@@ -191,11 +191,11 @@ def _versions(trace: Trace, calls: Sequence[Call]) -> dict[int, Call]:
     by_ids: defaultdict[str, deque[Call]] = defaultdict(deque)
     for call in calls:
         by_ids[call.sampled].append(call)
-    found = {}
+    by_node = {}
     for number, node in enumerate(trace.nodes):
         if any(node.mask) and (same := by_ids.get(digest(node.sampled))):
-            found[number] = same.popleft() if len(same) > 1 else same[0]
-    return found
+            by_node[number] = same.popleft() if len(same) > 1 else same[0]
+    return by_node
 
 
 def _sequence(

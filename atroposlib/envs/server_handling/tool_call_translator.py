@@ -159,8 +159,8 @@ class ToolCallTranslator:
 
     def reply_of(self, raw_text: str, parsed: Parsed) -> tuple[str | None, list[ToolCall] | None, str]:
         """Build the reply as `parse_model_output` does, for a text that is parsed already."""
-        content, found = parsed
-        if not found:
+        content, parsed_calls = parsed
+        if not parsed_calls:
             return raw_text, None, "stop"
         try:
             calls = [
@@ -172,7 +172,7 @@ class ToolCallTranslator:
                         arguments=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
                     ),
                 )
-                for name, given in found
+                for name, given in parsed_calls
             ]
         except RecursionError:  # nested just below what could be read
             return raw_text, None, "stop"

@@ -53,11 +53,11 @@ class SequenceNode(BaseModel):
 
     def trained_settings(self) -> list[Settings]:
         """The different settings of the tokens that are trained on."""
-        found: list[Settings] = []
+        known: list[Settings] = []
         for start, end, settings in self._spans():
-            if settings not in found and any(value != NOT_TRAINED for value in self.masked_tokens[start:end]):
-                found.append(settings)
-        return found
+            if settings not in known and any(value != NOT_TRAINED for value in self.masked_tokens[start:end]):
+                known.append(settings)
+        return known
 
     def _spans(self) -> Iterator[tuple[int, int, Settings]]:
         starts = self.settings or []
