@@ -29,7 +29,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from benchmarks.weight_sync_page import DIRECT, GATHERED, KINDS, Result, written_page
 from example_trainer.bridges import make_bridge
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.run import keep_weights
@@ -59,52 +59,6 @@ PAUSE_S = 1.5  # before an idle sync: vLLM's worker looks for messages without p
 SERVER_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "64"]
 ENVIRONMENT = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 PARITY = {"float32": 2e-5, "bfloat16": 1.0}  # nats, by what vLLM serves; the trainer's weights are float32
-
-PAGE = """# What a weight sync costs
-
-```bash
-{command} --out docs/benchmarks/weight_sync.md
-```
-
-That command writes this page. Every mode has a vLLM server and a trainer process of its own; a sync is one
-fused AdamW step and what the bridge does to have the result served.
-
-Model: {model}. Machine: {machine}; {load}.
-Limits of the machine, in the same run: {limits}.
-
-Median (worst) in ms; under load {clients} generations are in flight:
-
-| mode | load | update | transfer | stall | apply | served after | MB moved |
-|---|---|---|---|---|---|---|---|
-{times}
-
-`legacy` is the mode `none`, also called restart. Update: the optimizer step, part of the stall for single copy only.
-Transfer: bytes travel, or files are written, and generation continues. Stall: generation is paused. Apply: the part of
-it in which the weights change. Served after: from the end of update and transfer until the trainer knows that the new
-version is served.
-
-| mode | server alone | both | at the end | weights in memory files | peak extra | files, threads | requests, failed |
-|---|---|---|---|---|---|---|---|
-{memory}
-
-Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is
-after the first step, so with gradients and moments, and "peak extra" is what one more sync takes above that. At the
-end vLLM also holds the packed copies of its weights that it makes while it generates (none beside a single copy), its
-KV cache, and what else its requests have touched. The memory files hold vLLM's live weights, which a single-copy
-trainer has no copy of, and the staging of a broadcast. Open files and threads are those after the first step and at
-the end.
-
-| goal | measured | limit | |
-|---|---|---|---|
-{goals}
-
-Parity is the root mean square of the differences of log-probabilities between trainer and vLLM on one prompt, the
-larger one of after the first and after the last sync.
-Not shown: NCCL and GPUs, more than one machine.
-"""
-
-Result = dict[str, Any]  # of one mode: settings, reports, sizes
-Modes = dict[str, Result]
 
 
 @dataclass(frozen=True)
@@ -125,14 +79,11 @@ def _arm(kind: str) -> Arm:
     return Arm({"kind": kind}, ["--enable-lora", "--max-lora-rank", "16"] if MODES[kind].adapters else [])
 
 
-GATHERED, DIRECT = "broadcast_2_ranks_gathered", "broadcast_2_ranks_direct"
 # restarts last: they take minutes, and the page compares them with the broadcast
 ARMS = {
     "legacy" if kind == "restart" else kind: _arm(kind)
     for kind in sorted(LAUNCHED, key=lambda kind: MODES[kind].owns_vllm)
 } | {name: Arm({"kind": "broadcast", "sends": name.rpartition("_")[2]}, [], ranks=2) for name in (GATHERED, DIRECT)}
-KINDS = ("idle", "under load")  # of timed syncs
-PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 
 
 def main() -> None:
@@ -176,10 +127,26 @@ def _compare(options: argparse.Namespace) -> None:
         memcpy += [_memcpy(nbytes) for _ in range(5)]
         gloo.append(_bare_gloo(nbytes))
         limits = {"memcpy": statistics.median(memcpy), "bare Gloo broadcast": statistics.median(gloo)}
-        page = _page(options, nbytes, figures, limits, load, time.monotonic() - start)
+        described = _described(options, nbytes, load, time.monotonic() - start)
+        page = written_page(described, figures, limits, PARITY[options.dtype])
         if options.out is not None:  # after each mode: a later one that fails must not cost the minutes of those before
             options.out.write_text(page)
     print(page)
+
+
+def _described(options: argparse.Namespace, nbytes: int, load: float, seconds: float) -> dict[str, str]:
+    """What the page says of the command and the machine."""
+    flags = f"{options.named} --modes {options.modes}" if options.modes != ",".join(ARMS) else options.named
+    flags += f" --dtype {options.dtype}" if options.dtype != "float32" else ""
+    flags += f" --vllm-tp {options.vllm_tp}" if options.vllm_tp != 1 else ""
+    return {
+        "command": f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients"
+        f" {options.clients}",
+        "model": f"{Path(options.named).name}, {nbytes / 1e6:.1f} MB of weights in {options.dtype}",
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
+        "load": f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",
+        "clients": str(options.clients),
+    }
 
 
 def _measure(name: str, options: argparse.Namespace) -> Result:
@@ -421,94 +388,6 @@ def _counts(roots: list[int]) -> tuple[int, int]:
     """Open files and threads of the process trees."""
     trees = _trees(roots)
     return sum(process.num_fds() for process in trees), sum(process.num_threads() for process in trees)
-
-
-def _page(
-    options: argparse.Namespace,
-    nbytes: int,
-    figures: Modes,
-    limits: dict[str, float],
-    load: float,
-    seconds: float,
-) -> str:
-    """The benchmark's page, whole."""
-    flags = f"{options.named} --modes {options.modes}" if options.modes != ",".join(ARMS) else options.named
-    flags += f" --dtype {options.dtype}" if options.dtype != "float32" else ""
-    flags += f" --vllm-tp {options.vllm_tp}" if options.vllm_tp != 1 else ""
-    return PAGE.format(
-        command=f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients {options.clients}",
-        model=f"{Path(options.named).name}, {nbytes / 1e6:.1f} MB of weights in {options.dtype}",
-        machine=f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
-        load=f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",
-        limits=", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in limits.items()),
-        clients=options.clients,
-        times="\n".join(_times(figures)),
-        memory="\n".join(_memory(figures)),
-        goals="\n".join(
-            f"| {what} | {measured} | {limit} | {'met' if met else '**missed**'} |"
-            for what, measured, limit, met in _goals(figures, limits, PARITY[options.dtype])
-        ),
-    )
-
-
-def _times(figures: Modes) -> Iterator[str]:
-    for name, found in figures.items():
-        for kind in KINDS:
-            if reports := found["reports"][kind]:
-                cells = " | ".join(_median_and_worst([report[part] for report in reports]) for part in PARTS)
-                yield f"| {name} | {kind} | {cells} | {reports[-1]['bytes_moved'] / 1e6:.1f} |"
-
-
-def _memory(figures: Modes) -> Iterator[str]:
-    for name, found in figures.items():
-        alone = "" if found["server_alone"] is None else f"{found['server_alone'] / 1e6:.0f}"
-        extra = max(0, found["peak"] - found["steady"])
-        held = " | ".join(f"{nbytes / 1e6:.0f}" for nbytes in (found["steady"], found["end"], found["weights"], extra))
-        counts = " → ".join(f"{files}, {threads}" for files, threads in found["counts"])
-        yield f"| {name} | {alone} | {held} | {counts} | {found['served']}, {found['failed']} |"
-
-
-def _goals(  # noqa: C901  one goal after the other
-    figures: Modes, limits: dict[str, float], parity: float
-) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield what the product promises: goal, figure (medians), limit, whether it is met."""
-
-    def at_most(what: str, measured: float, limit: float) -> tuple[str, str, str, bool]:
-        return what, f"{measured * 1e3:.1f} ms", f"{limit * 1e3:.1f} ms", measured <= limit
-
-    def medians(mode: str, part: str) -> Iterator[tuple[str, float]]:
-        for kind in KINDS:
-            if mode in figures and (reports := figures[mode]["reports"][kind]):
-                yield kind, statistics.median(report[part] for report in reports)
-
-    for kind, stall in medians("broadcast", "stall_s"):
-        yield at_most(f"broadcast, {kind}: stall ≤ 1.5 memcpy + 60 ms", stall, 1.5 * limits["memcpy"] + 0.060)
-    for kind, stall in medians("single_copy", "stall_s"):
-        yield at_most(
-            f"single copy, {kind}: stall ≤ update + 60 ms",
-            stall,
-            dict(medians("single_copy", "update_s"))[kind] + 0.060,
-        )
-    if "single_copy" in figures:
-        moved = sum(
-            report["bytes_moved"] for reports in figures["single_copy"]["reports"].values() for report in reports
-        )
-        yield "single copy: bytes moved", str(moved), "0", moved == 0
-    for kind, served_after in medians("lora", "served_after_s"):
-        yield at_most(f"LoRA, {kind}: served after its file is written", served_after, 0.5)
-    if {"legacy", "broadcast"} <= set(figures):
-        ratio = dict(medians("legacy", "stall_s"))["idle"] / dict(medians("broadcast", "stall_s"))["idle"]
-        yield "legacy stall / broadcast stall, idle", f"{ratio:.0f}", "at least 100", ratio >= 100
-    for name, limit in {GATHERED: 2.5, DIRECT: 1.2}.items():
-        if {"broadcast", name} <= set(figures):
-            ratio = dict(medians(name, "transfer_s"))["idle"] / dict(medians("broadcast", "transfer_s"))["idle"]
-            yield f"{name}: transfer / transfer by one rank, idle", f"{ratio:.2f}", f"at most {limit}", ratio <= limit
-    for name, found in figures.items():
-        yield f"{name}: parity", f"{found['parity']:.1e}", f"{parity:.0e}", found["parity"] <= parity
-
-
-def _median_and_worst(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ({max(seconds) * 1e3:.1f})"
 
 
 def _save_random(folder: Path) -> str:
