@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, Senders, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, Senders, ack_key, go_key
 from atroposlib.wire.senders import sender_ack_key
 from example_trainer.bridges.direct import _Joined, with_layouts
 from tests.unit.vllm_patching.engines.test_updater import (
@@ -19,6 +19,7 @@ from tests.unit.vllm_patching.engines.test_updater import (
     TP_SIZE,
     Rank,
     Weights,
+    offer_of,
     wait_for_state,
     weights,
 )
@@ -45,19 +46,8 @@ class Ranks:
     ) -> None:
         self.session = session
         self.store, port = transport.host_store("127.0.0.1", 0, TIMEOUT_S)
-        offer = BroadcastOffer(
-            session=session,
-            trainer="h:1",
-            lease_s=60.0,
-            address="127.0.0.1",
-            port=port,
-            world_size=1 + TP_SIZE,
-            backend=backend,
-            manifest_digest=manifest().digest(),
-            bucket_bytes=BUCKET_BYTES,
-            timeout_s=timeout_s,
-            senders=with_layouts(senders, manifest(), BUCKET_BYTES),
-        )
+        layouts = with_layouts(senders, manifest(), BUCKET_BYTES)
+        offer = offer_of(session, port, backend, timeout_s, senders=layouts)
         for worker in workers:
             assert worker.worker.bridge_open(msgspec.to_builtins(offer)) is not None
         buckets, count = manifest().buckets(BUCKET_BYTES), senders.count if joining is None else joining

@@ -21,10 +21,3 @@ def test_import_loads_neither_a_framework_nor_an_app(module: str) -> None:
         [sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_the_app_is_still_the_packages() -> None:
-    import atroposlib.api
-    import atroposlib.api.server
-
-    assert atroposlib.api.app is atroposlib.api.server.app

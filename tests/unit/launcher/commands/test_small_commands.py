@@ -60,21 +60,27 @@ def test_an_evaluation_of_another_server_names_model_and_address(words: list[str
         evaluate.main(["arithmetic", *words])
 
 
+async def evaluated(*words: str, **variables: str) -> str:
+    """What `atropos evaluate` prints with these words, in a process of its own."""
+    done = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "atropos_launcher", "evaluate", *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **variables},
+        cwd=ROOT,
+    )
+    said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
+    assert done.returncode == 0, said
+    return said
+
+
 @pytest.mark.services
 @pytest.mark.slow
 async def test_a_model_behind_an_api_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
     async with FakeInferenceServer(lambda prompt: "It is 5.", api_key="secret", model_name="gpt") as server:
         words = ["arithmetic", "gpt", "--base-url", server.base_url, "--api-key-env", "MY_KEY", "--run-name", "api"]
         words += ["--samples", "2", "--env.heldout_size", "3", "--runs", str(tmp_path)]
-        done = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "atropos_launcher", "evaluate", *words),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "MY_KEY": "secret"},
-            cwd=ROOT,
-        )
-        said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
-        assert done.returncode == 0, said
+        said = await evaluated(*words, MY_KEY="secret")
         assert (server.hits["/v1/chat/completions"], server.hits["/generate"]) == (6, 0)
     results = tmp_path / "api/evaluation_env"
     assert (results / "table.txt").read_text() in said
@@ -93,24 +99,12 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
     async with FakeInferenceServer(lambda prompt: "It is 5.", model_name="org/gpt") as server:
         words = ["arithmetic", "org/gpt", "--base-url", server.base_url, "--env.heldout_size", "3"]
         words += ["--runs", str(tmp_path), "--samples"]
-
-        async def evaluated(*more: str) -> str:
-            done = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "atropos_launcher", "evaluate", *words, *more),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-            )
-            said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
-            assert done.returncode == 0, said
-            return said
-
-        await evaluated("2")
-        assert "and continues there" in await evaluated("2")
+        await evaluated(*words, "2")
+        assert "and continues there" in await evaluated(*words, "2")
         assert server.hits["/v1/chat/completions"] == 6
-        await evaluated("3")
+        await evaluated(*words, "3")
         assert server.hits["/v1/chat/completions"] == 9, "only the third sample of each question"
-        await evaluated("1", "--output", str(tmp_path / "mine.jsonl"))
+        await evaluated(*words, "1", "--output", str(tmp_path / "mine.jsonl"))
         assert server.hits["/v1/chat/completions"] == 12
     assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 4
     samples = tmp_path / "evaluate-arithmetic-org-gpt/evaluation_env/samples.jsonl"
@@ -123,23 +117,12 @@ async def test_the_same_evaluation_again_pays_for_nothing(tmp_path: Path) -> Non
 async def test_the_same_greedy_evaluation_again_pays_for_nothing(tmp_path: Path) -> None:
     async with FakeInferenceServer(lambda prompt: "It is 5.", model_name="org/gpt") as server:
         words = ["arithmetic", "org/gpt", "--base-url", server.base_url, "--env.heldout_size", "3"]
-
-        async def evaluated(*more: str) -> str:
-            done = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "atropos_launcher", "evaluate", *words, "--runs", str(tmp_path), *more),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-            )
-            said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
-            assert done.returncode == 0, said
-            return said
-
-        first = await evaluated()
-        again = await evaluated()
+        words += ["--runs", str(tmp_path)]
+        first = await evaluated(*words)
+        again = await evaluated(*words)
         assert "and continues there" in again
         assert server.hits["/v1/chat/completions"] == 3
-        await evaluated("--output", str(tmp_path / "mine.jsonl"))
+        await evaluated(*words, "--output", str(tmp_path / "mine.jsonl"))
         assert server.hits["/v1/chat/completions"] == 6
     tables = [
         [line for line in text.splitlines() if line.startswith("  ") and "seconds" not in line]

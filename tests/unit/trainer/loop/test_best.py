@@ -1,7 +1,6 @@
 """The best policies that a run keeps, and what it does with them at its end."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,10 @@ from example_trainer import grpo
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.loop.best import BestPolicy
 from example_trainer.settings.config import TrainerConfig
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, serve
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODEL = {"tie_word_embeddings": True}
 
 
 def train(

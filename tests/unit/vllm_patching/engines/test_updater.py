@@ -33,6 +33,23 @@ BUCKET_BYTES = 40  # several buckets
 Weights = dict[str, torch.Tensor]
 
 
+def offer_of(session: str, port: int, backend: str, timeout_s: float, **changes: Any) -> BroadcastOffer:
+    """What a trainer whose store is at `port` offers the workers."""
+    return BroadcastOffer(
+        session=session,
+        trainer="h:1",
+        lease_s=60.0,
+        address="127.0.0.1",
+        port=port,
+        world_size=1 + TP_SIZE,
+        backend=backend,
+        manifest_digest=manifest().digest(),
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=timeout_s,
+        **changes,
+    )
+
+
 class Rank:
     """One worker of two around a small model, as it is once vLLM has loaded it."""
 
@@ -72,19 +89,7 @@ class Trainer:
         self.sent_last = torch.zeros(manifest().nbytes, dtype=torch.uint8)
         self.base: int | None = None  # its version
         self.store, port = transport.host_store("127.0.0.1", 0, TIMEOUT_S)
-        offer = BroadcastOffer(
-            session=session,
-            trainer="h:1",
-            lease_s=60.0,
-            address="127.0.0.1",
-            port=port,
-            world_size=1 + TP_SIZE,
-            backend=backend,
-            manifest_digest=manifest().digest(),
-            bucket_bytes=BUCKET_BYTES,
-            timeout_s=timeout_s,
-            delta=only_changes,
-        )
+        offer = offer_of(session, port, backend, timeout_s, delta=only_changes)
         for rank in ranks:
             assert rank.worker.bridge_open(msgspec.to_builtins(offer)) is not None
         members = (self.store, session, 0, 1 + TP_SIZE, timeout_s)
