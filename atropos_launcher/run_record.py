@@ -64,8 +64,8 @@ def placed(service: Service) -> dict[str, object]:
     has of these.
     """
     gpus, url = service.environment.get("CUDA_VISIBLE_DEVICES"), (service.health or "").removesuffix("/health")
-    found = {"url": url, "gpus": gpus.split(",") if gpus else [], "cores": list(service.cores)}
-    return {key: value for key, value in found.items() if value}
+    place = {"url": url, "gpus": gpus.split(",") if gpus else [], "cores": list(service.cores)}
+    return {key: value for key, value in place.items() if value}
 
 
 def commit() -> dict[str, object]:

@@ -212,8 +212,8 @@ class Records:
                 raise ForeignRecord(self.folder, "it belongs to another user")
 
     @staticmethod
-    def _check(path: Path, found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
-            raise ForeignRecord(path, "it is a link" if stat.S_ISLNK(found.st_mode) else "it is not a regular file")
-        if found.st_uid != os.geteuid():
+    def _check(path: Path, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise ForeignRecord(path, "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a regular file")
+        if status.st_uid != os.geteuid():
             raise ForeignRecord(path, "it belongs to another user")

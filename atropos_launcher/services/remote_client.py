@@ -153,10 +153,10 @@ def _drain(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     process.kill()
 
 
-def _copy(found: bytes) -> bytes:
+def _copy(chunk: bytes) -> bytes:
     """Write all but the signs of life. Returns what may be the first half of one."""
-    held = remote_agent.BEAT[:1] if found.endswith(remote_agent.BEAT[:1]) else b""
-    if text := found.removesuffix(held).replace(remote_agent.BEAT, b""):
+    held = remote_agent.BEAT[:1] if chunk.endswith(remote_agent.BEAT[:1]) else b""
+    if text := chunk.removesuffix(held).replace(remote_agent.BEAT, b""):
         with suppress(OSError):  # the log's disk is full: the far process must not end for that
             sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()

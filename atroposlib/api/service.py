@@ -279,9 +279,9 @@ class RolloutService(JournalledState):
         required = needs != GroupRequirements()
         return (group for group in groups if required and self._bodies[group.record.id].checked != needs)
 
-    async def _set_aside(self, found: Sequence[tuple[Group[StoredGroup], str]], found_by: str) -> list[SetAside]:
+    async def _set_aside(self, refused: Sequence[tuple[Group[StoredGroup], str]], found_by: str) -> list[SetAside]:
         letters = []
-        for identity, (group, reason) in enumerate(found, self.dead_letters.next_id):
+        for identity, (group, reason) in enumerate(refused, self.dead_letters.next_id):
             letters.append(
                 DeadLetter(
                     time.time(),
@@ -291,12 +291,12 @@ class RolloutService(JournalledState):
                     replace(self._bodies[group.record.id], id=identity),
                 )
             )
-        await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
+        await self._submit(changes.GroupsRejected([group.order for group, _ in refused]), letters=letters)
         self.dead_letters.add(letters)
         self.counters.rejected[found_by] += len(letters)
         told = [
             SetAside(group.record.id, group.env_id, letter.environment, reason)
-            for (group, reason), letter in zip(found, letters, strict=True)
+            for (group, reason), letter in zip(refused, letters, strict=True)
         ]
         for each in told[:MAX_LOGGED]:
             log.warning(

@@ -31,10 +31,10 @@ def read_token(path: Path, flag: str) -> str:
     """The token in a file that only its owner can write. Raises ValueError, which names the flag and what to do."""
     what = f"{flag} {path}"
     with reading(what, ValueError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = {path: os.fstat(file.fileno())}  # of a FIFO, too: it does not keep us waiting
-        found |= {folder: folder.stat() for folder in (path.absolute().parent, path.resolve().parent)}
+        status_of = {path: os.fstat(file.fileno())}  # of a FIFO, too: it does not keep us waiting
+        status_of |= {folder: folder.stat() for folder in (path.absolute().parent, path.resolve().parent)}
         content = file.read(MAX_BYTES + 1) or b""
-    for place, status in found.items():
+    for place, status in status_of.items():
         _expect_trusted(place, status, what)
     token = content.decode("ascii", "replace").strip()
     if len(content) > MAX_BYTES or not is_usable(token):
@@ -42,15 +42,15 @@ def read_token(path: Path, flag: str) -> str:
     return token
 
 
-def _expect_trusted(path: Path, found: os.stat_result, what: str) -> None:
-    is_folder = stat.S_ISDIR(found.st_mode)
-    if not is_folder and not stat.S_ISREG(found.st_mode):
+def _expect_trusted(path: Path, status: os.stat_result, what: str) -> None:
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{what}: {path} is not a regular file; put the token into one")
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise ValueError(
             f"{what}: {path} belongs to another user, who could change the token: `chown {os.geteuid()} {path}`"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_folder and found.st_mode & stat.S_ISVTX):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_folder and status.st_mode & stat.S_ISVTX):
         raise ValueError(f"{what}: others can write {path} and so change the token: `chmod go-w {path}`")
 
 

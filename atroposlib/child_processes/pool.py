@@ -159,9 +159,9 @@ class _Child:
                 limit=REPLY_LIMIT_BYTES,
             )
             self._process = process
-            found = await _exchange(process, sandbox.orders())
+            answer = await _exchange(process, sandbox.orders())
             namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
-            self.note(SandboxReport(tuple(namespaces + found["means"]), tuple(found["escapes"])))
+            self.note(SandboxReport(tuple(namespaces + answer["means"]), tuple(answer["escapes"])))
             await _read(process)  # it is ready
             return process
 

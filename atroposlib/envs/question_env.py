@@ -499,4 +499,4 @@ def mean_rewards(scored: Sequence[Scored]) -> dict[str, float]:
     values: defaultdict[str, list[float]] = defaultdict(list)
     for name, value in (pair for each in scored for pair in each.rewards.items()):
         values[name].append(value)
-    return {f"{REWARD}{name}": sum(found) / len(found) for name, found in values.items()}
+    return {f"{REWARD}{name}": sum(of_answers) / len(of_answers) for name, of_answers in values.items()}

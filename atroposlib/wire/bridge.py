@@ -396,9 +396,9 @@ class Announced(Struct, frozen=True, omit_defaults=True):
         return str(self.version) if self.base is None else msgspec.json.encode(self).decode()
 
     @classmethod
-    def decoded(cls, found: bytes) -> "Announced":
+    def decoded(cls, message: bytes) -> "Announced":
         """Decode what `encoded` has written."""
-        read = msgspec.json.decode(found, type=int | Announced)
+        read = msgspec.json.decode(message, type=int | Announced)
         return cls(read) if isinstance(read, int) else read
 
 

@@ -61,12 +61,12 @@ class BestPolicies:
         """Return where a policy's weights are."""
         return self._link.with_name(f"{self._link.name}_{policy.policy_version}")
 
-    def note(self, step: int, policy_version: int, found: HeldOut) -> None:
+    def note(self, step: int, policy_version: int, held_out: HeldOut) -> None:
         """Take the result of the policy that the trainer holds, and write the policy if it is among the best. Raises
         CheckpointError.
         """
-        policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(found, final=None))
-        self.note_final(policy_version, found)
+        policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(held_out, final=None))
+        self.note_final(policy_version, held_out)
         gains = self._highest is None or _rank(policy) > _rank(self._highest)
         self.without_gain = 0 if gains else self.without_gain + 1
         self._highest = policy if gains else self._highest
@@ -76,17 +76,17 @@ class BestPolicies:
         if policy in dropped:
             return
         folder = self.folder(policy)
-        log.info("Writing the policy of version %d, held-out accuracy %s, to %s", policy_version, found, folder)
+        log.info("Writing the policy of version %d, held-out accuracy %s, to %s", policy_version, held_out, folder)
         self._trained.write(folder, policy_version, also=partial(self._describe, policy))
         self._kept = kept
         self._point_to(self.folder(kept[0]))
         for each in dropped:
             remove_folder(self.folder(each), "remove it by hand, then resume the run")
 
-    def note_final(self, policy_version: int, found: HeldOut) -> None:
+    def note_final(self, policy_version: int, held_out: HeldOut) -> None:
         """Take what an evaluation at the end of the run found with further questions, if it asked any."""
-        if found.final is not None:
-            self._final[policy_version] = found.final
+        if held_out.final is not None:
+            self._final[policy_version] = held_out.final
 
     @property
     def to_serve_again(self) -> BestPolicy | None:

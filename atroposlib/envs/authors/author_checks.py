@@ -97,17 +97,17 @@ def _takes(method: Callable[..., object], signature: str) -> bool:
 
 def messages(prompt: Callable[[object], object], item: object) -> Any:
     """Return the messages that `prompt` gives for `item`. Raises WrongReturn."""
-    found: Any = prompt(item)
-    if not _is_list_of(Mapping, found) or not found or not all("role" in message for message in found):
-        raise WrongReturn(prompt, found, METHODS["prompt"][1])
-    return found
+    returned: Any = prompt(item)
+    if not _is_list_of(Mapping, returned) or not returned or not all("role" in message for message in returned):
+        raise WrongReturn(prompt, returned, METHODS["prompt"][1])
+    return returned
 
 
-def answers(rollouts: Callable[..., object], found: Any, n: int) -> Sequence[Rollout]:
-    """Return `found`, the answers that `rollouts` gave when it was asked for `n`. Raises WrongReturn."""
-    if not _is_list_of(Rollout, found) or len(found) != n:
-        raise WrongReturn(rollouts, found, f"a list of {n} Rollout")
-    return list(found)
+def answers(rollouts: Callable[..., object], returned: Any, n: int) -> Sequence[Rollout]:
+    """Return `returned`, the answers that `rollouts` gave when it was asked for `n`. Raises WrongReturn."""
+    if not _is_list_of(Rollout, returned) or len(returned) != n:
+        raise WrongReturn(rollouts, returned, f"a list of {n} Rollout")
+    return list(returned)
 
 
 async def trajectory(collect_trajectory: Callable[[object], Awaitable[object]], item: object) -> tuple[Any, Any]:
@@ -121,30 +121,30 @@ async def trajectory(collect_trajectory: Callable[[object], Awaitable[object]], 
 
 async def groups(collect_trajectories: Callable[[object], Awaitable[object]], item: object) -> tuple[Any, Any]:
     """Return the groups and the later items that `collect_trajectories` gives for `item`. Raises WrongReturn."""
-    found, later = _pair("collect_trajectories", collect_trajectories, await settled(collect_trajectories(item)))
-    for group in found if isinstance(found, list) else [found]:
+    returned, later = _pair("collect_trajectories", collect_trajectories, await settled(collect_trajectories(item)))
+    for group in returned if isinstance(returned, list) else [returned]:
         if group and not isinstance(group, Mapping):
             raise WrongReturn(collect_trajectories, group, f"a dict with the lists {', '.join(REQUIRED)}")
-    return found, later
+    return returned, later
 
 
 async def metrics(evaluate: Callable[[], Awaitable[object]]) -> Mapping[str, object] | None:
     """Return the metrics that `evaluate` gives. Raises WrongReturn."""
-    found: Mapping[str, object] | None = await settled(evaluate())
-    if found is not None and not isinstance(found, Mapping):
-        raise WrongReturn(evaluate, found, METHODS["evaluate"][1])
-    return found
+    returned: Mapping[str, object] | None = await settled(evaluate())
+    if returned is not None and not isinstance(returned, Mapping):
+        raise WrongReturn(evaluate, returned, METHODS["evaluate"][1])
+    return returned
 
 
-def _pair(name: str, method: Callable[..., object], found: object) -> tuple[object, object]:
-    if not isinstance(found, (tuple, list)) or len(found) != 2 or isinstance(found[1], Mapping):
-        raise WrongReturn(method, found, METHODS[name][1])
-    return found[0], found[1]
+def _pair(name: str, method: Callable[..., object], returned: object) -> tuple[object, object]:
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2 or isinstance(returned[1], Mapping):
+        raise WrongReturn(method, returned, METHODS[name][1])
+    return returned[0], returned[1]
 
 
-def _is_list(found: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(found, Sequence) and not isinstance(found, (str, bytes))
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _is_list_of(kind: type, found: object) -> bool:
-    return _is_list(found) and all(isinstance(each, kind) for each in found)
+def _is_list_of(kind: type, value: object) -> bool:
+    return _is_list(value) and all(isinstance(each, kind) for each in value)

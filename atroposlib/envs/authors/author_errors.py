@@ -58,8 +58,8 @@ class WrongReturn(TypeError):
     """An author's `method` returned something instead of what is `wanted`."""
 
     def __init__(self, method: Callable[..., object], returned: object, wanted: str) -> None:
-        found = f"{type(returned).__name__} {shown(returned, RETURNED_CHARS_SHOWN)}" if returned is not None else "None"
-        super().__init__(f"{method.__name__} returned {found} instead of {wanted}")
+        what = f"{type(returned).__name__} {shown(returned, RETURNED_CHARS_SHOWN)}" if returned is not None else "None"
+        super().__init__(f"{method.__name__} returned {what} instead of {wanted}")
         self.where = location(method)
 
 
@@ -89,8 +89,8 @@ def location(method: Any) -> str:
 def written_by_author(env_cls: type) -> dict[str, str]:
     """The locations of the author's methods that groups come from, by name, last hand first."""
     names = dict.fromkeys([*GIVERS, *WORKS_WITH.values()])
-    found = {name: location(getattr(env_cls, name)) for name in names if hasattr(env_cls, name)}
-    return {name: where for name, where in found.items() if where}
+    methods = {name: location(getattr(env_cls, name)) for name in names if hasattr(env_cls, name)}
+    return {name: where for name, where in methods.items() if where}
 
 
 def origin(error: BaseException, written: Mapping[str, str] | None = None) -> str:

@@ -49,13 +49,16 @@ def summary(
     for sample in samples:
         if sample.score is not None and sample.number < per_question:
             scores[sample.index].append(sample.score)
-    counts = {index: (len(found), sum(score >= right_from for score in found)) for index, found in scores.items()}
+    counts = {
+        index: (len(of_question), sum(score >= right_from for score in of_question))
+        for index, of_question in scores.items()
+    }
     shares = [right / count for count, right in counts.values()]
     metrics = {
         "questions": float(len(counts)),
         "samples": float(sum(count for count, _ in counts.values())),
         "failed": float(sum(sample.error is not None for sample in samples)),
-        "mean_score": _mean([_mean(found) for found in scores.values()]),
+        "mean_score": _mean([_mean(of_question) for of_question in scores.values()]),
         "accuracy": _mean(shares),
         f"avg@{per_question}": _mean(shares),  # the same, by the name that reports use
         "standard_error": _standard_error(shares),

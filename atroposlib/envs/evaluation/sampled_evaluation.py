@@ -163,16 +163,16 @@ async def _sampled(env: Questions, asked: SamplingFields, index: int, number: in
     item, spent, started = env.asked_always[index], Counter[str](), time.monotonic()
     _spent.set(spent)
     rollout: Rollout | None = None
-    found: list[Rollout] | Scored | Failure = await attempt(
+    outcome: list[Rollout] | Scored | Failure = await attempt(
         env.rollouts(item, 1, "eval", asked.temperature, asked.top_p), env.config.rollout_limit_s
     )
-    if isinstance(found, list):
-        rollout = found[0]
-        found = await attempt(env._score(item, rollout), env.config.rollout_limit_s, late="scorer", other="scorer")
-    error = f"{found.cause}: {found}" if isinstance(found, Failure) else None
+    if isinstance(outcome, list):
+        rollout = outcome[0]
+        outcome = await attempt(env._score(item, rollout), env.config.rollout_limit_s, late="scorer", other="scorer")
+    error = f"{outcome.cause}: {outcome}" if isinstance(outcome, Failure) else None
     if error is not None:
         log.warning("Question %d, sample %d failed: %s", index, number, error)
-    scored = found if isinstance(found, Scored) else Scored(None)
+    scored = outcome if isinstance(outcome, Scored) else Scored(None)
     tokens = (spent["prompt"], spent["completion"])
     if error is None and scored.reward is None:
         error = "not scored"

@@ -391,11 +391,11 @@ class Environment(FormerAttributes, ABC):
     def load_checkpoint(self) -> None:
         """Set the attributes that the last whole checkpoint at or before `self.curr_step` holds, if there is one."""
         run, folder, step = self._env_run, self.checkpoint_dir, self.curr_step
-        found = checkpoints.load(folder, run.registered_name, run.display_name, step)
-        if found is None:
+        checkpoint = checkpoints.load(folder, run.registered_name, run.display_name, step)
+        if checkpoint is None:
             log.info("No checkpoint of %s up to step %d in %r: starting afresh", run.display_name, step, folder)
             return
-        path, attributes = found
+        path, attributes = checkpoint
         for name, value in attributes.items():
             setattr(self, name, value)
         log.info("Loaded %s", path)

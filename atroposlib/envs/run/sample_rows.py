@@ -146,8 +146,8 @@ class SampleRows:
 
     def reference(self, item: Item) -> str | None:
         """The reference answer of an item, if its environment has one."""
-        found = self._ask("reference_answer", self._run.env._reference_of, item)
-        return None if found is None else str(found)
+        reference = self._ask("reference_answer", self._run.env._reference_of, item)
+        return None if reference is None else str(reference)
 
     def _head(
         self, started: float | None, ended: float, item: Item, failures: tuple[Failure, ...], dropped: str | None
