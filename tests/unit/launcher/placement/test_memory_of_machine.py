@@ -24,6 +24,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_processes: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or "SmolLM2-135M-Instruct")
     has(monkeypatch, 24)
+    has_disk(monkeypatch, 1000)
+
+
+def has_disk(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    """The disk has this many GB free."""
+    usage = shutil.disk_usage("/")._replace(free=int(free * GB))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, size: float, free: float | None = None) -> None:
@@ -116,8 +123,7 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.M
         (6.5, "arithmetic --trainer.checkpoint-interval 2", True),
         (0.1, "gsm8k_lora", True),
     ):
-        usage = shutil.disk_usage("/")._replace(free=int(free * GB))
-        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
+        has_disk(monkeypatch, free)
         if fits:
             assert train.main([*words.split(), "--dry-run"]) == 0
         else:
