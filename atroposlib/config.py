@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
@@ -34,6 +34,7 @@ class Config(BaseModel):
     """Base of every configuration tree: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True, hide_input_in_errors=True)
+    first_flags: ClassVar[Sequence[str]] = ()  # paths of the keys that `--help` shows; all of them where it is empty
 
 
 class Ambient(str):
@@ -90,7 +91,15 @@ def resolve_config(
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
     keys = keys_of(config_cls)
     defaults = _merge(_preset(config_cls), defaults or {})
-    values, typed = flags.parse(keys, argv, prog=prog, about=config_cls.__doc__ or "", epilog=epilog, defaults=defaults)
+    values, typed = flags.parse(
+        keys,
+        argv,
+        prog=prog,
+        about=config_cls.__doc__ or "",
+        epilog=epilog,
+        defaults=defaults,
+        first=config_cls.first_flags if issubclass(config_cls, Config) else (),
+    )
     tree: Tree = {}
     for layer in (
         defaults,

@@ -197,6 +197,7 @@ def split(argv: Sequence[str], keys: Sequence[Key] = (), sections: Sequence[str]
         text = joined if equals else None
         if word.startswith("--") and not equals and not _dashed(flag).startswith("--no-") and rest:
             has_value = rest[0] in BOOLEANS if _dashed(flag) in switches else not rest[0].startswith("--")
+            has_value = rest[0] == "all" if flag == "--help" else has_value
             text = rest.pop(0) if has_value else None
         section, dot, name = flag[2:].partition(".")
         if dot and section in line.sections:
@@ -216,13 +217,14 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     usage: str = USAGE,
     elsewhere: Callable[[], Mapping[str, Sequence[Key]]] = dict,
+    first: Sequence[str] = (),
 ) -> tuple[dict[str, Any], argparse.Namespace]:
     """The values of `argv` by path, joined by dots, and `config` and `dry_run`. Exits 0 after `--help` and `--version`.
 
     `elsewhere` has the keys of other programs, which are written PROGRAM.KEY here: for the hint at an unknown flag.
-    Raises ConfigError.
+    `first` names the keys that `--help` shows; `--help all` shows every one. Raises ConfigError.
     """
-    parser = make_parser(keys, prog, about, epilog, defaults or {}, usage)
+    parser = make_parser(keys, prog, about, epilog, defaults or {}, usage, first)
     try:
         typed, rest = parser.parse_known_args([_dashed(token) for token in argv])
     except argparse.ArgumentError as error:
@@ -235,7 +237,7 @@ def parse(
     if rest:
         spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
         name = spelled.replace("-", "_")
-        raise ConfigError(f"unknown flag --{spelled}{_hint(name, keys, elsewhere())} (--help lists all)")
+        raise ConfigError(f"unknown flag --{spelled}{_hint(name, keys, elsewhere())} (--help all lists them)")
     by_path = {".".join(key.path): key for key in keys}
     values = {
         path: text if isinstance(text, bool) else by_path[path].value([text] if isinstance(text, str) else text)
@@ -296,8 +298,11 @@ def make_parser(
     epilog: str = "",
     defaults: Mapping[str, Any] = MappingProxyType({}),
     usage: str = USAGE,
+    first: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """A parser with a flag for every key; its values are text."""
+    """A parser with a flag for every key; its values are text. Its `--help` shows the keys that `first` names, if any,
+    and `--help all` every one.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -311,7 +316,18 @@ def make_parser(
         formatter_class=_Help,
     )
     general = parser.add_argument_group("Every command")
-    general.add_argument("-h", "--help", action="help", help="show this help")
+    by_path = {".".join(key.path): key for key in keys}
+    shown_first = [by_path[path] for path in first if path in by_path]
+    short = make_short_parser(shown_first, len(keys), prog, about, epilog, defaults, usage) if shown_first else parser
+    general.add_argument(
+        "-h",
+        "--help",
+        action=_ShowHelp,
+        nargs="?",
+        metavar="all" if shown_first else "",
+        short=short,
+        help="show the flags to begin with, or all of them" if shown_first else "show this help",
+    )
     general.add_argument("--version", action="version", version=f"{prog} {package_version()}", help="show the version")
     general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; flags override it")
     general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
@@ -323,6 +339,41 @@ def make_parser(
     for key in keys:
         _add_flag(sections[key.section], key, _help(key, defaults))
     return parser
+
+
+def make_short_parser(
+    keys: Sequence[Key], count: int, prog: str, about: str, epilog: str, defaults: Mapping[str, Any], usage: str
+) -> argparse.ArgumentParser:
+    """A parser whose help has `keys` in one section, and says that there are `count`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=usage,
+        description=about,
+        epilog=f"{prog} has {count} flags: `--help all` lists them.\n\n{epilog}",
+        add_help=False,
+        formatter_class=_Help,
+    )
+    general = parser.add_argument_group("Every command")
+    general.add_argument("-h", "--help", metavar="all", help="show the flags to begin with, or all of them")
+    general.add_argument("--version", action="store_true", help="show the version")
+    general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys; flags override it")
+    general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
+    section = parser.add_argument_group("To begin with")
+    for key in keys:
+        _add_flag(section, key, _help(key, defaults))
+    return parser
+
+
+class _ShowHelp(argparse.Action):
+    """Prints the help of `short`, or with the word `all` that of the parser itself, and ends the program."""
+
+    def __init__(self, *args: Any, short: argparse.ArgumentParser, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._short = short
+
+    def __call__(self, parser: argparse.ArgumentParser, _namespace: object, values: object, *_option: object) -> None:
+        (parser if values == "all" else self._short).print_help()
+        parser.exit()
 
 
 def _add_flag(parser: argparse._ActionsContainer, key: Key, text: str | None = None) -> None:

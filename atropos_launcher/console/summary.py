@@ -139,11 +139,11 @@ def next_steps(
 
 
 def as_typed(command: str, installed: bool) -> str:
-    """`atropos COMMAND`, or the script of a checkout where `atropos` may not be on the path."""
+    """`atropos COMMAND`, or in a checkout, where `atropos` may not be on the path, a script or the one in `.venv`."""
     if installed:
         return f"atropos {command}"
     script = next((name for name in SCRIPTS if command.startswith(f"{name} ")), None)
-    return f"scripts/setup.sh --run {command}" if script is None else command.replace(script, SCRIPTS[script], 1)
+    return f".venv/bin/atropos {command}" if script is None else command.replace(script, SCRIPTS[script], 1)
 
 
 def summary(

@@ -297,6 +297,7 @@ class Need:
             names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
             lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
             lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")
+            lines.append(f"  {serving.conversations(cache)}")
             if serving.host_staging:
                 locked = MemoryItem("vLLM's staging", "vLLM: staging buffer, page-locked", serving.host_staging)
                 lines += table(f"  and in host memory, each of {serving.ranks * len(alike)} rank(s)", [locked])

@@ -9,6 +9,7 @@ second) and `--layout.X` are values in YAML.
 """
 
 import os
+import textwrap
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,11 +58,15 @@ USAGE = {
     "atropos quickstart": "%(prog)s [MODEL] [--FLAG VALUE ...]",
 }
 SECTIONS = ("trainer", "api", "bridge", "vllm", TEACHER, "layout", "env", "environments")
+OWN_TRAINER_FLAGS = ("model_name", "training_steps")  # --model and --steps here
 PLANNED_GB = 80  # of a GPU that --gpus asks for
 MORE = """\
+The trainer's flags to begin with:
+{trainer}
+
 Settings of the programs:
-  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help lists them
-  --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help lists them
+  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help all lists them
+  --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help all lists them
   --env.file FILE               another environment; it keeps the recipe's settings that it knows
   --environments.NAME.X V       the same, for one of several environments
   --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is for the second
@@ -181,7 +186,7 @@ def read_command_line(
         line.flags,
         prog=prog,
         about=_about(line.words, prog),
-        epilog=MORE,
+        epilog=_more(),
         usage=USAGE[prog],
         elsewhere=_keys_of_programs,
     )
@@ -261,8 +266,24 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
 def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
     """The flags, for help and completion."""
     return flag_parser.make_parser(
-        keys_of(flags), prog, _about(split(argv, keys_of(flags)).words, prog), MORE, usage=USAGE[prog]
+        keys_of(flags), prog, _about(split(argv, keys_of(flags)).words, prog), _more(), usage=USAGE[prog]
     )
+
+
+def _more() -> str:
+    """What follows the launcher's own flags: those of the trainer that a newcomer needs, by name, and the sections."""
+    keys = {".".join(key.path): key for key in keys_of(TrainerConfig)}
+    told = [keys[path] for path in TrainerConfig.first_flags if path not in OWN_TRAINER_FLAGS]
+    lines = [
+        textwrap.fill(
+            f"{key.field.description}",
+            initial_indent=f"  --trainer.{key.spellings[0]} V".ljust(32) + "  ",
+            subsequent_indent=" " * 34,
+            width=110,
+        )
+        for key in told
+    ]
+    return MORE.format(trainer="\n".join(lines))
 
 
 def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:

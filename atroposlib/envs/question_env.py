@@ -162,7 +162,7 @@ class QuestionEnv(BaseEnv):
         self.held_out: Sequence[Item] = []
         self.taken = 0
         self.scored: list[Scored] = []  # training answers since the last log
-        self._may_lack_return = True
+        self._judged_count = self._none_count = 0  # answers, and those of which `score` gave None
         self._repeats = Repeats(config.repeat_share)
         self._kept: KeptAnswers | None = None  # of the `evaluate` command
         self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
@@ -309,14 +309,19 @@ class QuestionEnv(BaseEnv):
             return replace(scored, messages=rollout.messages)
         if scored.reward is None:
             return Failure("scorer", Unscored(self._why_none(), self.unscored_count), rollout.messages)
-        self._may_lack_return = False
         return rollout, replace(scored, reward=scored.reward + self._length_reward(rollout))
 
     def _why_none(self) -> str:
-        """A question to the author while there was no other score yet; empty from then on."""
-        if not self._may_lack_return:
+        """How often the author's `score` gives None, and where it stands; empty where another scorer is to blame."""
+        where = location(self.score)
+        if self._none_count == self._judged_count > 0:
+            return f"score has returned None for every answer so far; does it return anything? ({where})"
+        if not where or not self._none_count:
             return ""
-        return f"score has returned None for every answer so far; does it return anything? ({location(self.score)})"
+        return (
+            f"score has returned None for {self._none_count} of {self._judged_count} answers; return a number for each"
+            f" that can be scored ({where})"
+        )
 
     def _length_reward(self, rollout: Rollout) -> float:
         """Beside the score, which alone is measured."""
@@ -328,11 +333,13 @@ class QuestionEnv(BaseEnv):
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
         try:
-            return await self._rewards.scored(self, item, answer, rollout)
+            scored = await self._rewards.scored(self, item, answer, rollout)
         except Unscored as error:
             log.warning("An answer could not be scored: %s", error)
-            self._may_lack_return = False
             return Scored(None)
+        self._judged_count += 1
+        self._none_count += scored.reward is None
+        return scored
 
     # --- evaluation and metrics -----------------------------------------------------------------------------------
 

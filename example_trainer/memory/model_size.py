@@ -34,6 +34,16 @@ PUBLISHED = {  # layers, width, feed-forward width, heads, key-value heads, voca
     "Qwen2.5-32B": (64, 5120, 27_648, 40, 8, 152_064, False),
     "Qwen2.5-72B": (80, 8192, 29_568, 64, 8, 152_064, False),
 }
+BY_NAME = "by its name"
+QWEN3_ID = re.compile(r"Qwen/(Qwen3-[\d.]+B)(-Base|-(?:Instruct|Thinking)-2507)?")
+QWEN3 = {  # the same, with heads of 128
+    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 151_936, True),
+    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 151_936, True),
+    "Qwen3-4B": (36, 2560, 9728, 32, 8, 151_936, True),
+    "Qwen3-8B": (36, 4096, 12_288, 32, 8, 151_936, False),
+    "Qwen3-14B": (40, 5120, 17_408, 40, 8, 151_936, False),
+    "Qwen3-32B": (64, 5120, 25_600, 64, 8, 151_936, False),
+}
 IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -147,22 +157,24 @@ def model_size(model: str) -> ModelSize | None:
     shapes = weight_shapes(config) if config is not None else None
     if config is not None and shapes is not None:
         return _sized(shapes, config, "by its config.json")
-    if (known := QWEN.fullmatch(model)) and known[1] in PUBLISHED:
+    known = QWEN.fullmatch(model) or QWEN3_ID.fullmatch(model)
+    if known and known[1] in PUBLISHED | QWEN3:
         return published(known[1])
     match = IN_A_NAME.search(os.path.basename(model).replace("-", " ").replace("_", " "))
     if match is None:
         return None
     count = int(float(match[1]) * (10**9 if match[2].upper() == "B" else 10**6))
     nearest = min(map(published, PUBLISHED), key=lambda size: abs(math.log(size.count / count)))
-    return ModelSize(count, nearest.shapes, "by its name")
+    return ModelSize(count, nearest.shapes, BY_NAME)
 
 
 def published(name: str) -> ModelSize:
-    """A model of the table."""
-    layers, width, inner, heads, kv_heads, vocabulary, tied = PUBLISHED[name]
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+    """A model of the tables."""
+    layers, width, inner, heads, kv_heads, vocabulary, tied = (PUBLISHED | QWEN3)[name]
+    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    if name in QWEN3:
+        family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+    config = family | {
         "hidden_size": width,
         "intermediate_size": inner,
         "num_attention_heads": heads,

@@ -26,7 +26,7 @@ from typing import Literal
 
 from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
 from example_trainer.data.prefixes import most_tokens
-from example_trainer.memory.model_size import ModelSize
+from example_trainer.memory.model_size import BY_NAME, ModelSize
 from example_trainer.settings.bridges import MODES, Adapter, Broadcast, Grouped, SingleCopy
 from example_trainer.settings.config import TrainerConfig
 
@@ -447,6 +447,15 @@ class Serving:
             * self.max_model_len
             * held
             // self.ranks
+        )
+
+    def conversations(self, cache: int) -> str:
+        """Say how many tokens, and sequences of full length, a rank's `cache` holds: each rank has its heads of all."""
+        count = cache / self.cache_of_one
+        return (
+            f"By arithmetic, the KV cache of a server holds {count * self.max_model_len / 1000:,.0f} thousand tokens:"
+            f" {int(count)} sequences of {self.max_model_len} at once"
+            f"{', as for the known model nearest in size' if self.size.source == BY_NAME else ''}"
         )
 
     @property

@@ -7,9 +7,9 @@ device is touched. This module imports neither torch nor vLLM, so that launchers
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
@@ -389,6 +389,18 @@ class TrainerConfig(
     ModelSettings,
 ):
     """Train with GRPO on batches from the batching API, and hand new weights to vLLM after every step."""
+
+    first_flags: ClassVar[Sequence[str]] = (
+        "model_name",
+        "training_steps",
+        "lr",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "seq_len",
+        "algorithm",
+        "kl_coef",
+        "checkpoint_interval",
+    )
 
     @property
     def shares_prefixes(self) -> bool:

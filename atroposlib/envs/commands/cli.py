@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, Field, create_model
 
@@ -65,6 +65,16 @@ class EnvTree(Config):
     The whole configuration: `env` and `openai` are narrowed to an environment's own classes.
     """
 
+    first_flags: ClassVar[Sequence[str]] = (
+        "openai.base_url",
+        "openai.model_name",
+        "env.tokenizer_name",
+        "env.rollout_server_url",
+        "env.group_size",
+        "env.total_steps",
+        "env.max_new_tokens",
+        "env.data_path_to_save_groups",
+    )
     env: Any
     openai: Any
     slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")

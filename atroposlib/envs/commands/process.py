@@ -6,6 +6,8 @@ import itertools
 from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorBudget, shown
 from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
+from atroposlib.envs.commands.loop_watch import LoopWatch
+from atroposlib.envs.commands.remarks import Remarks, context_tokens, remarks_on_settings
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.run.env_run import EnvRun
@@ -34,10 +36,17 @@ async def process(env: Environment) -> None:
         await run.wait_for_inference()
         fakes = await fake_servers(env)
         await run.set_up()
+        context = context_tokens(env)
+        for remark in remarks_on_settings(env, context):
+            log.warning("%s", remark)
+        remarks = Remarks(context)
+        run.on_group = remarks.look
         budget = ErrorBudget(env.config.max_failed_items, run.errors)
-        for number in range(steps):
-            await _one_group(run, budget, fakes)
-            log.info("Group %d of %d is done", number + 1, steps)
+        async with LoopWatch():
+            for number in range(steps):
+                await _one_group(run, budget, fakes)
+                log.info("Group %d of %d is done", number + 1, steps)
+        remarks.tell(steps)
     write_html(env.jsonl_writer.path, page)
     log.info("Wrote the groups to %s and the page to %s", env.jsonl_writer.path, page)
 

@@ -71,12 +71,17 @@ T = TypeVar("T")
 LENGTHS_KEPT = 10_000
 REJECTIONS_REPORTED = 50
 DROPS_REPORTED_EVERY_S = 60.0
+SCORERS_LIMITS = ("grader_timeout", "scorer_timeout")  # settings of environments that grade beside the event loop
 
 _item_number: ContextVar[int | None] = ContextVar("item_number", default=None)  # in a BatchFilling
 
 
 async def _start_none() -> None:
     """Outside of `serve` there is no queue to fill."""
+
+
+def _look_at_none(group: ScoredDataGroup, item: Item) -> None:
+    """Only `process` looks at each group."""
 
 
 class Author(sample_rows.Author, Protocol):
@@ -126,6 +131,7 @@ class EnvRun(Generic[E]):
         self.env = env
         self.link: ApiLink | None = None  # with the batching API, under `serve`
         self.start_groups: Callable[[], Awaitable[None]] = _start_none
+        self.on_group: Callable[[ScoredDataGroup, Item], None] = _look_at_none  # at each that is kept
 
         # What the API and the trainer said last.
         self.policy_version = 0
@@ -133,6 +139,7 @@ class EnvRun(Generic[E]):
         self.weights_of: int | None = None  # the version that is served again, after the last step
         self.is_last = False  # an evaluation of the last policy, or of what is served after it
         self.needs = GroupRequirements()
+        self.context_tokens: int | None = None  # of the server with the shortest context, once set up
         self.wandb_info = WandbInfo(None, None)
         self.registered_name = self.display_name
 
@@ -190,8 +197,9 @@ class EnvRun(Generic[E]):
         with noted_data() as self.data, needed("setup", self.env.setup):
             await settled(self.env.setup())
         limits = [limit for server in self.env.server.servers if (limit := await server.context_length())]
-        if limits:
-            await self.env._leave_out_long(self.data, min(limits), "of the server", held_out_too=True)
+        self.context_tokens = min(limits, default=None)
+        if self.context_tokens is not None:
+            await self.env._leave_out_long(self.data, self.context_tokens, "of the server", held_out_too=True)
         self.tell_data()
 
     async def take_over_limit(self) -> None:
@@ -272,10 +280,10 @@ class EnvRun(Generic[E]):
             if self._unscored_in_row % REJECTIONS_REPORTED == 0:
                 log.warning(
                     "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer "
-                    "waits until the policy gives other answers. The scorer's warnings above show the answers; if "
-                    "they are reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
+                    "waits until the policy gives other answers. The warnings above show the answers%s",
                     self._unscored_in_row,
                     error,
+                    self._scorers_limits(),
                 )
         except EnvError as error:  # ends the environment; perhaps no row can be written
             self.outcomes.note_failed(error)
@@ -290,6 +298,11 @@ class EnvRun(Generic[E]):
             raise
         finally:
             await self.env.cleanup()
+
+    def _scorers_limits(self) -> str:
+        """What may help where the scorer ran out of time: the settings for it that this environment has."""
+        has = [f"--env.{name}" for name in SCORERS_LIMITS if name in type(self.env.config).model_fields]
+        return f"; if they are reasonable, raise its time limit ({', '.join(has)})" if has else ""
 
     async def take(self, scored_data: Groups, item: Item, send: bool, limit_lengths: bool) -> None:
         """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.
@@ -489,6 +502,7 @@ class EnvRun(Generic[E]):
     def _remember(self, sampled: Sampled) -> None:
         env, group = self.env, sampled.group
         self.counts["groups_accepted"] += 1
+        self.on_group(group, sampled.item)
         env.completion_lengths.extend(completion_lengths(group))
         del env.completion_lengths[:-LENGTHS_KEPT]
         if env.config.include_messages and not group.get("messages"):

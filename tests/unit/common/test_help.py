@@ -31,12 +31,12 @@ COMMANDS = {
     **{f"atropos {name}": "from atropos_launcher import cli; cli.main()" for name in LAUNCHED},
     **{name: f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)" for name in MODULES},
 }
-FLAGS = ("--version", "--help")
+FLAGS = ("--version", "--help", "--help all")
 # both in one process, which prints an object for each: the second loads what the first has not
 ASK = f"""
 import contextlib, io, json, sys
 def asked(flag):
-    sys.argv = ["command", *sys.argv[1:], flag]
+    sys.argv = ["command", *sys.argv[1:], *flag.split()]
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         try:
@@ -44,7 +44,7 @@ def asked(flag):
             status = 0
         except SystemExit as ended:
             status = ended.code or 0
-    sys.argv.pop()
+    del sys.argv[-len(flag.split()):]
     loaded = [name for name in {HEAVY!r} if name in sys.modules]
     return dict(status=status, shown=shown.getvalue(), loaded=loaded, modules=len(sys.modules))
 print(json.dumps({{flag: asked(flag) for flag in {FLAGS!r}}}))
@@ -98,7 +98,7 @@ def test_version_is_one_line(command: str) -> None:
 
 
 def test_flags_are_grouped_and_switches_show_how_they_are_negated() -> None:
-    shown = answer("example_trainer/grpo.py", "--help")[1]
+    shown = answer("example_trainer/grpo.py", "--help all")[1]
     for text in ("\nOptimization:\n", "\nvLLM servers:\n", "--no-tensorboard", "--use-shared-memory", "--lora-r"):
         assert text in shown
 
@@ -108,7 +108,22 @@ def test_an_environment_s_help_names_its_commands(command: str) -> None:
     shown = answer(command, "--help")[1]
     for name in ("serve", "process", "evaluate"):
         assert f"  {name} " in shown
-    assert "--env.no-use-wandb" in shown
+    assert "--env.no-use-wandb" in answer(command, "--help all")[1]
+
+
+@pytest.mark.parametrize("command", ["example_trainer/grpo.py", *ENVIRONMENTS])
+def test_help_begins_with_the_flags_that_a_newcomer_needs(command: str) -> None:
+    shown, everything = (answer(command, flag)[1] for flag in ("--help", "--help all"))
+    first = shown.partition("\nTo begin with:\n")[2].partition("\n\n")[0]
+    assert 7 <= f"\n{first}".count("\n  --") <= 9
+    assert "`--help all` lists them" in shown
+    assert len(everything.splitlines()) > 3 * len(shown.splitlines())
+
+
+def test_help_of_a_run_names_the_trainers_flags_to_begin_with() -> None:
+    shown = answer("atropos train", "--help")[1]
+    for name in ("lr", "batch_size", "gradient_accumulation_steps", "seq_len", "algorithm", "kl_coef"):
+        assert f"\n  --trainer.{name} V" in shown
 
 
 @pytest.mark.rotating

@@ -239,6 +239,19 @@ MISTAKES = {
         "{} in score",
         ["3 items in a row gave no group", "score has returned None for every answer", "does it return anything?"],
     ),
+    "score forgets return in one branch": (
+        changed(
+            QUESTION,
+            (SCORE_DEF, marked(SCORE_DEF)),
+            (SCORE_RETURN, "if item == 'word 0':\n            return 1.0"),
+        ),
+        "{} in score",
+        [
+            "3 items in a row gave no group",
+            "score has returned None for ",
+            "does each of its branches return a number?",
+        ],
+    ),
     "score returns a text": (
         changed(QUESTION, (SCORE_DEF, marked(SCORE_DEF)), (SCORE_RETURN, "return 'good'")),
         "{} in score",

