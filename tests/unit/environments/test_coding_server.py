@@ -54,14 +54,14 @@ async def test_no_program_has_a_score_that_it_does_not_earn(tmp_path: Path) -> N
     equal = "class A(int):\n    __eq__ = lambda s, o: True\ndef solve(a, b):\n    return A(0)\n"
     patched = "import json\njson.dumps = lambda *a, **b: '9'\ndef solve(a, b):\n    return 0\n"
     found = await scores(tmp_path, FORGED, equal, patched, RIGHT)
-    assert [score or 0.0 for score in found[:3]] == [0.0, 0.0, 0.5], "9 is right by chance in one of two"
+    assert [score or 0.0 for score in found[:3]] == [0.0, 0.0, 0.0]
     assert found[3] == 1.0, "what one program broke, the next one does not see"
 
 
 async def test_an_endless_program_is_wrong_and_a_sandbox_that_fails_is_no_zero(tmp_path: Path) -> None:
     endless = "def solve(a, b):\n    while True:\n        pass\n"
-    killed = "import os, signal\ndef solve(a, b):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    found = await scores(tmp_path, endless, killed, cpu_limit_s=0.3, program_limit_s=10.0)
+    ended = "import os\ndef solve(a, b):\n    os._exit(0)\n"
+    found = await scores(tmp_path, endless, ended, cpu_limit_s=0.3, program_limit_s=10.0)
     assert found == [0.0, None]
 
 

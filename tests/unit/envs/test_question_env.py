@@ -44,7 +44,7 @@ async def test_a_group_of_which_one_answer_has_a_score_is_lost_and_counted(tmp_p
         await env.handle_env("7")
     counts = {"groups_unscored": 1, "items_without_group": 1, "rollouts_failed_scorer": 3}
     assert env._env_run.counts == counts
-    assert env._env_run.outcomes.last_drop == "3 of its 4 answers could not be scored"
+    assert env._env_run.outcomes.last_drop.startswith("3 of its 4 answers could not be scored: score has")
 
 
 @pytest.mark.parametrize("hangs", [True, False])

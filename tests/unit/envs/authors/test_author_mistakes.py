@@ -249,7 +249,7 @@ MISTAKES = {
         [
             "3 items in a row gave no group",
             "score has returned None for ",
-            "does each of its branches return a number?",
+            "return a number for each that can be scored (",
         ],
     ),
     "score returns a text": (
