@@ -75,8 +75,9 @@ class CodingEnv(QuestionEnv):
         super().__init__(config, *others, **named)
         self._pools: asyncio.Queue[ChildPool] = asyncio.Queue()
         for _ in range(config.programs_at_once):
-            limits = {"time_limit_s": config.program_limit_s, "start_limit_s": START_LIMIT_S}
-            self._pools.put_nowait(ChildPool(CHILD, count=1, **limits))
+            self._pools.put_nowait(
+                ChildPool(CHILD, count=1, time_limit_s=config.program_limit_s, start_limit_s=START_LIMIT_S)
+            )
         self.tasks: list[Task] = []
 
     async def setup(self) -> None:

@@ -171,7 +171,7 @@ def model_size(model: str) -> ModelSize | None:
 def published(name: str) -> ModelSize:
     """A model of the tables."""
     layers, width, inner, heads, kv_heads, vocabulary, tied = (PUBLISHED | QWEN3)[name]
-    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    family: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     if name in QWEN3:
         family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
     config = family | {

@@ -102,7 +102,7 @@ def test_published_sizes(name: str, billions: float) -> None:
 
 
 def test_the_plan_says_how_many_conversations_the_kv_cache_holds() -> None:
-    """36 layers of 8 key-value heads of 128, keys and values of 2 bytes: 147,456 bytes a token, a quarter on each rank
+    """36 layers of 8 key-value heads of 128, keys and values of 2 bytes: 147,456 bytes per token, a quarter on each rank
     of four.
     """
     size = model_size("Qwen/Qwen3-8B")
