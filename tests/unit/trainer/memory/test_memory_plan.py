@@ -102,8 +102,8 @@ def test_published_sizes(name: str, billions: float) -> None:
 
 
 def test_the_plan_says_how_many_conversations_the_kv_cache_holds() -> None:
-    """36 layers of 8 key-value heads of 128, keys and values of 2 bytes: 147,456 bytes per token, a quarter on each rank
-    of four.
+    """36 layers of 8 key-value heads of 128, keys and values of 2 bytes: 147,456 bytes per token, a quarter on each
+    of four ranks.
     """
     size = model_size("Qwen/Qwen3-8B")
     assert size is not None
