@@ -1,5 +1,5 @@
-"""What the flags of sections change in a run file. Each function checks flags against what the file has, and returns
-the changes of one section, which are merged over the file at once.
+"""The changes that flags of sections make to a run file. Each function checks flags against what the file has, and
+returns the changes of one section, which are merged over the file at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,8 +88,8 @@ def _vllm_flags(typed: Sequence[Setting]) -> tuple[Tree, list[tuple[int, str, ob
 def changed_environments(
     content: Tree, typed: Sections, dataset_path: Path | None, *, several_servers: bool
 ) -> tuple[dict[str, Tree], dict[str, list[Setting]]]:
-    """What flags change in the sections of environments, and the flags of their programs. Raises ConfigError for an
-    environment that is not there.
+    """Return what flags change in the sections of environments, and the flags of their programs. Raises ConfigError for
+    an environment that is not there.
     """
     changes = _new_environments(content, typed)
     known = {"environments": content.get("environments", {}) | changes}
@@ -142,7 +142,7 @@ def _resolved(flag: Setting) -> str | None:
 
 
 def section_values(section: str, typed: Sequence[Setting]) -> Tree:
-    """What flags set in a section whose keys are the run file's own."""
+    """Return what flags set in a section whose keys are the run file's own."""
     tree: Tree = {}
     for flag in typed:
         tree = merged_trees(tree, nested({f"{section}.{flag.name}": flag.value}))
