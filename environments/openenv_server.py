@@ -172,6 +172,7 @@ class OpenEnv(QuestionEnv):
     name = "openenv"
     env_config_cls = OpenEnvConfig
     outcomes = ("finished", "stopped", "out_of_turns", "out_of_context", "invalid")
+    deterministic = False  # a server that we do not know gives observations and rewards
 
     def __init__(self, config: OpenEnvConfig, *others: Any, **named: Any) -> None:
         super().__init__(config, *others, **named)

@@ -183,6 +183,7 @@ class VerifiersEnv(QuestionEnv):
 
     name = "verifiers"
     env_config_cls = VerifiersConfig
+    deterministic = False  # its agents ask through an endpoint, and may use tools and judges that we do not know
 
     async def setup(self) -> None:
         """Start verifiers, and hold tasks out. Raises EnvError."""

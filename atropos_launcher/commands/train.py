@@ -36,7 +36,14 @@ from atropos_launcher.placement.machines import LOOPBACK, MachineFlags, Machines
 from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
-from atropos_launcher.plan.sections import KEY, expect_lengths, expect_lesson, expect_sampling, resolve_trainer
+from atropos_launcher.plan.sections import (
+    KEY,
+    expect_filled_batches,
+    expect_lengths,
+    expect_lesson,
+    expect_sampling,
+    resolve_trainer,
+)
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import add_outcome, write_record
@@ -81,6 +88,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_lesson(plan.run, plan.trainer, plan.environments)
         expect_sampling(plan.trainer)
         expect_lengths(plan.run, plan.trainer, plan.environments)
+        expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:
             print(described(plan, asked), end="")
         expect_fit(plan, asked)

@@ -99,6 +99,10 @@ class RunFlags(Config):
         description="trainer and vLLM compute the same bits; the first differing token ends the run"
         " (docs/bit-exactness.md)",
     )
+    deterministic: bool | None = Field(
+        None,
+        description="--batch-invariant, and the run can be repeated bit for bit (docs/bit-exactness.md#repeat-a-run)",
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
         description=(
@@ -334,7 +338,17 @@ def _own_changes(given: RunFlags, words: Sequence[str]) -> Tree:
     models = [*words, *([given.model] if given.model else [])]
     if len(models) > 1:
         raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
-    own = ("steps", "seed", "dtype", "batch_invariant", "chat_template", "wandb", "tensorboard", "keep_samples")
+    own = (
+        "steps",
+        "seed",
+        "dtype",
+        "batch_invariant",
+        "deterministic",
+        "chat_template",
+        "wandb",
+        "tensorboard",
+        "keep_samples",
+    )
     changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
     if given.run_name is not None:
         changes["name"] = given.run_name

@@ -40,6 +40,7 @@ TIED = {  # settings of the trainer that the run decides, and where
     "model_name": "model",
     "training_steps": "steps",
     "batch_invariant": "batch_invariant",
+    "deterministic": "deterministic",
     "cores": "layout.cores.trainer",
 }
 
@@ -80,8 +81,9 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "tensorboard": run.tensorboard,
         "keep_samples": run.keep_samples,
         **({"cores": shown_cores(site.cores.trainer)} if site.cores.trainer else {}),
-        **({"overlap": True} if _apart(run, site) else {}),
+        **({"overlap": True} if _apart(run, site) and not run.deterministic else {}),
         **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
+        **({"deterministic": True} if run.deterministic else {}),
         **run.trainer,
         "bridge": {**device_bridge(run, site.placement), **_meeting(site), **run.bridge, **_owned_vllm(run, site)},
     }
@@ -93,7 +95,12 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
             f"trainer.bridge.kind {config.bridge.kind}: `bridge` at the top of the run decides it, which is {run.kind}:"
             " give --bridge"
         )
-    expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
+    expected = {
+        "model_name": site.model,
+        "training_steps": run.steps,
+        "batch_invariant": run.batch_invariant,
+        "deterministic": run.deterministic,
+    }
     if site.cores.trainer:
         expected["cores"] = shown_cores(site.cores.trainer)
     for name, value in expected.items():
@@ -202,6 +209,10 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             **({"seed": run.seed} if "seed" in known["env"] else {}),
             **section.own,
         }
+        if run.deterministic:
+            env |= {"deterministic": True, "max_batches_offpolicy": 0}
+            if several:
+                env.setdefault("min_batch_allocation", 1 / sum(each.count for each in run.environments.values()))
         if index:  # one of them evaluates; each samples other questions
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
@@ -261,6 +272,27 @@ def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[s
                     f"{name}.max_new_tokens {longest} leaves no room for a prompt within {what} {limit}: give fewer, or"
                     " a larger --vllm.max_model_len and --trainer.seq_len"
                 )
+
+
+def expect_filled_batches(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError unless the environments of a run that can be repeated give each batch as many groups as it
+    takes: whichever of them is faster must not give more.
+    """
+    if not run.deterministic:
+        return
+    size = trainer.batch_size * trainer.gradient_accumulation_steps
+    given = {}
+    for name, plan in environments.items():
+        env = plan.resolved["env"]
+        share = env.get("min_batch_allocation")
+        given[name] = int(size * (1.0 if share is None else share)) // env["group_size"] * env["group_size"]
+    if sum(given.values()) != size:
+        told = ", ".join(f"{name} {rollouts}" for name, rollouts in given.items())
+        raise ConfigError(
+            f"deterministic: the environments' whole groups give {sum(given.values())} of a batch's {size} rollouts"
+            f" ({told}): give each env.min_batch_allocation so that they sum to 1, or another env.group_size or"
+            " trainer.batch_size"
+        )
 
 
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:

@@ -114,6 +114,10 @@ class RunFile(Config):
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
+    deterministic: bool = Field(
+        False,
+        description="the run can be repeated bit for bit, whatever is killed meanwhile; implies batch_invariant",
+    )
     chat_template: str | None = Field(
         None,
         min_length=1,
@@ -136,6 +140,15 @@ class RunFile(Config):
     )
     api: Tree = Field({}, description="the batching API's settings")
     layout: Layout = Layout()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _repeatable_is_exact(cls, values: object) -> object:
+        if not isinstance(values, dict) or values.get("deterministic") is not True:
+            return values
+        if values.get("batch_invariant") is False:
+            raise ValueError("deterministic needs batch_invariant: drop `batch_invariant: false`")
+        return {**values, "batch_invariant": True}
 
     @field_validator("environments")
     @classmethod

@@ -65,6 +65,13 @@ class BaseEnvConfig(BaseModel):
             "Limit of batches in flight and queued; 0 also waits until the delivered batch is trained (on-policy)."
         ),
     )
+    deterministic: bool = Field(
+        default=False,
+        description=(
+            "Sample the same groups in every run of this seed, whatever is killed meanwhile: with max_batches_offpolicy"
+            " 0, and servers that are batch-invariant."
+        ),
+    )
     tokenizer_name: str = Field(
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description=("Directory or hub name of the tokenizer; 'default' means the tokenizer of the served model."),
@@ -167,6 +174,22 @@ class BaseEnvConfig(BaseModel):
     def rollout_limit_s(self) -> float:
         """Seconds one rollout may take; 0 or less: any time."""
         return self.worker_timeout if self.rollout_timeout is None else self.rollout_timeout
+
+    @model_validator(mode="after")
+    def _can_be_repeated(self) -> Self:
+        if not self.deterministic:
+            return self
+        if self.max_batches_offpolicy:
+            raise ValueError(
+                f"deterministic: max_batches_offpolicy {self.max_batches_offpolicy} samples from whichever policy is"
+                " served by then; give 0"
+            )
+        if self.ensure_scores_are_not_same and not self.max_items_per_batch:
+            raise ValueError(
+                "deterministic: with ensure_scores_are_not_same, max_items_per_batch has to limit the groups that are"
+                " sampled for a batch; give it, or ensure_scores_are_not_same false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_what_the_trainer_replays(self) -> Self:

@@ -48,7 +48,16 @@ PER_SEQUENCE = (
 )
 # Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
 SAMPLING = {"temperature", "top_p", "top_k", *NEUTRAL}
-WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "rollouts", "failed", "generation_params", "overrides", "group_overrides")
+WIRE_FIELDS = (
+    *REQUIRED,
+    *PER_SEQUENCE,
+    "rollouts",
+    "failed",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "ordinal",
+)
 
 
 # What a trainer does otherwise for a sequence or a group: temperature, top_p, set_advantage_to_zero, ...
@@ -76,6 +85,7 @@ class ScoredDataGroup(TypedDict, total=False):
     rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
     finish_reasons: list[str] | None
     routed_experts: list[str] | None  # of a mixture-of-experts model: atroposlib/routing.py
+    ordinal: tuple[str, int, int] | None  # of a run that can be repeated: atroposlib/envs/run/order.py
     failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
     rewards: list[dict[str, float]] | None  # named rewards before their weights; for people, never sent
 

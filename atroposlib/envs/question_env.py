@@ -46,6 +46,7 @@ from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.request_seeds import for_sample
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -146,6 +147,7 @@ class QuestionEnv(BaseEnv):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
     outcomes: ClassVar[Sequence[str]] = ()  # those that `score` gives, in the order in which they are logged
     unscored_count: ClassVar[str] = "groups_unscored"  # the metric that counts groups lost for want of a score
+    deterministic: ClassVar[bool] = True  # an environment whose rewards depend on the outside says False
 
     def __init__(
         self, config: QuestionEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
@@ -156,6 +158,8 @@ class QuestionEnv(BaseEnv):
             raise ValueError(
                 "repeat_share needs the scores that `collect_trajectories` of QuestionEnv sees; do not override it"
             )
+        if config.repeat_share and config.deterministic:
+            raise ValueError("deterministic: which questions repeat_share asks again is not known after a restart")
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
@@ -233,6 +237,9 @@ class QuestionEnv(BaseEnv):
             self._repeats.note_asked(question_of(item), number)
         return item
 
+    async def _numbered_item(self, number: int) -> Item:
+        return await settled(self.training_item(number))
+
     def conversation(self, item: Item) -> Messages:
         """`prompt(item)`, under `thinking_mode` with the request to think first."""
         messages: Messages = author_checks.messages(self.prompt, item)
@@ -276,7 +283,7 @@ class QuestionEnv(BaseEnv):
         """`group_size` answers with their rewards, or why there is none."""
         n, limit_s = self.config.group_size, self.config.rollout_limit_s
         if not self._asks_at_once:
-            return await gather_or_cancel([self._judged_answer(item) for _ in range(n)])
+            return await gather_or_cancel([for_sample(number, self._judged_answer(item)) for number in range(n)])
         answers = await attempt(self._sampled(item, n), limit_s)
         if isinstance(answers, Failure):
             return [answers] * n

@@ -81,6 +81,8 @@ class TeacherDistillationEnv(BaseEnv):
     ) -> None:
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.teacher_server: ServerManager | None = None
+        if config.teacher_enabled and config.deterministic:
+            raise ValueError("deterministic: a teacher's log-probabilities are not the same again; drop one of them")
         if not config.teacher_enabled:
             return
         servers = teacher_server_configs or self.teacher_servers

@@ -81,6 +81,8 @@ class ToolEnv(QuestionEnv):
         except ValueError as error:
             raise WrongSetting(f"--env.{error}") from None
         self._own_tools = [Tool.of(function) for function in self.tools]
+        if config.deterministic and (config.mcp_command or config.mcp_url):
+            raise ValueError("deterministic: the tools of an MCP server may answer otherwise; drop one of them")
         self._mcp = McpServer.of(config.mcp_command, config.mcp_url, config.tool_timeout)
         self._counts: Counter[str] = Counter()  # of training rollouts since the last log
         self._told: set[str] = set()

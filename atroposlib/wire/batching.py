@@ -25,6 +25,7 @@ WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
 # Why a sample has no score: it ran out of time, a server or sandbox failed, its scorer failed, or other code did.
 Cause = Literal["timeout", "infrastructure", "scorer", "environment"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+Ordinal = tuple[Annotated[str, Meta(min_length=1, max_length=200)], Step, Step]  # environment, batch, number in it
 FinishReason = Annotated[str, Meta(min_length=1, max_length=64)]
 CUT = "length"  # the finish reason of an answer that reached its limit of tokens
 
@@ -117,6 +118,7 @@ class EnvRegistered(Struct, tag_field="status", tag="success"):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
+    run: str | None = None  # its name, the same for each trainer that resumes it
 
 
 class WaitForTrainer(Struct, tag_field="status", tag="wait for trainer to start"):
@@ -447,8 +449,9 @@ class ScoredData(Struct):
     last answer ended ("length": it was cut). `rollouts` is the number of the rollout that a sequence belongs to,
     counted from 0 in order; without it each sequence is a rollout of its own. `failed` counts the rollouts that have no
     score and no sequence here, by cause; in a batch each takes the place of one. `routed_experts` are the experts that
-    a mixture-of-experts model read each token with, as `atroposlib/routing.py` writes them. An item has these six only
-    if they were posted.
+    a mixture-of-experts model read each token with, as `atroposlib/routing.py` writes them. `ordinal` is the place of a
+    group of a run that can be repeated: its environment, its batch, and its number among what the environment began for
+    that batch, both counted from 0. An item has these seven only if they were posted.
     """
 
     tokens: list[list[int]]
@@ -471,10 +474,19 @@ class ScoredData(Struct):
     finish_reasons: list[FinishReason] | UnsetType | None = UNSET
     failed: dict[Cause, Failures] | UnsetType | None = UNSET
     routed_experts: list[str] | UnsetType | None = UNSET
+    ordinal: Ordinal | UnsetType | None = UNSET
 
 
 # Of ScoredData, the fields that an item has only if they were posted; the ancestor's items did not have them.
-IF_POSTED = ("policy_versions", "version_spans", "rollouts", "finish_reasons", "failed", "routed_experts")
+IF_POSTED = (
+    "policy_versions",
+    "version_spans",
+    "rollouts",
+    "finish_reasons",
+    "failed",
+    "routed_experts",
+    "ordinal",
+)
 
 
 class PostedData(ScoredData, omit_defaults=True):

@@ -10,7 +10,7 @@ there is one, so there is no pause between sampling and training. An API that do
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -118,6 +118,14 @@ class ApiClient:
 
         asking = _AskForBatch(self, time.monotonic() + timeout_s, on_arrival)
         return wait_for(asking.once, Wait("a batch", self.url, timeout_s, failed, why=self.why_no_batch), self._sleep)
+
+    def reordered(self, batch: Sequence[Item], places: Sequence[int]) -> list[Item]:
+        """The batch fetched last in another order, which counts from here on: the item at the first of the `places`
+        first.
+        """
+        self._env_ids = [self._env_ids[place] for place in places]
+        self.ids = [self.ids[place] for place in places] if self.ids else []
+        return [batch[place] for place in places]
 
     def why_no_batch(self, otherwise: str) -> str:
         """Ask the API why there is no batch; return `otherwise` where it cannot tell."""

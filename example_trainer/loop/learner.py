@@ -28,7 +28,7 @@ from example_trainer.exact.check import Comparison
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
-from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
+from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_products, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
 from example_trainer.model.policy import Policy, token_logprobs
@@ -167,6 +167,8 @@ class Learner:
         if checkpoint:
             restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
             self.progress = replace(restored, share_prefixes=config.shares_prefixes)
+        if config.deterministic and self.device.type == "cpu":
+            take_repeatable_products(self.trained.model)
         saved = self.progress.kernels if checkpoint else None
         kernels = kernels_of_run(config, self.trained.model, self.device, self.ranks, saved, served_dtype)
         self._kernels = kernels

@@ -25,6 +25,7 @@ from atroposlib.wire.held_out import HeldOut
 from example_trainer.bridges import SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.offline import Sides
+from example_trainer.data.order import in_order
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
@@ -165,9 +166,10 @@ class Run:
         """
         while True:
             self.early = self._early()
-            batch = self.converted(
-                self.api.fetch_batch(self.config.fetch_timeout, self.compute_early if self.early else None)
-            )
+            items = self.api.fetch_batch(self.config.fetch_timeout, self.compute_early if self.early else None)
+            if self.config.deterministic:
+                items = self.api.reordered(items, in_order(items, self.progress.step))
+            batch = self.converted(items)
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if self.early is not None:
                 batch = self.early.of(batch, self.api.ids)

@@ -42,6 +42,9 @@ LIMIT_S = 2.0  # after which no round follows that is not due
 GAIN = 1.03  # by which others must be faster than torch: noise decides nothing
 CACHE_BYTES = 1 << 20
 
+CHECKED_ROWS = 150  # tokens of a product whose bits are compared
+_repeatable = False  # whether gradients of the bit-exact mode must not depend on the number of threads
+
 Shapes = Counter[tuple[int, int]]  # how many layers have (outputs, inputs)
 
 log = get_logger(__name__)
@@ -100,12 +103,43 @@ def _torch(left: Tensor, right: Tensor) -> Tensor:
 @cache
 def exact_kernels() -> Kernels:
     """Return the kernels with which the bit-exact mode computes gradients, in float32: oneDNN's where measurements
-    found them faster, without timing anything, as a run's bits must not depend on a clock.
+    found them faster, without timing anything, as a run's bits must not depend on a clock; and where
+    `take_repeatable_products` was called.
     """
+    if _repeatable:
+        return "onednn"
     cpuinfo = Path("/proc/cpuinfo")
     is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
     faster = is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
     return "onednn" if faster else "torch"
+
+
+def take_repeatable_products(model: nn.Module) -> None:
+    """Have the bit-exact mode compute gradients by oneDNN on every processor, whose sums do not depend on the number of
+    threads (MKL's do). That is measured for the shapes of `model`. Raises TrainerError where it is not so.
+    """
+    global _repeatable
+    if not torch.backends.mkldnn.is_available():
+        raise TrainerError("--deterministic computes gradients by oneDNN, which this PyTorch lacks")
+    threads = torch.get_num_threads()
+    for outs, ins in _shapes(model):
+        generator = torch.Generator().manual_seed(outs + ins)
+        grad, x = (torch.randn(CHECKED_ROWS, size, generator=generator) for size in (min(outs, LARGEST), ins))
+        weight = torch.randn(min(outs, LARGEST), ins, generator=generator)
+        found = []
+        try:
+            for count in (1, max(2, threads)):
+                torch.set_num_threads(count)
+                found.append((onednn_product(grad.t(), x.t()), onednn_product(grad, weight.t())))
+        finally:
+            torch.set_num_threads(threads)
+        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+            raise TrainerError(
+                f"--deterministic: on this machine, gradients of a layer with {ins} inputs and {outs} outputs depend on"
+                " the number of threads: drop the flag"
+            )
+    _repeatable = True
+    exact_kernels.cache_clear()
 
 
 def exact_product() -> Callable[[Tensor, Tensor], Tensor]:

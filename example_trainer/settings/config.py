@@ -230,6 +230,14 @@ class ExactnessSettings(Config):
             "compute what a vLLM server started with --batch-invariant computes, bit for bit, and check it each step"
         ),
     )
+    deterministic: bool = Field(
+        False,
+        description=(
+            "train on the groups of a batch in their order, with sums that depend neither on cores nor on"
+            " --micro-batch-tokens, so that the run can be repeated bit for bit; needs --batch-invariant, and"
+            " environments with --env.deterministic"
+        ),
+    )
     bit_exact: Literal["report", "strict"] = Field(
         "report",
         description="strict ends the run at the first step with a differing token, and keeps its batch for replay",
@@ -409,13 +417,17 @@ class TrainerConfig(
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a micro-batch, unless the memory plan finds room for more."""
+        """Tokens of a micro-batch, unless the memory plan finds room for more. In a run that can be repeated it does not
+        count what room there is: gradients are added up by micro-batch.
+        """
+        if self.deterministic:
+            return max(self.seq_len, MICRO_BATCH_TOKENS)
         return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
     @property
     def logits_mb(self) -> int:
         """MiB of logits alive at once, unless the memory plan finds room for more."""
-        return self.logits_chunk_mb or LOGITS_CHUNK_MB
+        return LOGITS_CHUNK_MB if self.deterministic else self.logits_chunk_mb or LOGITS_CHUNK_MB
 
     @property
     def offline_examples(self) -> int:
@@ -481,6 +493,27 @@ class TrainerConfig(
             raise ValueError(
                 f"--updates-per-batch {self.updates_per_batch}: a batch has {rollouts} rollouts (--batch-size x"
                 " --gradient-accumulation-steps); give at most as many updates"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_repeated(self) -> "TrainerConfig":
+        if not self.deterministic:
+            return self
+        if not self.batch_invariant:
+            raise ValueError(
+                "--deterministic needs --batch-invariant, here and on the vLLM server: without it the sampler's answers"
+                " depend on what else it samples"
+            )
+        if self.overlap:
+            raise ValueError(
+                "--overlap adds up the gradients of groups in the order in which they arrive: drop it, or"
+                " --deterministic"
+            )
+        if self.logits_chunk_mb:
+            raise ValueError(
+                f"--logits-chunk-mb {self.logits_chunk_mb}: with --deterministic it is {LOGITS_CHUNK_MB}; drop one of"
+                " them"
             )
         return self
 

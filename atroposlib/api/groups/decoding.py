@@ -207,7 +207,7 @@ def refuse_unsayable(tree: object, mark: str | None = None) -> None:
     while levels:
         for key, node in levels[-1]:
             kind = type(node)
-            if kind is dict or kind is list:
+            if kind is dict or kind is list or kind is tuple:
                 path.append(key)
                 if kind is dict and not all(type(name) is str and name != mark for name in node):
                     raise RefusedBody(

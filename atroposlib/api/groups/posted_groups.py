@@ -53,6 +53,7 @@ _FREE = (
     "finish_reasons",
     "failed",
     "routed_experts",
+    "ordinal",
 )
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
 _NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}

@@ -63,6 +63,7 @@ async def register_env(request: Request) -> Response:
             starting_step=service.state.queue.current_step,
             checkpoint_interval=run.save_checkpoint_interval,
             num_steps=run.num_steps,
+            run=run.run,
         ),
         headers=_READS_PACKED,
     )

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
@@ -21,7 +23,7 @@ from atroposlib.envs.authors.author_errors import ErrorBudget, location
 from atroposlib.envs.commands.loop_watch import LoopWatch
 from atroposlib.envs.commands.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.evaluation.evaluation import (
     Evaluation,
     EvaluationFailed,
@@ -35,7 +37,15 @@ from atroposlib.envs.payloads import Item
 from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
-from atroposlib.envs.run.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
+from atroposlib.envs.run.order import Order, placed
+from atroposlib.envs.run.pacing import (
+    EVALUATION_RUNS,
+    EvaluationSchedule,
+    Plan,
+    evaluation_interval,
+    plan,
+    plan_in_order,
+)
 from atroposlib.envs.run.worker_pool import WorkerPool
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.logs import get_logger
@@ -125,7 +135,11 @@ class ServeLoop:
         self._no_items_told_at = 0.0
 
     async def start_up(self) -> None:
-        """Wait for every peer, load the data, join."""
+        """Wait for every peer, load the data, join. Raises WrongSetting for a run that was to be repeatable and cannot
+        be.
+        """
+        if self.run.order is not None:
+            self._expect_repeatable()
         self._reporting.follow(self.run, self.link)
         await self.run.wait_for_inference()
         start = time.monotonic()
@@ -141,6 +155,20 @@ class ServeLoop:
         await self.env.get_server_info()
         await self.run.take_over_limit()
         self.run.waits_for = ""
+
+    def _expect_repeatable(self) -> None:
+        name, server = self.run.display_name, self.env.server
+        if not self.env.deterministic:
+            raise WrongSetting(
+                f"--env.deterministic: {name} does not give the same groups again, because what it samples or how it"
+                f" scores depends on more than the answers (`deterministic` of class {type(self.env).__name__} is"
+                " False): drop the flag, or this environment"
+            )
+        if getattr(server, "proxy_url", None):
+            raise WrongSetting(
+                f"--env.deterministic: {name} samples through the proxy {server.proxy_url}, which is not told the seeds"
+                " of its requests: drop one of them"
+            )
 
     async def turn_until_done(self) -> None:
         """Turn until the policy has reached the last step and its evaluation is done."""
@@ -246,28 +274,11 @@ class ServeLoop:
             return
         if (rest_s := run.outcomes.pause_s) and now < self._rest_until:
             return
-        decision = plan(
-            self.env.config,
-            self._status,
-            batch_size=self.env.config.batch_size,
-            total_steps=self.run.total_steps,
-            in_flight=self._counted,
-            sending=self._sending,
-            max_workers=self.env.max_num_workers,
-            evaluating=self.run.evaluation is not None,
-            idle_s=time.monotonic() - self._moved_at,
-            oversampling=1.0 if run.filling is None else run.filling.oversampling(run.groups_per_batch),
-            may_begin=None if run.filling is None else run.filling.may_begin(),
-        )
+        decision = self._plan()
         before = self.pool.in_flight
         for _ in range(min(1, decision.start) if rest_s else decision.start):
-            item = await self._next_item()
-            if item is None:
+            if not await (self._start_next() if run.order is None else self._start_in_place(run.order)):
                 break
-            if self._batches_filled != self._batches_seen:  # it is for a batch of another policy
-                self.env.backlog.append(item)
-                break
-            self.pool.start(item)
         self._rest_until = now + rest_s
         run.in_flight = self.pool.in_flight
         has_ended = self._no_items_since is not None and decision.start > 0 and self.pool.in_flight == before
@@ -280,6 +291,51 @@ class ServeLoop:
         elif now - self._idle_since >= IDLE_REPORT_S:
             log.info("Not sampling: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
             self._idle_since = now
+
+    def _plan(self) -> Plan:
+        run, filling = self.run, self.run.filling
+        known: dict[str, Any] = dict(
+            batch_size=self.env.config.batch_size,
+            total_steps=run.total_steps,
+            max_workers=self.env.max_num_workers,
+            evaluating=run.evaluation is not None,
+            idle_s=time.monotonic() - self._moved_at,
+            oversampling=1.0 if filling is None else filling.oversampling(run.groups_per_batch),
+            may_begin=None if filling is None else filling.may_begin(),
+        )
+        if run.order is None:
+            return plan(self.env.config, self._status, in_flight=self._counted, sending=self._sending, **known)
+        run.turn_to_batch(self._status.current_step, self._status.version)
+        if filling is None:
+            known |= {"missing": run.groups_per_batch, "under_way": run.order.begun}
+        elif filling.batches > run.order.batches_before:
+            known |= {"missing": 0, "under_way": 0}
+        else:
+            known |= {"missing": filling.missing(run.groups_per_batch), "under_way": run.order.begun - filling.sampled}
+        return plan_in_order(self.env.config, self._status, in_flight=self.pool.in_flight, **known)
+
+    async def _start_next(self) -> bool:
+        """Start the next item; False if there is none now, or none to start."""
+        item = await self._next_item()
+        if item is None:
+            return False
+        if self._batches_filled != self._batches_seen:  # it is for a batch of another policy
+            self.env.backlog.append(item)
+            return False
+        self.pool.start(item)
+        return True
+
+    async def _start_in_place(self, order: Order) -> bool:
+        """Start the item of the next place; False if there is none now."""
+        place = order.begin()
+        number = place.batch * (self.env.config.max_items_per_batch or self.run.groups_per_batch) + place.group
+        item = await self._item_of(partial(self.env._numbered_item, number))
+        if item is None or place.batch != order.batch:
+            order.give_back(place)
+            return False
+        with placed(place):
+            self.pool.start(item)
+        return True
 
     def _what_is_missing(self, reason: str, has_ended: bool) -> str:
         """Name what keeps the environment from sampling; `reason` is the queue policy's."""
@@ -294,8 +350,13 @@ class ServeLoop:
 
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
+        if self.env.backlog:
+            return self.env.backlog.pop()
+        return await self._item_of(self.env.get_next_item)
+
+    async def _item_of(self, give: Callable[[], Any]) -> Item:
         try:
-            item = self.env.backlog.pop() if self.env.backlog else await settled(self.env.get_next_item())
+            item = await settled(give())
             if item is not None:
                 self._no_items_since = None
             elif self._no_items_since is None:

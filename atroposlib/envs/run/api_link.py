@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, UnexpectedReply
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.limits.waits import wait_for_peer
+from atroposlib.envs.run.order import post_key
 from atroposlib.logs import get_logger
 from atroposlib.wire import routes
 from atroposlib.wire.batching import (
@@ -52,6 +53,7 @@ class ApiLink:
         self._announcement = announcement
         self._timeout_s = timeout_s
         self._on_joined = on_joined
+        self._run: str | None = None  # its name, if the trainer gave it one
         self._last_evaluation: Evaluation | None = None
 
     async def wait_until_up(self) -> None:
@@ -68,7 +70,7 @@ class ApiLink:
             "registration", routes.REGISTER_ENV, lambda: self._announcement, remedy="start a trainer for this API"
         )
         assert isinstance(joined, EnvRegistered)
-        self.env_id = joined.env_id
+        self.env_id, self._run = joined.env_id, joined.run
         log.info(
             "Registered as %s (id %d) with %s at step %d of %d",
             joined.wandb_name,
@@ -114,6 +116,14 @@ class ApiLink:
             await self._posted("groups", routes.SCORED_DATA, lambda: bodies()[0], key)
         else:
             await self._posted("groups", routes.SCORED_DATA_LIST, bodies, key)
+
+    async def post_in_place(self, group: PostedData) -> None:
+        """Hand over a group of a run that can be repeated: posted again, also by a process that started anew, it is
+        stored once. Raises as `post_groups` does; the API refuses another group for the same place.
+        """
+        assert isinstance(group.ordinal, tuple)
+        key = post_key(self._run, group.ordinal)
+        await self._posted("a group", routes.SCORED_DATA, lambda: replace(group, env_id=self.env_id), key)
 
     async def post_evaluation(self, policy_version: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
         """Report an evaluation; the last one is reported again to an API that was restarted."""

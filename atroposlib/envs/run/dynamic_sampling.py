@@ -75,6 +75,27 @@ class BatchFilling(Generic[G]):
         items = (item for item in self._open if item >= self._void_before)
         return list(takewhile(self._ended.__contains__, items))
 
+    def start_over(self) -> list[G]:
+        """Begin a batch with the next item, and return the groups that were sampled for the one before and not
+        sent.
+        """
+        gone = [*self._held, *(group for groups in self._open.values() for group, _ in groups)]
+        self._held.clear()
+        for groups in self._open.values():
+            groups.clear()
+        self._void_before = self._next
+        self._begun = self._sampled = self._sent = 0
+        return gone
+
+    def missing(self, groups_per_batch: int) -> int:
+        """Count the groups that this batch still needs."""
+        return max(0, groups_per_batch - self._sent)
+
+    @property
+    def sampled(self) -> int:
+        """Return how many items of this batch are decided."""
+        return self._sampled
+
     def undecided(self) -> list[G]:
         """Groups that are neither sent nor thrown away, oldest first."""
         return [*self._held, *(group for groups in self._open.values() for group, _ in groups)]

@@ -49,6 +49,7 @@ from atroposlib.envs.payloads import (
 )
 from atroposlib.envs.run import sample_rows
 from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
+from atroposlib.envs.run.order import Order, current_place
 from atroposlib.envs.run.outcomes import Outcomes
 from atroposlib.envs.run.sample_rows import Sampled, SampleRows
 from atroposlib.envs.run.worker_pool import RunningItem
@@ -162,6 +163,7 @@ class EnvRun(Generic[E]):
         self.filling: BatchFilling[Sampled] | None = None
         if env.config.max_items_per_batch and env.config.ensure_scores_are_not_same:
             self.filling = BatchFilling(env.config.max_items_per_batch, env.config.max_batches_offpolicy == 0)
+        self.order = Order(self.display_name, getattr(env.config, "seed", 0)) if env.config.deterministic else None
         self.durations = Durations()
         self.eval_results: Metrics = {}
         self.data = LoadedData()
@@ -227,13 +229,13 @@ class EnvRun(Generic[E]):
     async def handle(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
         if self.filling is None or self.link is None:
-            await self._handle(item)
+            await self._filled(item)
             return
         number = self.filling.begin()
         token = _item_number.set(number)
         is_cancelled = False
         try:
-            await self._handle(item)
+            await self._filled(item)
         except asyncio.CancelledError:
             is_cancelled = True
             raise
@@ -246,6 +248,13 @@ class EnvRun(Generic[E]):
                     await self._send_all(chosen)
                 finally:
                     self.sending -= len(chosen)
+
+    async def _filled(self, item: Item) -> None:
+        """Work on `item`, in a run that can be repeated until its place is filled."""
+        if self.order is None or (place := current_place()) is None:
+            await self._handle(item)
+            return
+        await self.order.fill(place, lambda: self._handle(item), lambda: self.outcomes.last_drop)
 
     async def _handle(self, item: Item) -> None:
         with self.samples.item():
@@ -318,6 +327,7 @@ class EnvRun(Generic[E]):
         accepted = []
         for group in whole:
             self.note_failed_rollouts(Counter(group.get("failed") or {}))
+            group = self._in_place(group)
             accepted += self._chosen(group, item, send, limit_lengths)
         if accepted:
             await self._send_all(accepted, send)
@@ -329,6 +339,13 @@ class EnvRun(Generic[E]):
             raise MalformedGroup(
                 "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
             )
+
+    def _in_place(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """The group with its place in the run, if that can be repeated. Raises GroupLost."""
+        if self.order is None or (place := current_place()) is None:
+            return group
+        place.expect_sampled_by(group)
+        return ScoredDataGroup(**{**group, "ordinal": self.order.ordinal(place)})
 
     def sampled_with(self, group: ScoredDataGroup) -> list[list[Settings]]:
         """The settings with which each sequence was sampled, one unless its turns differ; none where not known."""
@@ -378,6 +395,13 @@ class EnvRun(Generic[E]):
         log.warning("Dropped a group of the item %s: %s", shown(sampled.item), error)
         self.samples.write(sampled, str(error))
 
+    def turn_to_batch(self, batch: int, policy_version: int) -> None:
+        """Begin the places of another batch; what was sampled for the one before and not sent is thrown away."""
+        assert self.order is not None
+        if self.order.follow(batch, policy_version) and self.filling is not None:
+            self._settled(Chosen([], self.filling.start_over()))
+            self.order.batches_before = self.filling.batches
+
     @property
     def groups_per_batch(self) -> int:
         """Return how many groups of a batch are this environment's."""
@@ -410,12 +434,14 @@ class EnvRun(Generic[E]):
                 self._note_rejected(rejected, group, item)
                 return []
             self._rejected_in_row = 0
+            _fill_place()
             return [self.samples.sampled(group, item)]
         if rejected is not None:
             self.outcomes.note_dropped(*rejected)  # as far as is known
         number = _item_number.get()
         own = self.filling.begin() if number is None else number  # an author may send groups outside of any item
         self.filling.add(own, self.samples.sampled(group, item, rejected), rejected is None)
+        _fill_place()
         return [] if number is not None else self._settled(self.filling.end(own, self.groups_per_batch))
 
     def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
@@ -518,10 +544,16 @@ class EnvRun(Generic[E]):
             raise RuntimeError("handle_send_to_api without an API: pass do_send_to_api=False, or run `serve`")
         bodies = [wire_form(sampled.group, self.link.env_id, self.env.config.include_messages) for sampled in kept]
         try:
-            await self.link.post_groups(bodies)
+            if self.order is None:
+                await self.link.post_groups(bodies)
+            else:
+                for body in bodies:
+                    await self.link.post_in_place(body)
         except ApiRefused as error:
             if error.status == 401:
                 raise PeerError(str(error)) from error
+            if self.order is not None:
+                raise EnvError(f"a group cannot be posted in its place: {error}") from error
             self.counts["items_refused_by_api"] += len(kept)
             for sampled in kept:  # each has a row already, from before it was sent
                 self.samples.write(sampled, f"the API refused it: {error}")
@@ -577,3 +609,9 @@ class EnvRun(Generic[E]):
         if self.link is None:
             raise RuntimeError("there is no batching API outside of `serve`")
         return self.link
+
+
+def _fill_place() -> None:
+    """Note that the item that this task works on has given its group, in a run that can be repeated."""
+    if (place := current_place()) is not None:
+        place.is_filled = True

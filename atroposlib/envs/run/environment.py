@@ -45,6 +45,7 @@ from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.request_seeds import for_sample
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.flags import Setting
 from atroposlib.groups import rollouts_of
@@ -67,6 +68,8 @@ class Environment(FormerAttributes, ABC):
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer
+    # Whether the same answers get the same rewards in each run, and items have numbers: for --env.deterministic.
+    deterministic: ClassVar[bool] = False
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
@@ -132,6 +135,10 @@ class Environment(FormerAttributes, ABC):
     async def get_next_item(self) -> Item:
         """The next thing to sample for, or None when there is nothing now."""
 
+    async def _numbered_item(self, number: int) -> Item:
+        """The thing to sample for with this number: for --env.deterministic."""
+        raise NotImplementedError(f"{type(self).__name__} does not number its items")
+
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
         """Measure the served policy. Return metrics (`accuracy`, 0..1, is the one that trainers read), or pass them to
@@ -151,8 +158,8 @@ class Environment(FormerAttributes, ABC):
         limit_s = self.config.rollout_limit_s
         results = await gather_or_cancel(
             [
-                attempt(author_checks.trajectory(self.collect_trajectory, item), limit_s)
-                for _ in range(self.config.group_size)
+                attempt(for_sample(number, author_checks.trajectory(self.collect_trajectory, item)), limit_s)
+                for number in range(self.config.group_size)
             ]
         )
         left, failed = self._env_run.survivors(results, item)
@@ -249,11 +256,10 @@ class Environment(FormerAttributes, ABC):
     @property
     def derived_batch_size(self) -> int:
         """Rollouts of each batch that this environment may fill."""
-        return batch_share(
-            self.config.batch_size,
-            self.status_dict.get("unallocated_fraction", 1.0),
-            self.config.min_batch_allocation,
-        )
+        unallocated = self.status_dict.get("unallocated_fraction", 1.0)
+        if self.config.deterministic:  # whatever other environments say, and whenever they do
+            unallocated = 1.0 if self.config.min_batch_allocation is None else 0.0
+        return batch_share(self.config.batch_size, unallocated, self.config.min_batch_allocation)
 
     async def register_env(self) -> None:
         """Join the API, once a trainer has started."""

@@ -49,17 +49,9 @@ def plan(
     moved on. `sending` groups are as good as queued. With `oversampling` 2 half of the groups in flight are expected to
     be of use; `may_begin` is a limit.
     """
-    if batch_size <= 0:
-        return Plan(0, "the trainer has not reported its batch size")
-    if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
-        return Plan(0, EVALUATION_RUNS)
-    if evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
-        max_workers = int(max_workers * config.eval_limit_ratio)
-    untrained = max(0, status.current_step - status.trained_steps) if isinstance(status.trained_steps, int) else 0
-    if config.max_batches_offpolicy == 0 and untrained:
-        return Plan(0, f"on-policy: the trainer has {untrained} batch(es) to train on")
-    if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:
-        return Plan(0, f"all {total_steps} batches have been delivered")
+    if (reason := why_none(config, status, batch_size, total_steps, evaluating, idle_s)) is not None:
+        return Plan(0, reason)
+    max_workers = workers(config, max_workers, evaluating)
     batches = max(1, config.max_batches_offpolicy)
     share = batch_share(batch_size, status.unallocated_fraction, config.min_batch_allocation)
     limit = max(1, batches * share // config.group_size)
@@ -73,6 +65,56 @@ def plan(
         return Plan(0, f"{in_flight} groups in flight are the last of max_items_per_batch")
     start = min(wanted - in_flight, max_workers - in_flight, wanted if may_begin is None else may_begin)
     return Plan(max(0, start), f"{in_flight} of {max_workers} workers are busy")
+
+
+def plan_in_order(
+    config: BaseEnvConfig,
+    status: EnvStatus,
+    *,
+    batch_size: int,
+    total_steps: int,
+    in_flight: int,
+    max_workers: int,
+    evaluating: bool,
+    idle_s: float,
+    missing: int,
+    under_way: int,
+    may_begin: int | None,
+    oversampling: float = 1.0,
+) -> Plan:
+    """The same for a run that can be repeated, whose environment gives each batch the same groups whatever waits at the
+    API: `missing` of them; `under_way` are sampled, and perhaps of no use.
+    """
+    if (reason := why_none(config, status, batch_size, total_steps, evaluating, idle_s)) is not None:
+        return Plan(0, reason)
+    if not missing:
+        return Plan(0, "the groups of this batch are given")
+    max_workers = workers(config, max_workers, evaluating)
+    wanted = math.ceil(missing * oversampling) - under_way
+    start = min(wanted, max_workers - in_flight, wanted if may_begin is None else may_begin)
+    return Plan(max(0, start), f"{under_way} groups of this batch are sampled, {in_flight} in all")
+
+
+def why_none(
+    config: BaseEnvConfig, status: EnvStatus, batch_size: int, total_steps: int, evaluating: bool, idle_s: float
+) -> str | None:
+    """Explain why nothing may be started, however few groups there are; None if it may."""
+    if batch_size <= 0:
+        return "the trainer has not reported its batch size"
+    if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+        return EVALUATION_RUNS
+    untrained = max(0, status.current_step - status.trained_steps) if isinstance(status.trained_steps, int) else 0
+    if config.max_batches_offpolicy == 0 and untrained:
+        return f"on-policy: the trainer has {untrained} batch(es) to train on"
+    if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:
+        return f"all {total_steps} batches have been delivered"
+    return None
+
+
+def workers(config: BaseEnvConfig, max_workers: int, evaluating: bool) -> int:
+    """Return how many groups may be in flight."""
+    limited = evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN
+    return int(max_workers * config.eval_limit_ratio) if limited else max_workers
 
 
 def evaluation_interval(config: BaseEnvConfig) -> int | None:

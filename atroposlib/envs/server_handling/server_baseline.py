@@ -30,6 +30,7 @@ from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
 from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, describe
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.request_seeds import with_seed
 from atroposlib.envs.server_handling.sequences.sampling import (
     Arguments,
     PromptLogprobs,
@@ -152,6 +153,8 @@ class InferenceCalls(ABC):
         split: Split,
     ) -> list[T]:
         async def one_part(part: Arguments) -> T:
+            if split == "train":
+                part = with_seed(part)
             return await self._run(what, lambda server: request(server, part), split)
 
         n = arguments.get("n") or 1
