@@ -36,6 +36,8 @@ COMMANDS = {
     "evaluate": Command("atropos_launcher.commands.evaluate", "measure a model on a recipe's held-out problems"),
     "plot": Command("atropos_launcher.commands.plot", "plot a run so far, or compare several"),
     "fine-tune": Command("atropos_launcher.commands.fine_tune", "train on demonstrations or preference pairs alone"),
+    "verify": Command("atropos_launcher.commands.verify", "check that nothing of a repeatable run was changed"),
+    "reproduce": Command("atropos_launcher.commands.reproduce", "repeat a run, or one step, and compare every bit"),
     "env": Command("atropos_launcher.commands.env", "write a new environment, or run one: serve, process, evaluate"),
     "doctor": Command("atropos_launcher.commands.doctor", "check machine, ports and servers before a run"),
     "gpu-check": Command("atropos_launcher.commands.gpu_check", "run every check that needs a GPU, and print a table"),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
+from transformers import PreTrainedModel
+
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import GroupRequirements, Registration
 from example_trainer.bridges import Prepare, WeightBridge
@@ -23,7 +25,7 @@ from example_trainer.loop.offline import examples_of, sides_of
 from example_trainer.loop.run import Run
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.timeline import Timeline
-from example_trainer.output.metrics import open_metrics, open_trained
+from example_trainer.output.metrics import open_batches, open_metrics, open_trained
 from example_trainer.ranks.ranks import Ranks
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
@@ -56,23 +58,41 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         offline = sides_of(examples, config, learner.trained.tokenizer) if examples else []
         metrics = open_metrics(config, done.step + 1, resources, done.kernels)
         trained_file = open_trained(config, done.step + 1, resources)
+        batches_file = open_batches(config, done.step + 1, resources)
         if config.overlap and not config.overlaps:
             log.info("Not computing before a batch is whole: it makes several updates, or recomputes log-probabilities")
         saves = Saves(config, learner, partial(sleep_beside, tuple(watched)))
         resources.push(saves.leave)
         watched.append(saves)
-        needs = GroupRequirements(
-            vocab_size=model.config.get_text_config().vocab_size,
-            trainable_only=True,
-            logprobs_optional=not config.needs_sampler_logprobs,
-            routing=shape_of(model),
-            routing_required=config.routing_replay == "required",
-            teacher_top_k=config.teacher_top_k,
-        )
+        needs = requirements(config, model)
         timeline = Timeline(vllm_clients(config))
         yield Run(
-            config, api, learner, bridge, exactness, saves, rejections, metrics, trained_file, needs, timeline, offline
+            config,
+            api,
+            learner,
+            bridge,
+            exactness,
+            saves,
+            rejections,
+            metrics,
+            trained_file,
+            needs,
+            timeline,
+            offline,
+            batches_file=batches_file,
         )
+
+
+def requirements(config: TrainerConfig, model: PreTrainedModel) -> GroupRequirements:
+    """Return what a group must have for this model to be trained on it."""
+    return GroupRequirements(
+        vocab_size=model.config.get_text_config().vocab_size,
+        trainable_only=True,
+        logprobs_optional=not config.needs_sampler_logprobs,
+        routing=shape_of(model),
+        routing_required=config.routing_replay == "required",
+        teacher_top_k=config.teacher_top_k,
+    )
 
 
 def resolved(learner: Learner) -> str:

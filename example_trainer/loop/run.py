@@ -37,11 +37,12 @@ from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.served import check_served, expect_served_lengths
 from example_trainer.loop.timeline import Timeline
-from example_trainer.loop.updates import Plan, Updates
-from example_trainer.optim.optimizer import learning_rate
+from example_trainer.loop.updates import Updates, plan_of_step
 from example_trainer.output.metrics import Sink, step_line, step_row
 from example_trainer.output.model_card import write_model_card
+from example_trainer.output.receipt import write_receipt
 from example_trainer.output.samples import samples_of
+from example_trainer.output.step_chain import StepDigests, batch_digest, batch_rows
 from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import TrainerConfig
@@ -76,6 +77,9 @@ class Run:
     early: EarlyGradients | None = None  # of the batch that is fetched
     ends_early_after: int | None = None  # the last step of a run that does not do all --training-steps
     proven: bool = False  # vLLM's weights by the probes, after an update
+    batches_file: StepFile | None = None  # of a run that can be repeated
+    _weights: str = ""  # the digest of the weights as they are, in such a run
+    _items: list[Item] = field(default_factory=list)  # of the step's batch
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
 
     def __post_init__(self) -> None:
@@ -87,6 +91,8 @@ class Run:
         """Have vLLM serve the start weights, and register with the API."""
         progress = self.progress
         self.bridge.sync(progress.policy_version, keep_weights)
+        if self.batches_file is not None:
+            self._weights = self.trained.digest()
         if self.offline_examples:
             self.offline = OfflineData(self.learner, self.offline_examples)
         expect_served_lengths(self.config, self.trained.model.config)
@@ -116,6 +122,7 @@ class Run:
         with phase("report"):
             self.report(TrainerStep(step, sync.policy_version, num_steps=self.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
+            digests = self.chained(step)
         with phase("evaluation"):
             held_out = self.evaluation(sync)
         row = step_row(
@@ -130,6 +137,7 @@ class Run:
             rejected_groups=self.rejections.total - rejected_before,
             bad_batches=self.bad_batches.total,
             **self.timeline.row(),
+            **digests,
         )
         for sink in self.metrics:
             sink.write(row)
@@ -149,6 +157,8 @@ class Run:
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
+        if self.batches_file is not None:
+            write_receipt(self.config, self.progress, self._weights)
         try:
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk
@@ -169,7 +179,7 @@ class Run:
             items = self.api.fetch_batch(self.config.fetch_timeout, self.compute_early if self.early else None)
             if self.config.deterministic:
                 items = self.api.reordered(items, in_order(items, self.progress.step))
-            batch = self.converted(items)
+            self._items, batch = items, self.converted(items)
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if self.early is not None:
                 batch = self.early.of(batch, self.api.ids)
@@ -231,17 +241,7 @@ class Run:
         updates = Updates(
             self.learner,
             self.bad_batches,
-            Plan(
-                config.updates_per_batch,
-                config.epochs,
-                recomputed=config.old_logprobs == "recomputed",
-                loss_mean=config.loss_mean,
-                seed=config.seed,
-                step=step,
-                rate=learning_rate(config, step, self.progress.updates, batch.signal_share),
-                offline_share=config.offline_share,
-                updates_before=self.progress.updates,
-            ),
+            plan_of_step(config, step, self.progress.updates, batch),
             self.offline,
         )
         try:
@@ -316,6 +316,17 @@ class Run:
         if self.trained_file is not None:
             rows = trained_rows(records, updates.logprobs, step=step, policy_version=step, left_out=left_out)
             self.trained_file.append(step, *rows)
+
+    def chained(self, step: int) -> Mapping[str, str]:
+        """Write the groups that the step trained on, and return the digests of its row, if the run can be repeated."""
+        if self.batches_file is None:
+            return {}
+        rows = batch_rows(step, self._items)
+        self.batches_file.append(step, *rows)
+        before, self._weights = self._weights, self.trained.digest()
+        digests = StepDigests.after(self.progress.chain, before, batch_digest(rows), self._weights)
+        self.progress = replace(self.progress, chain=digests.chain)
+        return digests.columns()
 
     def show_samples(self, step: int, batch: Batch) -> None:
         """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""

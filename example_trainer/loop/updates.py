@@ -29,9 +29,10 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import EarlyGradients, Part, together
 from example_trainer.loss.metric import Metric, Metrics, added, of_updates, values
-from example_trainer.optim.optimizer import expect_finite
+from example_trainer.optim.optimizer import expect_finite, learning_rate
 from example_trainer.output.metrics import Row
 from example_trainer.output.trained_rows import Logprobs
+from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.objectives import LossMean
 
 
@@ -48,6 +49,21 @@ class Plan:
     rate: float = 0.0
     offline_share: float = 0.0  # of each update's loss
     updates_before: int = 0  # in earlier steps
+
+
+def plan_of_step(config: TrainerConfig, step: int, updates_before: int, batch: Batch) -> Plan:
+    """Plan the updates of a step on `batch`, before which `updates_before` were made."""
+    return Plan(
+        config.updates_per_batch,
+        config.epochs,
+        recomputed=config.old_logprobs == "recomputed",
+        loss_mean=config.loss_mean,
+        seed=config.seed,
+        step=step,
+        rate=learning_rate(config, step, updates_before, batch.signal_share),
+        offline_share=config.offline_share,
+        updates_before=updates_before,
+    )
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def fastest(
     """The fastest of `candidates`, torch among them, on this machine, as the file `cache` has it or by `seconds`, which
     times them.
     """
-    machine = f"{_processor()}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
+    machine = f"{processor()}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
     layers = ", ".join(f"{n} x {outs}x{ins}" for (outs, ins), n in sorted(shapes.items()))
     key = f"{'/'.join(candidates)} on {machine}, {layers}"
     known = _read(cache)
@@ -326,7 +326,7 @@ def _read(cache: Path) -> dict[str, Kernels]:
         return {}
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model and stepping, as Linux tells them: virtual machines give several processors one name."""
     cpuinfo = Path("/proc/cpuinfo")
     first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0] if cpuinfo.exists() else ""

@@ -21,6 +21,7 @@ from example_trainer.bridges.base import SyncReport
 from example_trainer.data.batching import Batch
 from example_trainer.errors import TrainerError
 from example_trainer.output.samples import Sample
+from example_trainer.output.step_chain import BATCHES
 from example_trainer.output.step_file import StepFile
 from example_trainer.settings.config import TrainerConfig
 
@@ -60,9 +61,10 @@ ROW_KEYS = (  # the first columns, in their order; a new metric needs no place h
     "ratio_tokens_different",
 )
 Row = Mapping[str, float | int | None]
+StepRow = Mapping[str, float | int | str | None]  # with digests, which metrics.jsonl alone keeps
 
 
-def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int | None) -> Row:
+def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int | str | None) -> StepRow:
     """One step's row of metrics.jsonl. `measured` holds the metrics of loss, optimizer and exactness check, as far as
     there are any, and `run` what the loop itself counts and times; times are in seconds.
     """
@@ -121,7 +123,7 @@ class JsonlSink(StepFile):
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Left to the environments, whose samples.jsonl has them all."""
 
-    def write(self, row: Row) -> None:
+    def write(self, row: StepRow) -> None:
         """One line, whole or not at all; it waits in memory while the disk takes no more."""
         keys = (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))
         self.append(int(row["step"] or 0), {**{key: row.get(key) for key in keys}, "time": time.time()})
@@ -130,7 +132,7 @@ class JsonlSink(StepFile):
 class Sink(Protocol):
     """Somewhere the metrics of a run go."""
 
-    def write(self, row: Row) -> None:
+    def write(self, row: StepRow) -> None:
         """Keep one step's row; it has a `step`."""
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -149,7 +151,7 @@ class TensorBoardSink:
         self._folder, self._has_ended = folder, False
         resources.callback(self._write, self._writer.close)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: StepRow) -> None:
         self._write(partial(self._add, row))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -157,9 +159,9 @@ class TensorBoardSink:
         table = "\n".join(["| prompt | answer | reward |", "|---|---|---|", *rows])
         self._write(partial(self._writer.add_text, "train/samples", table, step))
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: StepRow) -> None:
         for key, value in row.items():
-            if value is not None:
+            if value is not None and not isinstance(value, str):
                 self._writer.add_scalar(f"train/{key}", value, row["step"])
         self._writer.flush()
 
@@ -202,8 +204,8 @@ class WandbSink:
         )
         resources.callback(self._run.finish)
 
-    def write(self, row: Row) -> None:
-        metrics = {f"train/{key}": value for key, value in row.items() if value is not None}
+    def write(self, row: StepRow) -> None:
+        metrics = {f"train/{key}": value for key, value in row.items() if isinstance(value, (int, float))}
         self._run.log(metrics, step=int(row["step"] or 0))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -230,6 +232,17 @@ def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack, k
     if config.use_wandb:
         sinks.append(WandbSink(config, resources, kernels))
     return sinks
+
+
+def open_batches(config: TrainerConfig, first_step: int, resources: ExitStack) -> StepFile | None:
+    """batches.jsonl, beside metrics.jsonl, of a run that can be repeated. Raises TrainerError as `open_trained`."""
+    if not config.deterministic:
+        return None
+    path = config.metrics_file.with_name(BATCHES)
+    with reading(f"cannot write {path}", TrainerError, remedy="set --metrics-path, or free space"):
+        found = StepFile(path, first_step, "batches", "--metrics-path")
+    resources.callback(found.close)
+    return found
 
 
 def open_trained(config: TrainerConfig, first_step: int, resources: ExitStack) -> StepFile | None:

@@ -417,8 +417,8 @@ class TrainerConfig(
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a micro-batch, unless the memory plan finds room for more. In a run that can be repeated it does not
-        count what room there is: gradients are added up by micro-batch.
+        """Tokens of a micro-batch, unless the memory plan finds room for more. Gradients are added up by micro-batch,
+        so these are always as many in a run that can be repeated.
         """
         if self.deterministic:
             return max(self.seq_len, MICRO_BATCH_TOKENS)

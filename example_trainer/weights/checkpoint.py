@@ -55,7 +55,8 @@ class Progress:
 
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
-    since another way rounds differently; None in a checkpoint of before there was a choice.
+    since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
+    steps, where they can be repeated (output/step_chain.py).
     """
 
     step: int = 0
@@ -65,6 +66,7 @@ class Progress:
     leases: list[int] = field(default_factory=list, compare=False)
     kernels: str = field(default="torch", compare=False)
     share_prefixes: bool | None = field(default=None, compare=False)
+    chain: str = field(default="", compare=False)
 
 
 class Checkpoints:

@@ -25,8 +25,10 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest, write_policy_version
 from atroposlib.wire.folders import FileRecord
 from example_trainer.errors import TrainerError
+from example_trainer.model.files import DTYPES
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import exact_value
+from example_trainer.weights.digest import weights_digest
 from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters
@@ -91,6 +93,13 @@ class TrainedModel:
     def nbytes(self) -> int:
         """Bytes of the weights in a directory."""
         return self.form.nbytes(self.model)
+
+    def digest(self) -> str:
+        """Compute the SHA-256 of the weights, as `digest_of_files` does of a directory that has them."""
+        return weights_digest(
+            (name, DTYPES[tensor.dtype], tensor.shape, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            for name, tensor in whole_parameters(self.model)
+        )
 
     def source(self, manifest: Manifest) -> WeightSource:
         """The weights as a bridge sends them. Parameters may move in memory: call it before there is an optimizer."""

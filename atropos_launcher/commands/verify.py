@@ -1,0 +1,37 @@
+"""`atropos verify RUN`: whether a run with --deterministic is as its trainer wrote it, from its directory alone."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from atropos_launcher.arguments import Parser, add_runs
+from atropos_launcher.runs import find_run, latest_run
+
+
+def parser() -> ArgumentParser:
+    """For help and completion."""
+    command = Parser(
+        "verify",
+        "Check each step of a run with --deterministic by its digests: groups, metrics, checkpoints. Nothing is"
+        " computed again; `atropos reproduce` does that.",
+    )
+    command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run (default: the newest)")
+    add_runs(command)
+    return command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what was changed. Returns 0 if nothing was, else 1."""
+    from atropos_launcher.checks.repeated import faults, steps_of
+
+    options = parser().parse_args(argv)
+    run = find_run(options.runs, options.run) if options.run else latest_run(options.runs)
+    steps = steps_of(run)
+    found = list(faults(run))
+    for fault in found:
+        print(f"{run}: {fault}", file=sys.stderr)
+    if found:
+        return 1
+    last = max(steps)
+    print(f"{run}: {len(steps)} steps as they were written; chain {steps[last].chain}")
+    return 0

