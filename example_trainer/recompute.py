@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import msgspec
+import torch
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
@@ -24,12 +25,15 @@ from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.errors import TrainerError
+from example_trainer.exact.check import Served
+from example_trainer.exact.model import make_exact
 from example_trainer.grpo import prepare_torch
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData, examples_of, sides_of
 from example_trainer.loop.opening import requirements, resolved
 from example_trainer.loop.updates import Updates, plan_of_step
+from example_trainer.output.receipt import RECEIPT
 from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
@@ -58,6 +62,8 @@ def recompute(folder: Path, step: int) -> bool:
         source = resolved(learner)
         learner.load_into(None, source or config.model_name)
         learner.begin(source)
+        served = served_by(folder / RECEIPT)
+        make_exact(learner.trained.model, getattr(torch, served.dtype), served.tp_size)
         first = learner.progress.step + 1
         if learner.trained.digest() != rows[first].weights_before:
             raise TrainerError(
@@ -87,6 +93,13 @@ def recorded(path: Path) -> dict[int, StepDigests]:
     ):
         rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     return {row["step"]: digests for row in rows if (digests := StepDigests.of_row(row)) is not None}
+
+
+def served_by(path: Path) -> Served:
+    """How the run's vLLM computed. Raises TrainerError."""
+    remedy = "the trainer writes it when a run with --deterministic starts"
+    with reading(f"cannot read {path}", TrainerError, remedy=remedy, also=(msgspec.MsgspecError, KeyError)):
+        return msgspec.convert(msgspec.json.decode(path.read_bytes())["served"], Served)
 
 
 def config_of(folder: Path, step: int) -> TrainerConfig:

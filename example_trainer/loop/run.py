@@ -93,6 +93,7 @@ class Run:
         self.bridge.sync(progress.policy_version, keep_weights)
         if self.batches_file is not None:
             self._weights = self.trained.digest()
+            write_receipt(self.config, self.progress, self._weights, self.exactness.served)
         if self.offline_examples:
             self.offline = OfflineData(self.learner, self.offline_examples)
         expect_served_lengths(self.config, self.trained.model.config)
@@ -158,7 +159,7 @@ class Run:
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
         if self.batches_file is not None:
-            write_receipt(self.config, self.progress, self._weights)
+            write_receipt(self.config, self.progress, self._weights, self.exactness.served)
         try:
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk

