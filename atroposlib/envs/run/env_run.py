@@ -163,7 +163,9 @@ class EnvRun(Generic[E]):
         self.filling: BatchFilling[Sampled] | None = None
         if env.config.max_items_per_batch and env.config.ensure_scores_are_not_same:
             self.filling = BatchFilling(env.config.max_items_per_batch, env.config.max_batches_offpolicy == 0)
-        self.order = Order(self.display_name, getattr(env.config, "seed", 0)) if env.config.deterministic else None
+        self.order: Order | None = None
+        if env.config.deterministic:
+            self.order = Order(self.display_name, getattr(env.config, "seed", 0), env.config.startup_timeout)
         self.durations = Durations()
         self.eval_results: Metrics = {}
         self.data = LoadedData()

@@ -9,6 +9,7 @@ again, and gives the same groups: the API stores once what is posted twice under
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +25,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 TRIES = 5  # of an item, before the environment gives up
-PAUSE_S = 1.0  # after the first; each further one is twice as long
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # between them; each is twice as long as the one before
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Place:
     group: int
     policy_version: int
     is_filled: bool = False  # the group is there, or its item is known to give none
+    was_of_other_policy: bool = False  # what was sampled for it last, as while a trainer resumes
 
     def expect_sampled_by(self, group: Mapping[str, Any]) -> None:
         """Raise GroupLost for a group that is not whole, or not sampled by the place's policy alone."""
@@ -45,6 +47,7 @@ class Place:
         spans = group.get("version_spans")
         versions = {version for of_sequence in spans or () for _, version in of_sequence}
         if versions != {self.policy_version}:
+            self.was_of_other_policy = bool(spans)
             told = f"versions {sorted(versions)}" if spans else "a server that does not say which policy it serves"
             raise GroupLost(
                 f"it was sampled by {told}, not by policy version {self.policy_version} alone",
@@ -72,11 +75,14 @@ def placed(place: Place) -> Iterator[None]:
 
 
 class Order:
-    """The places of `environment`'s groups; `seed` is the run's."""
+    """The places of `environment`'s groups; `seed` is the run's. For `patience_s` seconds another policy than a batch's
+    may be served.
+    """
 
-    def __init__(self, environment: str, seed: int) -> None:
+    def __init__(self, environment: str, seed: int, patience_s: float) -> None:
         self._environment = environment
         self._seed = seed
+        self._patience_s = patience_s
         self.batch = -1
         self.policy_version = -1
         self.begun = 0  # groups of this batch
@@ -106,12 +112,13 @@ class Order:
 
     async def fill(self, place: Place, handle: Callable[[], Awaitable[None]], why: Callable[[], str]) -> None:
         """Call `handle` until it has filled the place, by the same seeds each time. Stop early when another batch is
-        sampled. Raises EnvError, with what `why` says, after several tries.
+        sampled. Raises EnvError, with what `why` says, after several tries; while another policy is served, after
+        `patience_s` seconds.
         """
-        for tried in range(1, TRIES + 1):
-            seeds = RequestSeeds(self._seed, *self.ordinal(place), place.policy_version)
-            error, place.is_filled = None, False
-            with seeded(seeds):
+        tries, began, pause_s = 0, time.monotonic(), PAUSE_S
+        while True:
+            error, place.is_filled, place.was_of_other_policy = None, False, False
+            with seeded(RequestSeeds(self._seed, *self.ordinal(place), place.policy_version)):
                 try:
                     await handle()
                 except EnvError:
@@ -121,21 +128,24 @@ class Order:
             if (place.is_filled and error is None) or place.batch != self.batch:
                 return
             told = repr(error) if error is not None else why()
-            if tried < TRIES:
-                pause_s = PAUSE_S * 2 ** (tried - 1)
-                log.warning(
-                    "Asking again in %g s for group %d of batch %d, try %d of %d: %s",
-                    pause_s,
-                    place.group,
-                    place.batch,
-                    tried + 1,
-                    TRIES,
-                    told,
-                )
-                await asyncio.sleep(pause_s)
+            tries += not place.was_of_other_policy
+            if tries >= TRIES or time.monotonic() - began > self._patience_s:
+                break
+            log.warning(
+                "Asking again in %g s for group %d of batch %d (try %d of %d failed): %s",
+                pause_s,
+                place.group,
+                place.batch,
+                tries,
+                TRIES,
+                told,
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise EnvError(
-            f"group {place.group} of batch {place.batch} failed {TRIES} times, the last because {told}; a run with"
-            " --env.deterministic cannot go on without it: mend the cause and resume the run, or drop the flag"
+            f"group {place.group} of batch {place.batch} failed {tries} times within {time.monotonic() - began:.0f} s,"
+            f" the last because {told}; a run with --env.deterministic cannot go on without it: mend the cause and resume"
+            " the run, or drop the flag"
         ) from error
 
 

@@ -58,7 +58,12 @@ def run(
     **changes: Any,
 ) -> Path:
     """A run directory as the launcher's."""
-    known = {"deterministic": True, "batch_invariant": True, "mismatch_limit": 1e3, "training_steps": STEPS}
+    known: dict[str, Any] = {
+        "deterministic": True,
+        "batch_invariant": True,
+        "mismatch_limit": 1e3,
+        "training_steps": STEPS,
+    }
     known |= {"log_dir": folder, "checkpoint_interval": 1, "micro_batch_tokens": None}
     api = FakeApi(lambda delivered: arrived(placed(first + delivered)))
     settings = config(model, folder, "http://127.0.0.1:1", **known | changes)
