@@ -144,8 +144,8 @@ class Order:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise EnvError(
             f"group {place.group} of batch {place.batch} failed {tries} times within {time.monotonic() - began:.0f} s,"
-            f" the last because {told}; a run with --env.deterministic cannot go on without it: mend the cause and resume"
-            " the run, or drop the flag"
+            f" the last because {told}; a run with --env.deterministic cannot go on without it: mend the cause and"
+            " resume the run, or drop the flag"
         ) from error
 
 

@@ -90,7 +90,8 @@ async def groups_of(
     """Each batch of a run. `disturb` is called when a batch has been taken; at `stop_at` the environment is cancelled
     in the middle of the next one, and another process of it starts.
     """
-    async with running_api() as api, Seeded(replies) as inference:
+    inference = Seeded(replies)
+    async with running_api() as api, inference:
 
         def start() -> "asyncio.Task[None]":
             return asyncio.create_task(serve(cls(settings(folder, api, **fields), server_config(inference))))
