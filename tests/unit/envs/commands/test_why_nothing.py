@@ -52,7 +52,7 @@ class Why:
         async def said() -> bool:
             nonlocal told
             with contextlib.suppress(Exception):  # nothing yet
-                await asyncio.to_thread(self.trainer._next_batch)
+                await asyncio.to_thread(self.trainer._next_batch, 0.0)
             told = await asyncio.to_thread(self.trainer.why_no_batch, "nothing")
             return all(part in told for part in parts)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from example_trainer import grpo
-from example_trainer.model.cpu_kernels import _processor
+from example_trainer.model.cpu_kernels import processor
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 from tests.unit.trainer.whole_runs import config, rows, weights
 
@@ -89,7 +89,7 @@ def test_one_process_trains_as_it_always_did(name: str, tmp_path: Path) -> None:
     found = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path)]
     golden = [(float.fromhex(loss), float.fromhex(norm)) for loss, norm in steps]
     assert found == [pytest.approx(pair, rel=1e-4) for pair in golden]
-    if kernels() == RECORDED and ("oneDNN" not in name or _processor() == ONEDNN):
+    if kernels() == RECORDED and ("oneDNN" not in name or processor() == ONEDNN):
         assert found == golden
         trained = weights(tmp_path / "checkpoints" / "final_model")
         content = b"".join(trained[name].numpy().tobytes() for name in sorted(trained))
