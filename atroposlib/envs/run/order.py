@@ -144,7 +144,7 @@ class Order:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise EnvError(
             f"group {place.group} of batch {place.batch} failed {tries} times within {time.monotonic() - began:.0f} s,"
-            f" the last because {told}; a run with --env.deterministic cannot go on without it: mend the cause and"
+            f" the last because {told}; a run with --env.deterministic cannot go on without it: fix the cause and"
             " resume the run, or drop the flag"
         ) from error
 
