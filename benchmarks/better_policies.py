@@ -188,12 +188,17 @@ def report(found: Mapping[Arm, Sequence[PolicyRun]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, runs in found.items():
         for run in runs:
-            curve = {row["policy_version"]: row["accuracy"] for row in run.evaluations}
+            curve = {row["policy_version"]: row["accuracy"] for row in asked(run)}
             points = [curve.get(version) for version in range(0, STEPS + 1, 5)]
             shown = ["" if point is None else f"{100 * point:.1f}" for point in points]
             values = [arm, str(run.seed), *shown, f"{run.result:.1f}", f"{percent(run.best):.1f}", f"{run.seconds:.0f}"]
             lines.append(f"| {' | '.join(values)} |")
     return "\n".join(lines)
+
+
+def asked(run: PolicyRun) -> list[dict[str, Any]]:
+    """The evaluations that have an accuracy: the best policy's further questions leave a row without."""
+    return [row for row in run.evaluations if row["accuracy"] is not None]
 
 
 def draw(found: Mapping[Arm, Sequence[PolicyRun]], path: Path) -> None:
@@ -207,7 +212,7 @@ def draw(found: Mapping[Arm, Sequence[PolicyRun]], path: Path) -> None:
     for axis, (arm, runs) in zip(axes[0], found.items(), strict=True):
         for nth, run in enumerate(runs):
             style: dict[str, Any] = {"color": f"C{nth}"}
-            rows = [row for row in run.evaluations if row["policy_version"] <= len(run.steps)]
+            rows = [row for row in asked(run) if row["policy_version"] <= len(run.steps)]
             across, up = zip(*((row["policy_version"], row["accuracy"]) for row in rows), strict=True)
             axis.plot(across, up, marker=".", label=f"seed {run.seed}", **style)
             axis.plot(len(run.steps) + 0.7, run.result / 100, marker="D", markersize=4, **style)
