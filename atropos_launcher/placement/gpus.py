@@ -34,11 +34,12 @@ from example_trainer.memory.plan import (
     total,
 )
 from example_trainer.ranks.place import ranks_on_cpu
-from example_trainer.settings.bridges import MODES
+from example_trainer.settings.bridges import MODES, Adapter
 from example_trainer.settings.config import TrainerConfig
 from vllm_patching.free_memory import available_memory, total_memory
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ONE_PROCESS = "train with one process (--tp-size 1), which takes any split and dtype, or choose --bridge broadcast"
 
 
@@ -179,6 +180,8 @@ class Need:
         """
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
+        if why_not := adapter_refusal(self.config, self.size, placement.on_gpus):
+            return why_not
         if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
             return f"{why_not}: {ONE_PROCESS}"
         if not placement.on_gpus:
@@ -313,6 +316,21 @@ class Need:
         if without_offload and verdict.training.offload != "none":
             return False
         return self.serving_refusal(placement) is None and verdict.fits
+
+
+def adapter_refusal(config: TrainerConfig, size: ModelSize, on_gpus: bool) -> str | None:
+    """Explain why a mixture of experts cannot train the adapter that is asked for; None if it can."""
+    bridge = config.bridge
+    if not isinstance(bridge, Adapter) or not size.experts_per_token:
+        return None
+    if not on_gpus:
+        return "vLLM has no adapters beside experts on CPUs: choose --bridge broadcast, or a model without experts"
+    if not set(bridge.target_modules) - set(OF_ATTENTION):
+        return None
+    return (
+        f"{config.model_name} is a mixture of experts, whose experts take no adapter: train the attention's with"
+        f" --bridge.target-modules {','.join(OF_ATTENTION)}, or all weights with --bridge broadcast"
+    )
 
 
 def vocabulary_refusal(size: ModelSize, ranks: int) -> str | None:

@@ -35,7 +35,7 @@ PUBLISHED = {  # layers, width, feed-forward width, heads, key-value heads, voca
     "Qwen2.5-72B": (80, 8192, 29_568, 64, 8, 152_064, False),
 }
 BY_NAME = "by its name"
-QWEN3_ID = re.compile(r"Qwen/(Qwen3-[\d.]+B)(-Base|-(?:Instruct|Thinking)-2507)?")
+QWEN3_ID = re.compile(r"Qwen/(Qwen3-[\d.]+B(?:-A3B)?)(-Base|-(?:Instruct|Thinking)-2507)?")
 QWEN3 = {  # the same, with heads of 128
     "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 151_936, True),
     "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 151_936, True),
@@ -43,7 +43,9 @@ QWEN3 = {  # the same, with heads of 128
     "Qwen3-8B": (36, 4096, 12_288, 32, 8, 151_936, False),
     "Qwen3-14B": (40, 5120, 17_408, 40, 8, 151_936, False),
     "Qwen3-32B": (64, 5120, 25_600, 64, 8, 151_936, False),
+    "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 151_936, False),
 }
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}  # of the last
 IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -174,6 +176,8 @@ def published(name: str) -> ModelSize:
     family: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     if name in QWEN3:
         family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+    if name.endswith("-A3B"):
+        family |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS}
     config = family | {
         "hidden_size": width,
         "intermediate_size": inner,

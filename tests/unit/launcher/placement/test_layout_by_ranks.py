@@ -165,6 +165,25 @@ def test_a_family_that_the_trainer_cannot_split_is_refused_before_anything_start
     assert need.refusal(made.site.placement) is None
 
 
+MOE = "Qwen/Qwen3-30B-A3B"
+ATTENTION = "--bridge.target-modules q_proj,k_proj,v_proj,o_proj"
+MOE_AND_LORA = {
+    "experts": (f"{MOE} --gpus 8x80", "whose experts take no adapter: train the attention's with " + ATTENTION),
+    "attention": (f"{MOE} --gpus 8x80 {ATTENTION}", None),
+    "no experts": ("Qwen/Qwen3-8B --gpus 8x80", None),
+    "on CPUs": (MOE, "vLLM has no adapters beside experts on CPUs"),
+}
+
+
+@pytest.mark.parametrize("name", MOE_AND_LORA)
+def test_an_adapter_of_experts_is_refused_by_the_plan_as_by_the_trainer(name: str) -> None:
+    typed, said = MOE_AND_LORA[name]
+    words = [*typed.split(), "--host-memory", "1000", "--dry-run"]
+    need, made = need_of("gsm8k_lora", "--dataset", "arithmetic", "--model", *words)
+    why = need.refusal(made.site.placement, 10**9)
+    assert (why is None) if said is None else (why is not None and said in why)
+
+
 @pytest.mark.parametrize(
     ("gpus", "sizes", "vllm", "trainer"),
     [

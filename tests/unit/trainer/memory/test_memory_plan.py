@@ -41,6 +41,7 @@ PUBLISHED_BILLIONS = {
     "Qwen3-8B": 8.19,
     "Qwen3-14B": 14.77,
     "Qwen3-32B": 32.76,
+    "Qwen3-30B-A3B": 30.53,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
