@@ -59,6 +59,7 @@ USAGE = {
 }
 SECTIONS = ("trainer", "api", "bridge", "vllm", TEACHER, "layout", "env", "environments")
 OWN_TRAINER_FLAGS = ("model_name", "training_steps")  # --model and --steps here
+HOST_PER_GPU_BYTE = 2  # free host memory that --gpus assumes; servers with GPUs have two to three times theirs
 PLANNED_GB = 80  # of a GPU that --gpus asks for
 MORE = """\
 The trainer's flags to begin with:
@@ -139,7 +140,12 @@ class RunFlags(Config):
         description="with --dry-run: plan for this many GPUs of 80 GB; 8x141 means eight of 141 GB",
     )
     host_memory: int | None = Field(
-        None, ge=1, description="with --dry-run: plan with this much free host memory, in GB (default: this machine's)"
+        None,
+        ge=1,
+        description=(
+            "with --dry-run: plan with this much free host memory, in GB (default: this machine's; with --gpus, twice"
+            " the memory of all GPUs)"
+        ),
     )
 
     @field_validator("vllm_port", mode="before")
@@ -214,6 +220,8 @@ def read_command_line(
     run = validated(content, source.name)
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
+    if given.gpus is not None and host is None:
+        host = HOST_PER_GPU_BYTE * len(gpus) * memory
     return Asked(
         run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
     )

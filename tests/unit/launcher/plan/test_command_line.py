@@ -220,10 +220,12 @@ def test_the_host_memory_that_is_named_takes_the_place_of_this_machines(
     argv = ["gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "1x80", "--dry-run"]
     monkeypatch.setattr(gpus, "available_memory", lambda: 64 * 10**9)
     with pytest.raises(ConfigError, match=r"training Qwen/Qwen2\.5-7B-Instruct needs "):
-        train.main(argv)
+        train.main([*argv, "--host-memory", "64"])
     capsys.readouterr()
     assert train.main([*argv, "--host-memory", "256"]) == 0
     assert " of 256.000 GB free" in capsys.readouterr().out
+    assert train.main(argv) == 0, "another machine's memory is not this one's"
+    assert " of 160.000 GB free" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
