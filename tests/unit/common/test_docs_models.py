@@ -370,7 +370,7 @@ def test_the_default_model_is_the_largest_that_fits(recipe: str, gpus: str) -> N
     ],
 )
 def test_a_gpu_that_is_too_small_is_refused_with_the_flags_that_help(words: list[str], says: str) -> None:
-    asked = ("gsm8k", *words, "--gpus", "1x24")
+    asked = ("gsm8k", *words, "--gpus", "1x24", "--host-memory", "16")
     with pytest.raises(ConfigError, match=says):
         train.expect_fit(plan(*asked), ask_for(*asked))
 
