@@ -27,6 +27,7 @@ from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError, Setting
 from atroposlib.processes.exit_words import exit_words
+from example_trainer.memory.model_size import context_of
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
@@ -261,9 +262,17 @@ def expect_sampling(trainer: TrainerConfig) -> None:
 
 
 def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
-    """Raise ConfigError for answers so long that no prompt fits beside them, on a vLLM server or in the trainer."""
+    """Raise ConfigError for answers so long that no prompt fits beside them, on a vLLM server or in the trainer, and
+    for a server that is to serve more than the model's context.
+    """
     served = [int(length) for server in run.servers if (length := server.get("max_model_len"))]
     limits = {**({"vllm.max_model_len": min(served)} if served else {}), "trainer.seq_len": trainer.seq_len}
+    context = context_of(trainer.model_name)
+    if served and context is not None and max(served) > context:
+        raise ConfigError(
+            f"vllm.max_model_len {max(served)} is above the {context} tokens of context of {trainer.model_name}"
+            f" (max_position_embeddings in its config.json): give {context} or fewer, or take another model"
+        )
     for name, plan in environments.items():
         longest = plan.resolved["env"].get("max_new_tokens")
         for what, limit in limits.items():

@@ -212,6 +212,17 @@ def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
     return ModelSize(count, shapes, source, heads, kv_heads, chosen, config.get("model_type"))
 
 
+def context_of(model: str) -> int | None:
+    """Tokens of context that a model's config.json names; None where it is not here, or is stretched by scaling."""
+    config = read_config(model) or {}
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_scaled = (
+        isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type") or "default") != "default"
+    )
+    limit = config.get("max_position_embeddings")
+    return limit if isinstance(limit, int) and limit > 0 and not is_scaled else None
+
+
 def read_config(model: str) -> dict[str, Any] | None:
     """The content of config.json, where this machine has it."""
     path = config_file(model)

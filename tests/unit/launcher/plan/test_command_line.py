@@ -1,5 +1,6 @@
 """The command line of `atropos train`: the run's flags, those of sections, and one line for what is wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -286,3 +287,27 @@ def test_every_launcher_takes_the_trainers_ranks(no_processes: None) -> None:
 def test_an_answer_leaves_room_for_its_prompt(flags: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         train.main(["arithmetic", *flags.split(), "--dry-run"])
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ({}, True),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"rope_type": "default"}}, True),
+        ({"max_position_embeddings": 8192}, False),
+    ],
+)
+def test_a_server_is_not_to_serve_more_than_the_models_context(
+    more: dict[str, object], is_refused: bool, tmp_path: Path
+) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"num_hidden_layers": 2} | more))
+    argv = ["arithmetic", "--model", str(tmp_path), "--vllm.max_model_len", "4096", "--dry-run"]
+    if not is_refused:
+        assert train.main(argv) == 0
+        return
+    with pytest.raises(ConfigError, match=r"vllm\.max_model_len 4096 is above the 2048 tokens of context of "):
+        train.main(argv)
