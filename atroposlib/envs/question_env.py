@@ -140,6 +140,12 @@ class QuestionEnvConfig(BaseEnvConfig):
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {limit}")
         return self
 
+    @model_validator(mode="after")
+    def _asks_by_number(self) -> Self:
+        if self.repeat_share and self.deterministic:
+            raise ValueError("deterministic: which questions repeat_share asks again is not known after a restart")
+        return self
+
 
 class QuestionEnv(BaseEnv):
     """Write `setup` (it sets `held_out`), `training_item`, `prompt` and `score`, or methods with `@reward`."""
@@ -158,8 +164,6 @@ class QuestionEnv(BaseEnv):
             raise ValueError(
                 "repeat_share needs the scores that `collect_trajectories` of QuestionEnv sees; do not override it"
             )
-        if config.repeat_share and config.deterministic:
-            raise ValueError("deterministic: which questions repeat_share asks again is not known after a restart")
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
