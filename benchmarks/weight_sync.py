@@ -41,7 +41,7 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from benchmarks.weight_sync_page import DIRECT, GATHERED, KINDS, Result, written_page
+from benchmarks.shared.weight_sync_page import DIRECT, GATHERED, KINDS, Result, written_page
 from example_trainer.bridges import make_bridge
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.run import keep_weights

@@ -44,6 +44,7 @@ OF_TEACHER: dict[str, Any] = {
     "distill_logprobs": [[[], *[[-0.25]] * 5]] * 2,
 }
 NOT_READ = {"messages": [[], []], "env_id": 3}  # as docs/api.md says
+ORDERS = {"ordinal"}  # the groups of a batch, with --deterministic: example_trainer/data/order.py
 REFUSED = OF_TEACHER | {"images": ["x", None]}
 
 
@@ -63,7 +64,7 @@ def outcome(group: dict[str, Any]) -> str:
 
 def test_every_field_of_a_group_is_classified() -> None:
     fields = set(ScoredData.__struct_fields__)
-    assert fields == {*USED, *NOT_READ, *REFUSED}
+    assert fields == {*USED, *NOT_READ, *REFUSED, *ORDERS}
     assert set(PostedData.__struct_fields__) - fields == {"idempotency_key"}  # the API's alone
     assert set(REFUSED) == set(NOT_TRAINED_ON)
     assert set(CHECKED_FIELDS) == {*USED, *REFUSED}  # none passes unseen
