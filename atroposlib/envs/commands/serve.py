@@ -401,6 +401,8 @@ class ServeLoop:
 
     def _joined(self, registration: EnvRegistered) -> None:
         env, run = self.env, self.run
+        if run.order is not None:
+            run.order.begin_again()
         run.registered_name = registration.wandb_name
         env.wandb_prepend = registration.wandb_name
         env.checkpoint_dir = registration.checkpoint_dir

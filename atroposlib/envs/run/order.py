@@ -95,6 +95,10 @@ class Order:
         self.batch, self.policy_version, self.begun = batch, policy_version, 0
         return True
 
+    def begin_again(self) -> None:
+        """Begin the batch anew when it is next turned to: an API without a journal may have lost what it was given."""
+        self.batch = -1
+
     def begin(self) -> Place:
         """The place of the next group of this batch."""
         place = Place(self.batch, self.begun, self.policy_version)

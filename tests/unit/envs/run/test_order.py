@@ -168,6 +168,20 @@ async def test_a_group_of_the_wrong_policy_or_of_a_failed_request_is_sampled_aga
     assert "Asking again" in caplog.text
 
 
+async def test_what_an_api_without_a_journal_has_lost_is_given_again(tmp_path: Path) -> None:
+    async with running_api() as api, Seeded(1) as inference:
+        serving = asyncio.create_task(serve(Repeatable(settings(tmp_path, api), server_config(inference))))
+        trainer = Trainer(api.url, batch_size=16, num_steps=1)
+        await trainer.register()
+        await api.answers("/scored_data", 3)
+        await api.stop()
+        await api.start()
+        await trainer.register()
+        await trainer.train(1)
+        await asyncio.wait_for(serving, 20)
+    assert [kept(batch) for batch in trainer.batches] == (await groups_of(tmp_path, 1))[:1]
+
+
 async def test_what_can_never_be_sampled_ends_the_environment_instead_of_leaving_a_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
