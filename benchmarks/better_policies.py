@@ -140,7 +140,7 @@ def train(config: BetterPolicies, arm: Arm, seed: int) -> None:
         print(f"{name}: finished before, {rows}", flush=True)
         return
     if arm == "taught" and not teacher(config).is_dir():
-        raise TrainerError(f"{teacher(config)} is not there: run --arms quickstart --seeds {TEACHER_SEED} first")
+        train_teacher(config)
     start = time.monotonic()
     if arm == "warm":
         fine_tune(config, seed)
@@ -150,6 +150,11 @@ def train(config: BetterPolicies, arm: Arm, seed: int) -> None:
     if (arm, seed) != ("quickstart", TEACHER_SEED):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # half a gigabyte and more
         shutil.rmtree(warm_start(config, seed), ignore_errors=True)
+
+
+def train_teacher(config: BetterPolicies) -> None:
+    """Make the quickstart's run of the teacher's seed, for its best policy alone: a row that there is stays."""
+    launched(config.runs, f"quickstart-{TEACHER_SEED}", flags_of(config, "quickstart", TEACHER_SEED), config.limit_s)
 
 
 def finished(folder: Path, arm: Arm, seed: int, flags: list[str], seconds: float) -> PolicyRun:

@@ -70,7 +70,7 @@ def test_no_answer_of_a_warm_start_is_to_a_held_out_question(tmp_path: Path, mon
 
 
 def write_run(folder: Path, outcome: dict[str, Any]) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rows = [dict.fromkeys(KEPT) | {"step": step, "reward_mean": 0.5} for step in range(1, 21)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [{"policy_version": version, "accuracy": version / 25} for version in (0, 5, 10, 15, 20, 21)]
@@ -96,7 +96,16 @@ def test_a_run_that_was_not_asked_all_questions_is_an_error(tmp_path: Path, outc
         finished(write_run(tmp_path / "run", outcome), "quickstart", 1, [], 1.0)
 
 
-def test_a_student_waits_for_its_teacher(tmp_path: Path) -> None:
-    config = BetterPolicies(runs=tmp_path, rows=tmp_path)
-    with pytest.raises(TrainerError, match=r"best_model is not there: run --arms quickstart --seeds 1 first"):
-        better_policies.train(config, "taught", 1)
+def test_a_teacher_that_is_gone_is_trained_again_before_its_student(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+
+    def launch(runs: Path, name: str, flags: list[str], limit_s: float) -> Path:
+        trained.append((name, "--teacher.model" in flags))
+        return write_run(runs / name, {"last": HELD_OUT | FINAL, "best": HELD_OUT | FINAL})
+
+    monkeypatch.setattr(better_policies, "launched", launch)
+    better_policies.train(BetterPolicies(runs=tmp_path / "runs", rows=tmp_path), "taught", 2)
+    assert trained == [("quickstart-1", False), ("taught-2", True)]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["taught-2.json"]
