@@ -158,11 +158,11 @@ class ServeLoop:
 
     def _expect_repeatable(self) -> None:
         name, server = self.run.display_name, self.env.server
-        if not self.env.deterministic:
+        if not getattr(self.env, "deterministic", False):  # which a QuestionEnv says
             raise WrongSetting(
                 f"--env.deterministic: {name} does not give the same groups again, because what it samples or how it"
-                f" scores depends on more than the answers (`deterministic` of class {type(self.env).__name__} is"
-                " False): drop the flag, or this environment"
+                f" scores depends on more than the answers (class {type(self.env).__name__} is no QuestionEnv, or says"
+                " `deterministic = False`): drop the flag, or this environment"
             )
         if getattr(server, "proxy_url", None):
             raise WrongSetting(

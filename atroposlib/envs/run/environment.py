@@ -68,8 +68,6 @@ class Environment(FormerAttributes, ABC):
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer
-    # Whether the same answers get the same rewards in each run, and items have numbers: for --env.deterministic.
-    deterministic: ClassVar[bool] = False
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False

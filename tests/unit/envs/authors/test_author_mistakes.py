@@ -343,7 +343,7 @@ def test_a_mistake_ends_in_a_line_that_names_its_place_the_rule_and_the_remedy(d
         assert said in ended.last_line
     assert ended.text.count("Traceback") <= 1
     assert ended.text.count(desk.here) <= 2 + ended.text.count("Traceback") + 3 * name.startswith("score forgets")
-    assert not list(desk.program.parent.glob("data/*"))  # no empty file is left
+    assert all(path.stat().st_size for path in desk.program.parent.glob("data/*"))  # no empty file is left
 
 
 @pytest.mark.parametrize("method", ["setup", "training_item", "score"])

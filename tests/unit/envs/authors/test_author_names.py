@@ -64,6 +64,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_further_servers",
         "_keep_answers",
         "_leave_out_long",
+        "_numbered_item",
         "_prompt_of",
         "_reference_of",
         "_release",

@@ -205,7 +205,7 @@ async def test_an_environment_that_cannot_be_repeated_is_named(tmp_path: Path) -
     async with running_api() as api, FakeInferenceServer() as inference:
         for cls in (Outside, CountingEnv):
             env = cls(settings(tmp_path, api), server_config(inference))
-            with pytest.raises(WrongSetting, match=f"deterministic` of class {cls.__name__} is False"):
+            with pytest.raises(WrongSetting, match=f"class {cls.__name__} is no QuestionEnv, or says"):
                 await serve(env)
 
 
