@@ -34,7 +34,7 @@ from example_trainer.loop.offline import OfflineData, examples_of, sides_of
 from example_trainer.loop.opening import requirements, resolved
 from example_trainer.loop.updates import Updates, plan_of_step
 from example_trainer.output.receipt import RECEIPT
-from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches
+from example_trainer.output.step_chain import BATCHES, read_batches, read_digests
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 
@@ -52,7 +52,10 @@ class RecomputeConfig(Config):
 
 def recompute(folder: Path, step: int) -> bool:
     """Compute the run's steps up to `step` again; True if the weights are equal. Raises TrainerError."""
-    rows = recorded(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    remedy = "name the directory of a run"
+    with reading(f"cannot read {metrics}", TrainerError, remedy=remedy, also=(msgspec.DecodeError, KeyError)):
+        rows = read_digests(metrics)
     if step not in rows:
         raise TrainerError(f"{folder} has no step {step} of a run with --deterministic: it has {len(rows)} such steps")
     start = time.monotonic()
@@ -84,15 +87,6 @@ def recompute(folder: Path, step: int) -> bool:
         + f" ({time.monotonic() - start:.1f} s, from {source or config.model_name})"
     )
     return equal
-
-
-def recorded(path: Path) -> dict[int, StepDigests]:
-    """Read the digests of each step. Raises TrainerError."""
-    with reading(
-        f"cannot read {path}", TrainerError, remedy="name the directory of a run", also=(msgspec.DecodeError,)
-    ):
-        rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-    return {row["step"]: digests for row in rows if (digests := StepDigests.of_row(row)) is not None}
 
 
 def served_by(path: Path) -> Served:

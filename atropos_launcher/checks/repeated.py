@@ -15,7 +15,7 @@ import msgspec
 
 from atroposlib.errors import AtroposError, reading
 from atroposlib.wire.batching import ScoredData
-from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches
+from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches, read_digests
 from example_trainer.weights.digest import digest_of_files
 
 METRICS = "metrics.jsonl"
@@ -26,8 +26,7 @@ def steps_of(run: Path) -> dict[int, StepDigests]:
     """The digests of each step of a run. Raises AtroposError where there are none."""
     path = run / METRICS
     with reading(f"cannot read {path}", AtroposError, remedy="name a run", also=(msgspec.DecodeError, KeyError)):
-        rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-        found = {int(row["step"]): digests for row in rows if (digests := StepDigests.of_row(row)) is not None}
+        found = read_digests(path)
     if not found:
         raise AtroposError(f"{run} cannot be checked: it has no digests, because it ran without --deterministic")
     return found

@@ -65,6 +65,12 @@ def batch_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(as_lines(*rows)).hexdigest()
 
 
+def read_digests(path: Path) -> dict[int, StepDigests]:
+    """The digests of each step that metrics.jsonl has. Raises OSError, msgspec.DecodeError, KeyError."""
+    rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    return {int(row["step"]): digests for row in rows if (digests := StepDigests.of_row(row)) is not None}
+
+
 def read_batches(path: Path) -> Iterator[tuple[int, str, list[ScoredData]]]:
     """Yield each step's number, digest and groups, in the file's order. Raises OSError, msgspec.DecodeError."""
     step, digest, groups = 0, hashlib.sha256(), list[ScoredData]()

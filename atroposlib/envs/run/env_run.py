@@ -49,7 +49,7 @@ from atroposlib.envs.payloads import (
 )
 from atroposlib.envs.run import sample_rows
 from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
-from atroposlib.envs.run.order import Order, current_place
+from atroposlib.envs.run.order import Order, current_place, fill_place
 from atroposlib.envs.run.outcomes import Outcomes
 from atroposlib.envs.run.sample_rows import Sampled, SampleRows
 from atroposlib.envs.run.worker_pool import RunningItem
@@ -436,14 +436,14 @@ class EnvRun(Generic[E]):
                 self._note_rejected(rejected, group, item)
                 return []
             self._rejected_in_row = 0
-            _fill_place()
+            fill_place()
             return [self.samples.sampled(group, item)]
         if rejected is not None:
             self.outcomes.note_dropped(*rejected)  # as far as is known
         number = _item_number.get()
         own = self.filling.begin() if number is None else number  # an author may send groups outside of any item
         self.filling.add(own, self.samples.sampled(group, item, rejected), rejected is None)
-        _fill_place()
+        fill_place()
         return [] if number is not None else self._settled(self.filling.end(own, self.groups_per_batch))
 
     def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
@@ -611,9 +611,3 @@ class EnvRun(Generic[E]):
         if self.link is None:
             raise RuntimeError("there is no batching API outside of `serve`")
         return self.link
-
-
-def _fill_place() -> None:
-    """Note that the item that this task works on has given its group, in a run that can be repeated."""
-    if (place := current_place()) is not None:
-        place.is_filled = True

@@ -64,6 +64,12 @@ def current_place() -> Place | None:
     return _place.get()
 
 
+def fill_place() -> None:
+    """Note that the item that this task works on has given its group, in a run that can be repeated."""
+    if (place := current_place()) is not None:
+        place.is_filled = True
+
+
 @contextmanager
 def placed(place: Place) -> Iterator[None]:
     """Have the tasks that are started meanwhile work for this place."""

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -39,17 +39,11 @@ class Seeded(FakeInferenceServer):
 
 
 class Repeatable(Asking):
-    """Rewards depend on the answer alone; about a third of the groups has no signal where `share` says so."""
-
-    share: ClassVar[int] = 1
+    """Rewards depend on question and answer alone. Two questions of three give every answer a 0."""
 
     def score(self, item: str, answer: str, *args: Any, **kwargs: Any) -> float:
         number = int("0" + "".join(letter for letter in answer if letter.isdigit()))
-        return float(number % 2) if int(item) % 3 < self.share else 0.0
-
-
-class Sparse(Repeatable):
-    pass
+        return float(number % 2) if int(item) % 3 == 0 else 0.0
 
 
 class Single(Repeatable):
@@ -137,7 +131,7 @@ async def test_answers_that_are_asked_one_by_one_keep_their_places(tmp_path: Pat
 
 async def test_a_batch_that_is_filled_until_it_has_a_signal_is_the_same_again(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"ensure_scores_are_not_same": True, "max_items_per_batch": 9, "max_num_workers": 5}
-    one, other = [await groups_of(tmp_path, replies, Sparse, **fields) for replies in (1, 2)]
+    one, other = [await groups_of(tmp_path, replies, **fields) for replies in (1, 2)]
     assert one == other
     numbers = [[each[0][2] for each in batch] for batch in one]
     assert all(len(each) == 4 for each in numbers)
