@@ -156,7 +156,7 @@ export class Curves {
 		this.several = names.length > 1;
 		this.grid = h("div.charts");
 		this.boxes = h("div.boxes");
-		this.more = h("details.card", { ontoggle: () => this.offer() }, h("summary", "More metrics"), this.boxes);
+		this.more = h("details.card", { hidden: true, ontoggle: () => this.offer() }, h("summary", "More metrics"), this.boxes);
 	}
 
 	async read() {
@@ -173,6 +173,7 @@ export class Curves {
 		const nodes = this.shown.map((chart) => (chart.draw(), chart.node));
 		const { children } = this.grid;
 		if (nodes.length !== children.length || nodes.some((node, i) => node !== children[i])) fill(this.grid, nodes);
+		this.more.hidden = !this.runs.some(({ metrics }) => metrics.last);
 		this.offer();
 	}
 

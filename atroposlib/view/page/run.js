@@ -57,7 +57,7 @@ export function runView(name) {
 		shown = JSON.stringify(run);
 		heldOut = (await get([name, "held_out"])).versions;
 		early.hidden = metrics.last;
-		curves.more.hidden = timeline.node.hidden = !metrics.last;
+		timeline.node.hidden = !metrics.last;
 		fill(cards, standing(run));
 		const columns = [["", ([key]) => key.replaceAll("_", " "), true], ["", ([key, value]) => (/^(start|end)ed$/.test(key) ? when(value) : textOf(value))]];
 		fill(details, table(columns, Object.entries(run), "facts"));

@@ -26,7 +26,7 @@ export class Timeline {
 		this.shown = h("span.muted", { role: "status" });
 		this.lanes = h("div", { tabindex: 0, onkeydown: (event) => this.typed(event) });
 		this.moves = h("span.buttons", MOVES.map((move) => h("button", { onclick: () => this.move(move) }, move[0])));
-		this.node = h("section.card", h("div.row", h("h2", "Timeline"), this.shown, this.moves), this.lanes);
+		this.node = h("section.card", { hidden: true }, h("div.row", h("h2", "Timeline"), this.shown, this.moves), this.lanes);
 	}
 
 	get steps() {

@@ -424,6 +424,19 @@ def test_nothing_is_wider_than_a_narrow_window(chromium: Any, window: Window) ->
     narrow.close()
 
 
+def test_nothing_below_the_curves_can_be_opened_before_they_are_drawn(tab: Tab, live: Window) -> None:
+    waiting: list[Any] = []
+    tab.page.route("**/held_out*", lambda route: waiting.append(route))
+    page = tab.open(live, "#/run/first")
+    while not waiting:
+        page.wait_for_timeout(10)
+    assert page.get_by_text("More metrics").is_hidden()
+    waiting[0].continue_()
+    page.get_by_text("More metrics").click()
+    page.locator("path.line").first.wait_for()
+    page.unroute("**/held_out*")
+
+
 def test_what_one_opened_stays_open_while_the_run_goes_on(tab: Tab, live: Window) -> None:
     page = tab.open(live, "#/run/first")
     page.get_by_text("More metrics").click()
