@@ -5,7 +5,7 @@
 For each family it makes a tiny random model, loads it in the trainer and in a real vLLM on the CPU, in processes of its
 own, compares the log-probabilities of 48 tokens, changes every weight, hands the new ones over as `reload` does, and
 compares again: the served weights by digest, then the log-probabilities. One JSON line per measurement; the table in
-docs/models.md is made of them.
+docs/what_works.md is made of them.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does

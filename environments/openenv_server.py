@@ -10,7 +10,7 @@
 
 A question is a seed, or a line of a file of arguments for `reset`. Each rollout is an episode in its own session.
 What the model writes becomes an action by the schema that the server gives, and the rewards are the environment's. A
-session that is lost, or not answered in time, is a failed rollout and never a score. docs/openenv.md.
+session that is lost, or not answered in time, is a failed rollout and never a score. docs/other_ecosystems.md#openenv.
 """
 
 import asyncio

@@ -8,7 +8,7 @@
          └────────────────── policy versions, by the id of each trace ─────────────────────────────┘
 
 verifiers plays each episode, scores it, and keeps the tokens as they were sampled. An episode that fails is a failed
-rollout and never a 0. See docs/verifiers.md.
+rollout and never a 0. See docs/other_ecosystems.md#verifiers.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ def _choosing_attention(name: str) -> Iterator[None]:
             raise
         raise ModelError(
             f"{name} cannot be trained with packed sequences: its architecture has attention functions of its own, such"
-            " as Falcon's; docs/models.md lists the families that can"
+            " as Falcon's; docs/what_works.md lists the families that can"
         ) from None
 
 

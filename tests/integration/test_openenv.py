@@ -1,4 +1,4 @@
-"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of docs/openenv.md, tools,
+"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of docs/other_ecosystems.md, tools,
 sessions, and what the server does with invalid actions.
 """
 
@@ -24,7 +24,7 @@ from tests.unit.environments.support import running_env
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating(together=True), pytest.mark.timeout(900)]
 
-PAGE = REPOSITORY / "docs/openenv.md"
+PAGE = REPOSITORY / "docs/other_ecosystems.md"
 GUESS = re.search(r'```python\n("""Guess a number.*?)```', PAGE.read_text(), re.DOTALL)
 TOOLS = '''
 from fastmcp import FastMCP

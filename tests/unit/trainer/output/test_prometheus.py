@@ -14,7 +14,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.output.prometheus import PrometheusSink
 from tests.client import http
 
-PAGE = Path(__file__).parents[4] / "docs/metrics.md"
+PAGE = Path(__file__).parents[4] / "docs/run_directory.md"
 ROW: dict[str, Any] = {
     "step": 7,
     "policy_version": 7,
