@@ -1,5 +1,5 @@
-"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of docs/other_ecosystems.md, tools,
-sessions, and what the server does with invalid actions.
+"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of docs/other_ecosystems.md,
+tools, sessions, and what the server does with invalid actions.
 """
 
 import json
