@@ -7,7 +7,7 @@ Each run is `atropos train arithmetic` through real services, with the quickstar
 the preset differs, so this shows that each learns and how its metrics look, and not which is best: each would need its
 own learning rate. A run whose metrics are complete is not repeated.
 
-OUT gets `objectives.md` (held-out accuracy and other metrics, for docs/benchmarks/objectives.md), `objectives.png` (the
+OUT gets `objectives.md` (held-out accuracy and other metrics, for docs/benchmarks/learning.md), `objectives.png` (the
 curves), and the directory and log of each run. Remove the directory of a failed run before you repeat it.
 """
 

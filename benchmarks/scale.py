@@ -1,10 +1,10 @@
-"""The tables of docs/scale.md: how far one batching API, one trainer and one broadcast carry, by arithmetic.
+"""The tables of docs/benchmarks/scale.md: how far one batching API, one trainer and one broadcast carry, by arithmetic.
 
     python -m benchmarks.scale            prints each table
-    python -m benchmarks.scale --write    puts them into docs/scale.md
+    python -m benchmarks.scale --write    puts them into docs/benchmarks/scale.md
 
-Measured inputs are read from the pages that benchmarks wrote; assumptions are the constants below. What fits a GPU is
-the memory plan's word. A test compares the page with this program.
+Measured inputs are read from the page; assumptions are the constants below. What fits a GPU is the memory plan's word.
+A test compares the page with this program.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from example_trainer.memory.plan import GB, Serving, Training
 from example_trainer.settings.config import TrainerConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "scale.md"
+PAGE = DOCS / "benchmarks/scale.md"
 
 FLOPS = 989e12  # dense bfloat16 per second of an H100: NVIDIA's data sheet
-SHARE = 0.4  # of it that training reaches: assumed, as in docs/benchmarks/trainer_scale.md
+SHARE = 0.4  # of it that training reaches: assumed
 FLOPS_PER_TOKEN = 8  # per weight: forward, backward, and the forward pass again of --gradient-checkpointing
 NIC = 40e9  # bytes per second of a 400 Gbit/s card: 50 GB/s by its name, 80 % of that assumed
-PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed, as in docs/benchmarks/trainer_scale.md
+PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed
 GPUS = (8, 64, 256, 1024)
 TP = 8  # --tp-size, for models that are too large without
 ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/commands/serve.py
@@ -76,7 +76,7 @@ FULL = TrainerConfig.model_validate(
 
 @dataclass(frozen=True)
 class Api:
-    """Holds the results of docs/benchmarks/api_throughput.md."""
+    """Holds what the page says of benchmarks/api_throughput.py."""
 
     json: float  # groups per second posted and fetched, with the journal
     packed: float
@@ -88,7 +88,7 @@ class Api:
 
 def measured_api() -> Api:
     """The last measurement."""
-    text = (DOCS / "benchmarks/api_throughput.md").read_text()
+    text = PAGE.read_text()
     load = re.search(r"groups of (\d+) x (\d+) tokens \((\d+) kB each\)", text)
     row = re.search(r"^\| posted and fetched \|(.*)\|$", text, re.M)
     memory = re.search(r"^\| memory by bytes posted \| [\d.]+ \| ([\d.]+) \|", text, re.M)
@@ -104,13 +104,9 @@ def measured_api() -> Api:
 
 def request_seconds() -> float:
     """Seconds of a core that the API takes for one small request, of the largest number of environments measured."""
-    rows = re.findall(r"^\| (\d+) \| [\d.]+ s \| (\d+) \| (\d+) % \|", _environments_page(), re.M)
+    rows = re.findall(r"^\| (\d+) \| [\d.]+ s \| (\d+) \| (\d+) % \|", PAGE.read_text(), re.M)
     *_, (_, requests, share) = rows
     return int(share) / 100 / int(requests)
-
-
-def _environments_page() -> str:
-    return (DOCS / "benchmarks/api_environments.md").read_text()
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -247,7 +243,7 @@ def with_tables(page: str) -> str:
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", action="store_true", help="put them into docs/scale.md instead of printing them")
+    parser.add_argument("--write", action="store_true", help="put them into the page instead of printing them")
     if parser.parse_args().write:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return

@@ -124,7 +124,7 @@ def _pieces(model: str) -> Iterator[torch.Tensor]:
 
 
 def _page(options: argparse.Namespace, found: dict[str, Rows]) -> Iterator[str]:
-    """A table for docs/benchmarks/weight_sync.md."""
+    """A table for docs/benchmarks/speed.md."""
     limited = f"loopback limited to {options.rate}" if options.rate else "loopback"
     yield f"Machine: {_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}; {limited}."
     yield ""

@@ -1,7 +1,7 @@
 """The cost of a weight sync in every bridge mode, for one model, in one run, compared with the limits of this machine.
 
     python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy]
-        [--syncs 10] [--out docs/benchmarks/weight_sync.md]
+        [--syncs 10] [--out weight_sync.md]
 
 For each mode it starts a real vLLM server (unless the trainer restarts it), then a trainer process that takes one fused
 AdamW step on given gradients per sync: one to warm up, one during which memory is watched, then timed ones, first with

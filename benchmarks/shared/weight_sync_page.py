@@ -7,7 +7,7 @@ from typing import Any
 PAGE = """# What a weight sync costs
 
 ```bash
-{command} --out docs/benchmarks/weight_sync.md
+{command} --out weight_sync.md
 ```
 
 That command writes this page. Every mode has a vLLM server and a trainer process of its own; a sync is one

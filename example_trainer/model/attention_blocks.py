@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# in scores (a query times a key), measured on a CPU with 9 heads of 64: docs/benchmarks/trainer_step.md
+# in scores (a query times a key), measured on a CPU with 9 heads of 64: docs/benchmarks/speed.md
 CALL = 1000.0  # one call, forward and backward
 COPIED = 6.0  # one key of a context, which is copied for the call
 CAUSAL = 0.65  # a score of a square, half of which torch skips

@@ -25,7 +25,7 @@ from tests.unit.launcher.plans import PAGE_FILES, ask_for, no_processes, plan
 
 __all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU = 80 * GB
 HOST = 16 * GB  # of host memory: no command of a page needs more
 

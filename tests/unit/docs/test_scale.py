@@ -1,4 +1,4 @@
-"""docs/scale.md is what benchmarks/scale.py computes now, and proposes nothing that the memory plan refuses."""
+"""docs/benchmarks/scale.md is what benchmarks/scale.py computes now, and proposes nothing that the plan refuses."""
 
 import re
 
@@ -16,10 +16,9 @@ def test_the_tables_are_those_that_the_program_computes() -> None:
 
 def test_a_number_of_the_text_that_a_table_has_not_is_computed_too() -> None:
     page, api = scale.PAGE.read_text(), scale.measured_api()
-    text = (scale.DOCS / "benchmarks/api_throughput.md").read_text()
 
     def rates(row: str) -> list[float]:
-        (found,) = re.findall(rf"^\| {row} \|(.*)\|$", text, re.M)
+        (found,) = re.findall(rf"^\| {row} \|(.*)\|$", page, re.M)
         return [float(cell.split()[0]) for cell in found.split("|")]
 
     memory, journal = rates("posted and fetched")[1], rates("posted and fetched")[3]
@@ -49,7 +48,7 @@ def test_the_shares_of_bytes_and_time_are_computed_from_shapes_and_from_the_meas
     adapter = 4 * size.adapter(lora.r, lora.target_modules) / (2 * size.count)
     assert (lora.r, round(100 * adapter)) == (16, 1)
     assert "about a hundredth of the bytes (computed: 7B, rank 16, in float32)" in page
-    text = (scale.DOCS / "benchmarks/weight_sync.md").read_text()
+    text = (scale.DOCS / "benchmarks/speed.md").read_text()
     cell = r"\| ([\d.]+) \([\d.]+\)[^|]*"
     rows = re.findall(rf"^\| [^|]+ \| [12] {cell}{cell}{cell}\|$", text, re.M)
     assert len(rows) == 3
