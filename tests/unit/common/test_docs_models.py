@@ -254,7 +254,7 @@ def test_what_the_page_says_of_activations_is_the_plan() -> None:
     assert f"take much more: {shown[0]}, and {shown[1]}." in (ROOT / "docs/gpu.md").read_text(), shown
 
 
-LEAST = [  # rows of the page's table of trainer GPUs: model, trainer GPUs, all GPUs, GB of host memory, flags
+LEAST = [  # what the page says of trainer GPUs: model, trainer GPUs, all GPUs, GB of host memory, flags
     ("14B", 4, 5, 64, ("--trainer.gradient-checkpointing",)),
     ("14B", 6, 7, 64, ()),
     ("14B", 1, 2, 240, ()),
