@@ -20,7 +20,6 @@ import aiohttp
 import pytest
 
 from atropos_launcher.commands import new_environment
-from atroposlib.config import resolve_config
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.commands.cli import build, load_tree
 from atroposlib.envs.commands.process import process
@@ -33,7 +32,6 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from environments.tool_template_server import ProductEnv
-from example_trainer.settings.config import TrainerConfig
 from tests.client import http
 from tests.serving import free_port
 from tests.unit.compat.test_generation import group
@@ -94,12 +92,6 @@ SERVICES = {
 }
 # What needs an MCP server of the reader's: tests/unit/envs/foreign/test_mcp_tools.py has one.
 WITH_MCP_SERVER = [command for command in COMMANDS if "--env.mcp_" in command]
-# What loads a model: the same programs are run, with flags of their own, by tests that have one.
-WITH_MODEL = {
-    "python -m example_trainer.quickstart_model": "tests/integration/test_guide.py",
-    next(command for command in COMMANDS if "vllm_api_server.py" in command): "tests/integration/test_guide.py",
-    next(command for command in COMMANDS if "grpo.py" in command): "tests/integration/test_guide.py",
-}
 
 
 def test_every_command_is_tried_below() -> None:
@@ -115,15 +107,9 @@ def test_every_command_is_tried_below() -> None:
             *LAUNCHED,
             *EVALUATED,
             *SERVICES,
-            *WITH_MODEL,
             *WITH_MCP_SERVER,
         ]
     )
-    for command, test in WITH_MODEL.items():
-        assert (
-            next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1]
-            in (ROOT / test).read_text()
-        )
 
 
 def python_arguments(command: str) -> list[str]:
@@ -439,13 +425,3 @@ async def test_the_rewards_of_the_guide_are_added_up(tmp_path: Path) -> None:
     assert group["scores"] == pytest.approx([1 + 0.1 * (1 - 3 / 40), 0.1 * (1 - 2 / 40), 1 + 0.1 * 0.975, 0.1 * 0.975])
     assert group["rewards"] is not None
     assert [each["polite"] for each in group["rewards"]] == [0, 1, 0, 0]
-
-
-def test_training_commands_of_the_guide_fit_together() -> None:
-    trainer = shlex.split(next(command for command in COMMANDS if "grpo.py" in command))
-    serve = shlex.split(next(command for command in COMMANDS if "larger_number_server.py serve" in command))
-    config, _ = resolve_config(TrainerConfig, trainer[3:], prog="grpo", env={})
-    tree = load_tree(LargerNumberEnv, "serve", serve[3:], "template")
-    assert tree.env.group_size == 8
-    assert config.training_steps == 12
-    assert config.batch_size % tree.env.group_size == 0
