@@ -1,0 +1,41 @@
+"""The learning curves that pages show beside a recipe are those of the runs in docs/benchmarks/better_policies/."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+VERSIONS = (0, 5, 10, 15, 20)
+
+
+def curve(path: Path) -> list[str]:
+    """Held-out accuracy at VERSIONS, then of the last policy by 256 questions, in percent."""
+    run = json.loads(path.read_text())
+    asked = {row["policy_version"]: row["accuracy"] for row in run["evaluations"] if row["accuracy"] is not None}
+    found = [asked[version] for version in VERSIONS] + [run["last"]["final"]["accuracy"]]
+    return [f"{100 * accuracy:.1f}" for accuracy in found]
+
+
+RUNS = {path.stem: curve(path) for path in sorted((DOCS / "benchmarks/better_policies").glob("*.json"))}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_of_learning_has_each_run(name: str) -> None:
+    arm, seed = name.split("-")
+    assert f"| {arm} | {seed} | {' | '.join(RUNS[name])} |" in (DOCS / "benchmarks/learning.md").read_text()
+
+
+def test_the_quickstart_shows_what_to_expect() -> None:
+    rows = re.findall(r"^\| (\d) \| (9\.4 .*) \|$", (DOCS / "quickstart.md").read_text(), re.MULTILINE)
+    assert len(rows) == 3
+    assert [cells.split(" | ") for _, cells in rows] == [RUNS[f"quickstart-{seed}"] for seed, _ in rows]
+
+
+def test_the_table_of_recipes_has_the_range_of_the_seeds() -> None:
+    seeds = [[float(cell) for cell in cells] for name, cells in RUNS.items() if name.startswith("quickstart")]
+    assert len(seeds) == 5
+    ranges = [f"{min(column):.0f} to {max(column):.0f} %" for column in zip(*seeds, strict=True)]
+    said = f"{ranges[1]} at step 5, {ranges[2]} at 10, {ranges[4]} at 20 (five seeds)"
+    assert said in (DOCS / "run_files.md").read_text()
