@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from atropos_launcher.commands.plot import draw
 from atropos_launcher.commands.view import beside, page
 from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
 from atropos_launcher.console.idle_reason import Diagnosis
+from atropos_launcher.console.progress import RunProgress
+from atropos_launcher.console.progress_file import ProgressFile
 from atropos_launcher.console.summary import outcome, read_rows, summary
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
 from atropos_launcher.placement.cores import place_cores
@@ -49,6 +51,7 @@ from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
+from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
 from atroposlib import extras
@@ -458,7 +461,17 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
     )
     services = [*plan.services, *more]
     os.environ.update({name: plan.site.environ[name] for name in (KEY,) if name in plan.site.environ})
-    with closing(watch), Supervisor(run_dir, services, console, watch=watch) as supervisor:
+    kept = ProgressFile(run_dir, RunProgress(plan.trainer.training_steps, None))
+
+    def tell(event: Event) -> None:
+        kept(event)
+        console(event)
+
+    def look() -> Iterable[Event]:
+        kept.write()
+        return watch()
+
+    with closing(watch), closing(kept), Supervisor(run_dir, services, tell, watch=look) as supervisor:
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
         write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 
 from atroposlib.view import group_view
-from atroposlib.view.run_data import dead_letters
+from atroposlib.view.run_data import dead_letters, notes
 from atroposlib.view.run_data.group_files import SORTS, SOURCES, Filter, Place
 from atroposlib.view.run_data.jsonl_index import line_from, lines_at
 from atroposlib.view.run_data.rows import (
@@ -65,6 +66,17 @@ def metrics(runs: Runs, request: Request) -> dict[str, object]:
     }
 
 
+def keep_notes(content: bytes, runs: Runs, request: Request) -> dict[str, object]:
+    """Replace the notes of a run."""
+    run = _run(runs, request)
+    try:
+        kept = notes.parsed(content)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the notes cannot be kept: {error}") from None
+    notes.write_notes(run.files.path, kept)
+    return {"notes": msgspec.to_builtins(kept)}
+
+
 def evaluations(runs: Runs, request: Request) -> dict[str, object]:
     return {"rows": _run(runs, request).files.evaluations()}
 
@@ -84,7 +96,15 @@ def timeline(runs: Runs, request: Request) -> dict[str, object]:
 
 
 def settings(runs: Runs, request: Request) -> dict[str, object]:
-    return {"settings": _run(runs, request).files.settings()}
+    files = _run(runs, request).files
+    return {"settings": files.settings(), "resolved": files.resolved_settings()}
+
+
+def environments(runs: Runs, request: Request) -> dict[str, object]:
+    """Means by environment of the groups sampled for each step."""
+    run = _run(runs, request)
+    runs.use(run)
+    return {"rows": run.groups.by_environment()}
 
 
 def logs(runs: Runs, request: Request) -> dict[str, object]:
@@ -117,7 +137,13 @@ def groups(runs: Runs, request: Request) -> dict[str, object]:
     sampled = [(int(place.entry["group"]), int(place.entry["step"])) for place in page.places]
     listed = zip(page.places, _rows(page.places, source), _trained(run, sampled), strict=True)
     found = [_entry(run, place, row, done) for place, row, done in listed]
-    return {"total": page.total, "complete": page.complete, "indexed_frac": round(run.groups.indexed, 3), "rows": found}
+    return {
+        "total": page.total,
+        "complete": page.complete,
+        "indexed_frac": round(run.groups.indexed, 3),
+        "environments": [name for name in run.groups.environments.names if name],
+        "rows": found,
+    }
 
 
 def group(runs: Runs, request: Request) -> dict[str, object]:
@@ -149,6 +175,7 @@ ROUTES: dict[str, Callable[[Runs, Request], dict[str, object]]] = {
     "/api/runs/{run}/evaluations": evaluations,
     "/api/runs/{run}/timeline": timeline,
     "/api/runs/{run}/settings": settings,
+    "/api/runs/{run}/environments": environments,
     "/api/runs/{run}/logs": logs,
     "/api/runs/{run}/held_out": held_out,
     "/api/runs/{run}/groups": groups,

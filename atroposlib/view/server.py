@@ -1,8 +1,12 @@
-"""The window's HTTP server: GET only, for pages of its own, loopback unless told otherwise. It writes nothing.
+"""The window's HTTP server: for pages of its own, loopback unless told otherwise.
+
+Everything is GET and writes nothing, but one route: PUT replaces the notes of a run. It is answered where only this
+machine reaches the server, and to a page of its own or to a program.
 
     /                       the page, and what it loads from /static/
     /api/runs               the runs; everything else is below /api/runs/LABEL
-      .../metrics  .../evaluations  .../timeline  .../settings  .../logs  .../held_out  .../groups  .../groups/N
+      .../metrics  .../evaluations  .../timeline  .../settings  .../environments  .../logs  .../held_out
+      .../groups  .../groups/N  .../notes
 
 Every reply is JSON. A request that cannot be answered gets {"detail": TEXT}. Work that reads files runs in a few
 threads; between requests nothing runs, unless a file is still being indexed.
@@ -10,7 +14,7 @@ threads; between requests nothing runs, unless a file is still being indexed.
 
 import functools
 import gzip
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,10 +25,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atroposlib.http_guard import HostGuard, OwnHosts
+from atroposlib.http_guard import HostGuard, OwnHosts, is_loopback
 from atroposlib.row_files.json_text import encode
 from atroposlib.view import replies
 from atroposlib.view.replies import BadRequest, NotFound
+from atroposlib.view.run_data.notes import MAX_BYTES
 from atroposlib.view.run_data.runs import Runs
 
 PAGE = Path(__file__).parent / "page"
@@ -60,42 +65,64 @@ class SafeHeaders:
         await self._app(scope, receive, with_headers)
 
 
-def create_app(runs: Runs, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> ASGIApp:
-    """The window on these runs."""
-    limiter: list[anyio.CapacityLimiter] = []  # made in the event loop
+class _Answers:
+    """Answers in threads, of which few run at once."""
 
-    async def in_thread(work: Callable[[], T]) -> T:
-        if not limiter:
-            limiter.append(anyio.CapacityLimiter(THREADS))
-        return await anyio.to_thread.run_sync(work, limiter=limiter[0])
+    def __init__(self, runs: Runs, takes_notes: bool) -> None:
+        self._runs, self._takes_notes = runs, takes_notes
+        self._limiter: anyio.CapacityLimiter | None = None  # made in the event loop
+        self._static = {path.name: path for path in sorted(PAGE.glob("*")) if path.suffix in TYPES}
 
-    def answering(answer: Answer) -> Callable[[Request], object]:
+    def to(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint whose reply is what `answer` returns."""
+
         async def endpoint(request: Request) -> Response:
             try:
-                return _json(await in_thread(functools.partial(answer, runs, request)))
+                return _json(await self._in_thread(functools.partial(answer, self._runs, request)))
             except NotFound as error:
                 return _json({"detail": str(error)}, 404)
             except BadRequest as error:
                 return _json({"detail": str(error)}, 422)
-            except OSError as error:  # a file that has gone, or a link
-                return _json({"detail": f"cannot be read: {error.strerror or error}"}, 404)
+            except OSError as error:  # a file that has gone, or a link; a directory that is not to be written
+                doing, status = ("read", 404) if request.method in ("GET", "HEAD") else ("written", 409)
+                return _json({"detail": f"cannot be {doing}: {error.strerror or error}"}, status)
 
         return endpoint
 
-    static = {path.name: path for path in sorted(PAGE.glob("*")) if path.suffix in TYPES}
+    async def notes(self, request: Request) -> Response:
+        """Replace a run's notes. The content type keeps forms of other pages out, beside what HostGuard does."""
+        if not self._takes_notes:
+            return _json({"detail": "notes are kept only by a window that this machine alone can reach"}, 403)
+        if request.headers.get("content-type") != "application/json":
+            return _json({"detail": "notes are sent as application/json"}, 415)
+        content = b""
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BYTES:
+                return _json({"detail": f"notes have at most {MAX_BYTES} bytes"}, 413)
+        return await self.to(functools.partial(replies.keep_notes, content))(request)
 
-    async def file(request: Request) -> Response:
-        name = request.path_params.get("name", "view.html")
-        path = static.get(name)
+    async def file(self, request: Request) -> Response:
+        """A file of the page."""
+        path = self._static.get(request.path_params.get("name", "view.html"))
         if path is None:
             return _json({"detail": "there is no such file"}, 404)
-        return _file(await in_thread(path.read_bytes), TYPES[path.suffix], request)
+        return _file(await self._in_thread(path.read_bytes), TYPES[path.suffix], request)
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        self._limiter = self._limiter or anyio.CapacityLimiter(THREADS)
+        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+
+def create_app(runs: Runs, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> ASGIApp:
+    """The window on these runs."""
+    answers = _Answers(runs, takes_notes=is_loopback(host))
     routes = [
-        Route("/", file, methods=["GET"]),
-        Route("/static/{name}", file, methods=["GET"]),
+        Route("/", answers.file, methods=["GET"]),
+        Route("/static/{name}", answers.file, methods=["GET"]),
         Route("/health", _health, methods=["GET"]),
-        *(Route(path, answering(answer), methods=["GET"]) for path, answer in replies.ROUTES.items()),
+        Route("/api/runs/{run}/notes", answers.notes, methods=["PUT"]),
+        *(Route(path, answers.to(answer), methods=["GET"]) for path, answer in replies.ROUTES.items()),
     ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False

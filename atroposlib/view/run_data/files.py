@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from atroposlib.logs import escape
 from atroposlib.row_files.packed_rows import SUFFIX, Packed
 
 CHUNK_BYTES = 1 << 20
@@ -77,3 +78,15 @@ def read_tail(path: Path, limit: int) -> bytes:
         size = os.fstat(descriptor).st_size
         return read_at(descriptor, max(0, size - limit), min(size, limit))
     return b""
+
+
+def note(problems: list[str] | None, line: str) -> None:
+    """Add a sentence to the problems of a run, if somebody collects them."""
+    if problems is not None:
+        problems.append(line)
+
+
+def reason_of(error: Exception) -> str:
+    """Say in one line why a file cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) and not isinstance(error, NotReadable) else str(error)
+    return " ".join(escape(str(reason)).split())[:300]

@@ -7,7 +7,8 @@ import datetime
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from atroposlib.logs import escape
 from atroposlib.processes.identity import boot_id, is_alive
 from atroposlib.row_files.kept_rows import REMOVED
 from atroposlib.row_files.packed_rows import SUFFIX
-from atroposlib.view.run_data.files import NotReadable, read_small, read_tail
+from atroposlib.view.run_data.files import note, read_small, read_tail, reason_of
 from atroposlib.view.run_data.metric_rows import (
     MetricRows,
     Number,
@@ -27,16 +28,18 @@ from atroposlib.view.run_data.metric_rows import (
     read_metrics,
     trainer_steps,
 )
+from atroposlib.view.run_data.notes import read_notes
 from atroposlib.view.run_data.run_end import LAUNCHER, end_of
+from atroposlib.view.run_data.settings_files import SettingsFiles
 
 SMALL_BYTES = 1 << 20  # of run.json
-YAML_BYTES = 64 << 10  # of run.yaml; the launcher writes about one
 EVALUATION_BYTES = 16 << 20
 TAIL_BYTES = 64 << 10
 LOG_BYTES = 256 << 10
 LOG_LINES = 2000
 LINE_CHARACTERS = 4000  # of a log
-MAX_SETTINGS = 2000
+MAX_BARS = 50
+WITH_A_RECIPE = ("train", "fine-tune")  # subcommands whose next word names it
 
 
 class Start(Struct):
@@ -66,6 +69,21 @@ class RunRecord(Struct):
     planned_steps: int | None = None
 
 
+class StartBar(Struct):
+    """Says what a service does, and how far it is; `done` and `total` are null where nobody knows."""
+
+    name: str
+    note: str = ""
+    done: float | None = None
+    total: float | None = None
+
+
+class Starting(Struct):
+    """starting.json."""
+
+    bars: list[StartBar] = []
+
+
 class ProcessRecord(Struct):
     """pids/launcher, as the launcher writes it."""
 
@@ -74,22 +92,16 @@ class ProcessRecord(Struct):
     boot: str
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """run.yaml as it was when it was last changed."""
-
-    changed: tuple[int, int, int]
-    value: dict[str, object]
-    problem: str
-
-
 @dataclass
 class RunFiles:
     """A run directory."""
 
     path: Path
     label: str
-    _yaml: _Parsed | None = None
+    _settings: SettingsFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._settings = SettingsFiles(self.path)
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in the list of runs."""
@@ -98,23 +110,31 @@ class RunFiles:
         last = record.starts[-1] if record.starts else Start()
         steps = last_values(self.path / "metrics.jsonl", ("step", "reward_mean", "time"), problems)
         accuracy = last_values(self.path / "evaluations.jsonl", ("accuracy",), problems).get("accuracy")
-        state = self.state(bool(record.starts), problems)
-        settings = self.run_yaml(problems)
+        state, reason = self.state(bool(record.starts))
+        settings = self._settings.of("run", problems)
+        best, version = _best(self.path / "evaluations.jsonl")
         return {
             "run": self.label,
             "path": str(self.path),
             "state": state,
+            "reason": reason,
             "started": _unix(record.starts[0].time) if record.starts else None,
             "ended": self._last_write() if state not in ("running", "unknown") else None,
             "steps_done": int(steps.get("step") or 0),
             "planned_steps": self._planned(record, settings),
             "model": last.model,
+            "recipe": _recipe(record.starts),
+            "bridge": _inner(settings, "bridge", "kind"),
+            "lr": _inner(settings, "trainer", "lr"),
             "seed": last.seed,
             "commit": last.commit,
             "command": last.command,
             "machine": last.machine,
             "environments": self._environments(settings),
             "latest": {"reward_mean": steps.get("reward_mean"), "accuracy": accuracy},
+            "best": {"accuracy": best, "version": version},
+            "starting": self.starting() if state == "running" and not steps.get("step") else [],
+            "notes": read_notes(self.path, problems),
             "problems": problems,
         }
 
@@ -128,45 +148,36 @@ class RunFiles:
         starts = self.record().starts
         return starts[-1].model if starts else None
 
-    def state(self, was_started: bool, problems: list[str] | None = None) -> str:
+    def state(self, was_started: bool) -> tuple[str, str]:
         """running, ended, failed, interrupted, killed (the launcher was, and could not say why), or unknown: the
-        services were not started by a launcher. Why a run failed or was interrupted is a problem.
+        services were not started by a launcher. With it, why a run failed, was interrupted or killed.
         """
         launcher = _decoded(self.path / "pids" / "launcher", ProcessRecord, None)
         with suppress(OSError, ValueError):  # no /proc, or not one that we know
             if launcher is not None and launcher.boot == boot_id() and is_alive(launcher.pid, launcher.start):
-                return "running"
+                return "running", ""
         if not was_started:
-            return "unknown"
+            return "unknown", ""
         if end := end_of(self.log(LAUNCHER, LOG_LINES)):
-            _note(problems, end.why)
-            return end.how
+            return end.how, end.why
         if launcher is not None:
-            _note(problems, "its launcher is gone without a word: it was killed, or the machine stopped")
-            return "killed"
-        return "ended"
+            return "killed", "its launcher is gone without a word: it was killed, or the machine stopped"
+        return "ended", ""
 
-    def run_yaml(self, problems: list[str] | None = None) -> dict[str, object]:
-        """run.yaml, empty if there is none. It is parsed once for each change of the file."""
-        path = self.path / "run.yaml"
-        try:
-            found = path.lstat()
-        except OSError:
-            return {}
-        changed = (found.st_ino, found.st_mtime_ns, found.st_size)
-        if self._yaml is None or self._yaml.changed != changed:
-            self._yaml = _Parsed(changed, *_parsed(path))
-        if self._yaml.problem:
-            _note(problems, self._yaml.problem)
-        return self._yaml.value
+    def starting(self) -> list[dict[str, object]]:
+        """What the services of a run do that has made no step yet, as its launcher keeps it in starting.json."""
+        found = _decoded(self.path / "starting.json", Starting, None) or Starting()
+        return [msgspec.to_builtins(bar) for bar in found.bars[:MAX_BARS]]
 
     def settings(self) -> dict[str, object]:
         """run.yaml with dots between its keys, and what the last start of the run says."""
         starts = self.record().starts
         last = starts[-1] if starts else Start()
-        flat: dict[str, object] = {}
-        _flatten(self.run_yaml(), "", flat)
-        return {**flat, "seed": last.seed, "model": last.model, "commit": last.commit}
+        return {**self._settings.chosen(), "seed": last.seed, "model": last.model, "commit": last.commit}
+
+    def resolved_settings(self) -> dict[str, object]:
+        """The settings, with the defaults of all others that the services' files tell."""
+        return {**self._settings.resolved(), **self.settings()}
 
     def metrics(self, after: int, generation: str | None) -> MetricRows:
         """Rows after the first `after`; all of them if `generation` is not the file's."""
@@ -248,37 +259,12 @@ def _removed(path: Path, file: str) -> list[str]:
     return [f"{file}: the oldest {found.rows:,} rows ({found.bytes / 1e6:,.1f} MB{until}) were removed (keep_samples)"]
 
 
-def _parsed(path: Path) -> tuple[dict[str, object], str]:
-    """Return what a YAML file holds, and why it cannot be read."""
-    try:
-        return read_yaml(read_small(path, YAML_BYTES)), ""
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{path.name} cannot be read: {_reason(error)}"
-
-
-def read_yaml(content: bytes) -> dict[str, object]:
-    """The mapping of a YAML file that may be hostile. Raises ValueError, RecursionError."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # in Python: the one in C crashes on deep nesting
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("it has an alias, which could stand for any amount of text")
-            return super().compose_node(parent, index)
-
-    try:
-        found = yaml.load(content, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    return found if isinstance(found, dict) else {}
-
-
 def last_values(path: Path, keys: Iterable[str], problems: list[str] | None = None) -> dict[str, Number]:
     """The last number of each name in a file of JSON lines."""
     try:
         lines = read_tail(path, TAIL_BYTES).split(b"\n")
     except OSError as error:
-        _note(problems, f"{path.name} cannot be read: {_reason(error)}")
+        note(problems, f"{path.name} cannot be read: {reason_of(error)}")
         return {}
     found: dict[str, Number] = {}
     wanted = set(keys)
@@ -291,6 +277,34 @@ def last_values(path: Path, keys: Iterable[str], problems: list[str] | None = No
     return found
 
 
+def _best(path: Path) -> tuple[float | None, int | None]:
+    """The highest held-out accuracy after training, and its policy version; several environments by their mean."""
+    found: dict[int, list[float]] = {}
+    with suppress(OSError):
+        for row in map(json_object, read_tail(path, TAIL_BYTES).split(b"\n")):
+            accuracy, version = (finite_number((row or {}).get(key)) for key in ("accuracy", "policy_version"))
+            if accuracy is not None and version:
+                found.setdefault(int(version), []).append(accuracy)
+    best, version = max(((sum(each) / len(each), version) for version, each in found.items()), default=(None, None))
+    return best, version
+
+
+def _recipe(starts: list[Start]) -> str | None:
+    """The run file or recipe of the first start, by its command line."""
+    words = starts[0].command if starts else []
+    for command, following in pairwise([*words, ""]):
+        if command == "quickstart":
+            return command
+        if command in WITH_A_RECIPE:
+            return Path(following).stem if following and not following.startswith("-") else None
+    return None
+
+
+def _inner(settings: Mapping[str, object], section: str, key: str) -> object:
+    inside = settings.get(section)
+    return inside.get(key) if isinstance(inside, dict) else None
+
+
 def _decoded(path: Path, kind: object, problems: list[str] | None) -> Any:
     """The JSON file as a record, None if there is none or it is damaged."""
     try:
@@ -298,18 +312,8 @@ def _decoded(path: Path, kind: object, problems: list[str] | None) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        _note(problems, f"{path.name} cannot be read: {_reason(error)}")
+        note(problems, f"{path.name} cannot be read: {reason_of(error)}")
         return None
-
-
-def _note(problems: list[str] | None, line: str) -> None:
-    if problems is not None:
-        problems.append(line)
-
-
-def _reason(error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and not isinstance(error, NotReadable) else str(error)
-    return " ".join(escape(str(reason)).split())[:300]
 
 
 def _unix(time: str | None) -> float | None:
@@ -317,16 +321,6 @@ def _unix(time: str | None) -> float | None:
     with suppress(ValueError, TypeError, OverflowError):
         return datetime.datetime.fromisoformat(str(time)).timestamp()
     return None
-
-
-def _flatten(value: object, name: str, found: dict[str, object]) -> None:
-    if len(found) >= MAX_SETTINGS:
-        return
-    if isinstance(value, dict):
-        for key, each in value.items():
-            _flatten(each, f"{name}.{key}" if name else str(key), found)
-    else:
-        found[name] = value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _is_rows_file(name: str, start: str) -> bool:

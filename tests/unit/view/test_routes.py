@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.api.journal.journal_file import create
 from atroposlib.view import server
-from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, tokens_of, write_rows
+from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, sample, tokens_of, write_rows
 
 ROUTES = [
     "",
@@ -19,6 +19,7 @@ ROUTES = [
     "/evaluations",
     "/timeline",
     "/settings",
+    "/environments",
     "/logs",
     "/held_out",
     "/groups",
@@ -123,6 +124,53 @@ def test_settings_are_flat(run: Path) -> None:
     found = get(client(run), "/api/runs/r/settings")["settings"]
     assert found["environments.gsm8k.group_size"] == 2
     assert (found["trainer.lr"], found["seed"], found["commit"]) == (0.1, 7, "abc")
+
+
+def test_defaults_are_those_that_the_services_resolved(run: Path) -> None:
+    (run / "trainer.yaml").write_text("lr: 0.1\nalgorithm: grpo\nresume: null\nbridge: {kind: broadcast}\n")
+    (run / "env.yaml").write_text("env: {group_size: 2, max_new_tokens: 400}\nopenai: []\n")
+    reply = get(client(run), "/api/runs/r/settings")
+    defaults = {key: reply["resolved"][key] for key in reply["resolved"].keys() - reply["settings"].keys()}
+    assert defaults == {
+        "trainer.algorithm": "grpo",
+        "bridge.kind": "broadcast",
+        "environments.gsm8k.max_new_tokens": 400,
+    }
+
+
+def test_the_recipe_the_bridge_and_the_learning_rate_are_listed(run: Path) -> None:
+    for words, recipe in (
+        (["atropos", "train", "gsm8k_lora", "--steps", "5"], "gsm8k_lora"),
+        (["__main__.py", "quickstart"], "quickstart"),
+        (["atropos", "train", "mine/my_run.yaml"], "my_run"),
+        (["atropos", "train", "--resume", "r"], None),
+        (["atropos"], None),
+    ):
+        (run / "run.json").write_text(json.dumps({"starts": [{"command": words}]}))
+        (run / "run.yaml").write_text("bridge: {kind: lora}\ntrainer: {lr: 1.0e-4}\n")
+        (found,) = get(client(run), "/api/runs")["runs"]
+        assert (found["recipe"], found["bridge"], found["lr"]) == (recipe, "lora", 1e-4)
+
+
+def test_the_best_policy_is_listed_and_the_start_is_none(run: Path) -> None:
+    rows = [(0, "a", 0.9), (5, "a", 0.5), (5, "b", 0.75), (10, "a", 0.25), (10, "b", None)]
+    lines = ({"env": env, "policy_version": version, "accuracy": accuracy} for version, env, accuracy in rows)
+    write_rows(run / "evaluations.jsonl", lines)
+    (found,) = get(client(run), "/api/runs")["runs"]
+    assert found["best"] == {"accuracy": 0.625, "version": 5}
+
+
+def test_each_environment_has_its_means_by_step(run: Path) -> None:
+    write_rows(run / "samples.jsonl", [sample(90, 1, env="tools", scores=[0.5, 0.5]), sample(91, 1, scores=None)], "a")
+    found = get(client(run), "/api/runs/r/environments")["rows"]
+    assert [(row["step"], row["env"], row["mean"], row["groups"]) for row in found] == [
+        (1, "gsm8k", 0.5, 2),
+        (2, "gsm8k", 0.5, 2),
+        (2, "tools", 0.5, 1),
+        (3, "gsm8k", 0.5, 2),
+    ]
+    assert {row["tokens_per_group"] for row in found} == {6.0}
+    assert get(client(run), "/api/runs/r/groups")["environments"] == ["gsm8k", "tools"]
 
 
 def test_logs_are_shown_by_service_without_control_characters(run: Path) -> None:
@@ -271,6 +319,8 @@ def test_odd_parameters_are_answered(run: Path, query: str) -> None:
 def test_nothing_but_get_is_answered(run: Path, method: str) -> None:
     for path in ("/", "/api/runs", "/api/runs/r/groups"):
         assert client(run).request(method, path).status_code == 405
+    if method != "PUT":  # test_notes.py
+        assert client(run).request(method, "/api/runs/r/notes").status_code == 405
 
 
 def test_pages_of_others_get_nothing(run: Path) -> None:

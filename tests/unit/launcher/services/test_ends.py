@@ -123,12 +123,12 @@ def test_the_window_tells_a_failed_run_from_a_finished_one(tmp_path: Path) -> No
     died = Died("vllm", 5, "killed by signal KILL", tmp_path / "vllm.log", (), None)
     restarted = Died("env", 5, "exit status 1", tmp_path / "env.log", (), 2.0)
     failed = run_with(tmp_path / "failed", died).summary()
-    assert (failed["state"], failed["problems"]) == ("failed", ["vllm (pid 5) died: killed by signal KILL"])
+    assert (failed["state"], failed["reason"]) == ("failed", "vllm (pid 5) died: killed by signal KILL")
     assert failed["ended"] is not None
     interrupted = run_with(tmp_path / "interrupted", Interrupted(signal.SIGINT)).summary()
-    assert (interrupted["state"], interrupted["problems"]) == ("interrupted", ["Interrupted by SIGINT"])
+    assert (interrupted["state"], interrupted["reason"]) == ("interrupted", "Interrupted by SIGINT")
     finished = run_with(tmp_path / "finished", restarted).summary()
-    assert (finished["state"], finished["problems"]) == ("ended", [])
+    assert (finished["state"], finished["reason"]) == ("ended", "")
 
 
 def test_the_window_tells_a_run_whose_launcher_was_killed(tmp_path: Path) -> None:
@@ -138,7 +138,8 @@ def test_the_window_tells_a_run_whose_launcher_was_killed(tmp_path: Path) -> Non
     (tmp_path / "pids/launcher").write_text(json.dumps(record))
     found = files.summary()
     assert found["state"] == "killed"
-    assert found["problems"] == ["its launcher is gone without a word: it was killed, or the machine stopped"]
+    assert found["reason"] == "its launcher is gone without a word: it was killed, or the machine stopped"
+    assert found["problems"] == []
 
 
 @pytest.mark.rotating
