@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from atroposlib.row_files.images import image_of_part, image_url
+from atroposlib.view.message_parts import parts_of
 from atroposlib.view.run_data.rows import (
     FailedRollout,
     HeldOut,
@@ -278,7 +279,9 @@ def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
     for message in value:
         message = message if isinstance(message, Mapping) else {"role": "text", "content": message}
         given = message.get("content")
-        known = {"role": str(message.get("role") or "text"), "content": _text(given)}
+        known: dict[str, object] = {"role": str(message.get("role") or "text"), "content": _text(given)}
+        if known["role"] == "assistant":
+            known["parts"] = parts_of(str(known["content"]))
         images = [url for part in given if (url := image_of_part(part))] if isinstance(given, list) else []
         found.append({**message, **known, **({"images": images} if images or "images" in message else {})})
     return found

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from atroposlib.view import group_view
 from atroposlib.view.run_data import dead_letters, notes
+from atroposlib.view.run_data.compared import differences
 from atroposlib.view.run_data.group_files import SORTS, SOURCES, Filter, Place
 from atroposlib.view.run_data.jsonl_index import line_from, lines_at
 from atroposlib.view.run_data.rows import (
@@ -24,10 +25,13 @@ from atroposlib.view.run_data.rows import (
 )
 from atroposlib.view.run_data.run_files import LOG_LINES
 from atroposlib.view.run_data.runs import Run, Runs
+from atroposlib.view.run_summaries import about, listed_runs, standing
 from atroposlib.view.token_text import find_tokenizer
+from atroposlib.wire.metric_words import CHARTS, METRIC_WORDS
 
 DEAD_LETTERS = "dead_letters"
 MAX_ROWS = 200  # of a list
+MAX_COMPARED = 20  # runs
 MAX_TEXT = 200  # characters of a search
 DAMAGED = "this row cannot be read"
 
@@ -49,7 +53,8 @@ def list_runs(runs: Runs, request: Request) -> dict[str, object]:
         summary["indexed_frac"] = round(run.groups.indexed, 3)
         summary["problems"] += run.groups.problems
         found.append(summary)
-    return {"runs": found}
+    words = request.query_params.get("q", "")[:MAX_TEXT]
+    return {"runs": listed_runs(found, words, request.query_params.get("sort", ""))}
 
 
 def metrics(runs: Runs, request: Request) -> dict[str, object]:
@@ -63,6 +68,7 @@ def metrics(runs: Runs, request: Request) -> dict[str, object]:
         "generation": table.generation,
         "reset": table.reset,
         "more": table.more,
+        **({} if after else {"words": METRIC_WORDS, "charts": msgspec.to_builtins(CHARTS)}),
     }
 
 
@@ -78,7 +84,8 @@ def keep_notes(content: bytes, runs: Runs, request: Request) -> dict[str, object
 
 
 def evaluations(runs: Runs, request: Request) -> dict[str, object]:
-    return {"rows": _run(runs, request).files.evaluations()}
+    rows = _run(runs, request).files.evaluations()
+    return {"rows": rows, **standing(rows)}
 
 
 def timeline(runs: Runs, request: Request) -> dict[str, object]:
@@ -97,14 +104,23 @@ def timeline(runs: Runs, request: Request) -> dict[str, object]:
 
 def settings(runs: Runs, request: Request) -> dict[str, object]:
     files = _run(runs, request).files
-    return {"settings": files.settings(), "resolved": files.resolved_settings()}
+    resolved = files.resolved_settings()
+    return {"settings": files.settings(), "resolved": resolved, **about(files.summary(), resolved)}
+
+
+def compare(runs: Runs, request: Request) -> dict[str, object]:
+    """The settings in which several runs differ."""
+    labels = request.query_params.getlist("run")[:MAX_COMPARED]
+    known = [run.files for label in labels if (run := runs.get(label)) is not None]
+    differing, compared = differences(known)
+    return {"runs": [run.label for run in known], "differing": differing, "compared": compared}
 
 
 def environments(runs: Runs, request: Request) -> dict[str, object]:
-    """Means by environment of the groups sampled for each step."""
+    """The mean score of each environment's groups that were sampled for each step."""
     run = _run(runs, request)
     runs.use(run)
-    return {"rows": run.groups.by_environment()}
+    return {"apart": run.groups.by_environment()}
 
 
 def logs(runs: Runs, request: Request) -> dict[str, object]:
@@ -171,6 +187,7 @@ def group(runs: Runs, request: Request) -> dict[str, object]:
 
 ROUTES: dict[str, Callable[[Runs, Request], dict[str, object]]] = {
     "/api/runs": list_runs,
+    "/api/compare": compare,
     "/api/runs/{run}/metrics": metrics,
     "/api/runs/{run}/evaluations": evaluations,
     "/api/runs/{run}/timeline": timeline,

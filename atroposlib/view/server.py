@@ -4,7 +4,8 @@ Everything is GET and writes nothing, but one route: PUT replaces the notes of a
 machine reaches the server, and to a page of its own or to a program.
 
     /                       the page, and what it loads from /static/
-    /api/runs               the runs; everything else is below /api/runs/LABEL
+    /api/runs               the runs
+    /api/compare            the settings in which some of them differ; everything else is below /api/runs/LABEL
       .../metrics  .../evaluations  .../timeline  .../settings  .../environments  .../logs  .../held_out
       .../groups  .../groups/N  .../notes
 

@@ -34,15 +34,18 @@ export const button = (text, href, more) => h("a.button", { href, ...more }, tex
 export const key = (look) => svg("svg.key", { width: 18, height: 4 }, svg("path", { class: look, d: "M0 2h18" }));
 export const speak = (text) => fill(find("spoken"), text);
 
-// columns: [title, cell(row, place), true for the heading of its row]
+// columns: [title, cell(row, place), true for the heading of its row, attributes of the title]. A row opens its [data-row].
 export function table(columns, rows, kind = "list") {
 	const cell = (row, place) => ([title, value, heading]) => {
 		const label = title.textContent ?? title;
 		if (heading) return h("th", { scope: "row" }, value(row, place));
 		return h("td", { "data-label": label, class: `in-${label.toLowerCase()}` }, value(row, place));
 	};
-	const head = h("tr", columns.map(([title]) => h("th", { scope: "col" }, title)));
-	return h(`table.${kind}`, h("thead", head), h("tbody", rows.map((row, i) => h("tr", columns.map(cell(row, i))))));
+	function open({ target, currentTarget }) {
+		if (!target.closest("a, button, input, label") && getSelection().isCollapsed) currentTarget.querySelector("[data-row]")?.click();
+	}
+	const head = h("tr", columns.map(([title, , , more]) => h("th", { scope: "col", ...more }, title)));
+	return h(`table.${kind}`, h("thead", head), h("tbody", rows.map((row, i) => h("tr", { onclick: open }, columns.map(cell(row, i))))));
 }
 
 // A labelled <select>, where `type` is {value: text}, or a checkbox, which is "yes" or "".
@@ -58,11 +61,16 @@ const NONE = "–"; // a missing number or time
 export function num(value) {
 	if (value == null) return NONE;
 	const size = Math.abs(value);
-	let text = String(Number(value.toPrecision(4)));
+	let text = String(Number(value.toPrecision(size < 1 ? 3 : 4)));
 	if (Number.isInteger(value)) text = value.toLocaleString("en");
 	else if (size < 1e-3 || size >= 1e6) text = value.toExponential(1);
-	return text.replace("e+", "e").replaceAll("-", "−");
+	return text.replace(".0e", "e").replace("e+", "e").replaceAll("-", "−");
 }
+
+// A score has a sign and a colour.
+export const gradeOf = (score) => (score == null ? "none" : score >= 1 ? "right" : score > 0 ? "partly" : "wrong");
+const GRADES = { right: "✓", partly: "◐", wrong: "✗", none: "?" };
+export const score = (value) => h("span.score", { class: gradeOf(value) }, `${GRADES[gradeOf(value)]} ${num(value)}`);
 
 export const percent = (value) => (value == null ? NONE : `${Number((100 * value).toFixed(1))} %`);
 export const count = (n, one) => `${num(n)} ${one}${n === 1 ? "" : "s"}`;

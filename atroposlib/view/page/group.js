@@ -1,11 +1,11 @@
 // One group: its prompt once, its answers side by side, best first, as text or as tokens.
 
-import { badge, button, control, count, dots, empty, fill, h, link, num, own, seconds, textOf, when } from "./dom.js";
-import { TABS, source } from "./groups.js";
+import { badge, button, control, count, dots, empty, fill, h, link, num, own, score, seconds, textOf, when } from "./dom.js";
+import { TABS, source, strip } from "./groups.js";
 import { address, get, here, hereWith, listParams, param, site, turn } from "./site.js";
 import { COLOURS, exactness, heat, legend, tokensOf, untell } from "./tokens.js";
 
-const ENDS = { stop: "complete", length: "cut off", abort: "aborted", tool_calls: "called a tool" };
+const ENDS = { length: "cut off", abort: "aborted", tool_calls: "called a tool" };
 const ROLES = { user: "User", assistant: "Model", system: "System", tool: "Tool result" };
 
 const call = (name, body) => h("div.aside.tool", h("b", `Tool call${name ? `: ${name}` : ""}`), h("pre", textOf(body)));
@@ -15,28 +15,12 @@ function thought(text, open) {
 	return h("details.aside", { open }, h("summary", `Thought, ${words}`), h("p.text", text.trim()));
 }
 
-function writtenCall(text) {
-	try {
-		const { name, arguments: body } = JSON.parse(text);
-		return call(name, body);
-	} catch {
-		return call("", text); // not JSON
-	}
-}
-
-// A prompt may open the thought, and a cut answer may not close it.
-function parts(text, open) {
-	if (text.includes("</think>") && !/<think>[^]*<\/think>/.test(text)) text = `<think>${text}`;
-	return text.split(/(<think>[^]*?(?:<\/think>|$)|<tool_call>[^]*?(?:<\/tool_call>|$))/).map((part) => {
-		const [, tag, inside] = /^<(think|tool_call)>([^]*?)(?:<\/\1>)?$/.exec(part) ?? [];
-		if (tag) return tag === "think" ? thought(inside, open) : writtenCall(inside.trim());
-		return part.trim() && h("p.text", part.trim());
-	});
-}
+const part = (open) => ({ text, thought: words, call: made }) =>
+	text ? h("p.text", text) : made ? call(made.name, made.arguments) : thought(words, open);
 
 const pictures = (urls) => (urls ?? []).map((src, i) => h("img", { src, alt: `Image ${i + 1}` }));
 
-function message({ role, content, images, reasoning_content, tool_calls }, open) {
+function message({ role, content, parts, images, reasoning_content, tool_calls }, open) {
 	const text = textOf(content).trim();
 	const calls = [tool_calls ?? []].flat().map((made) => made?.function ?? made ?? {});
 	return h(
@@ -44,7 +28,7 @@ function message({ role, content, images, reasoning_content, tool_calls }, open)
 		{ class: own(ROLES, role) ? role : "other" },
 		h("small.role.muted", own(ROLES, role, textOf(role))),
 		reasoning_content && thought(textOf(reasoning_content), open),
-		role === "assistant" ? parts(text, open) : h("p.text", text),
+		parts ? parts.map(part(open)) : h("p.text", text),
 		pictures(images),
 		calls.map((made) => call(made.name, made.arguments)),
 	);
@@ -65,13 +49,14 @@ function shared(rollouts) {
 	return n;
 }
 
-function marks({ score, rewards, advantage, failed, finish_reason: end }) {
+function marks({ score: value, rewards, advantage, failed, finish_reason: end, alike }) {
 	return [
-		h("span.big", h("small.muted", "score "), num(score)),
+		score(value),
+		alike > 1 && badge("", `× ${num(alike)}`),
 		h("small.muted", rewards),
 		advantage != null && h("span.advantage", h("span.muted", "advantage "), (advantage > 0 ? "+" : "") + num(advantage)),
 		failed && badge("bad", `failed: ${failed}`),
-		end && badge(end === "stop" ? "" : "warn", own(ENDS, end, end)),
+		end && end !== "stop" && badge("warn", own(ENDS, end, end)),
 	];
 }
 
@@ -89,11 +74,17 @@ function sequences(one, colour, beside) {
 	});
 }
 
+// The first of answers with equal texts and scores stands for all, whose number is `alike`.
+function folded(order) {
+	const kinds = Object.values(Object.groupBy(order, (one) => JSON.stringify([one.score, one.messages, one.failed, one.error, one.images])));
+	return kinds.map(([first, ...others]) => ({ ...first, alike: 1 + others.length }));
+}
+
 // One of them: as both.
 function answers(order, picked) {
 	const colour = own(COLOURS, param("colour")) ? param("colour") : "diff";
 	const tokens = picked || param("show") === "tokens";
-	const all = picked ? [picked] : order;
+	const all = picked ? [picked] : tokens ? order : folded(order);
 	const from = picked ? 0 : shared(order);
 	const names = Object.fromEntries(Object.entries(COLOURS).map(([id, { name }]) => [id, name]));
 	const pick = (text, show) =>
@@ -112,7 +103,7 @@ function answers(order, picked) {
 		h(
 			"div.row",
 			h("h2", picked ? `Answer ${picked.rollout + 1} of ${order.length}` : `${count(order.length, "answer")}, best first`),
-			!picked && [pick("Text", null), pick("Tokens", "tokens")],
+			!picked && [pick("Text", null), pick("Tokens", "tokens"), strip(order.map((one) => one.score))],
 			tokens && [control("Colour by", names, colour, (value) => turn({ colour: value }), { id: "colour" }), legend(colour, every)],
 		),
 		tokens && h("p.muted", exactness(every) ?? "No log-probabilities of the trainer."),

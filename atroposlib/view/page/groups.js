@@ -1,7 +1,7 @@
 // The groups, held-out answers or dead letters of a run. What is filtered stands in the address.
 
-import { badge, button, count, empty, fill, find, h, link, num, own, percent, table, when } from "./dom.js";
-import { address, findRun, get, here, hereWith, param, site, toGroups, turn } from "./site.js";
+import { badge, button, count, empty, fill, find, gradeOf, h, link, num, own, percent, score, table, when } from "./dom.js";
+import { address, get, here, hereWith, param, site, toGroups, turn } from "./site.js";
 
 const LIMIT = 50;
 export const TABS = { samples: "Groups", held_out: "Held-out answers", dead_letters: "Dead letters" };
@@ -12,12 +12,22 @@ const NOTHING = {
 };
 export const source = () => (own(TABS, param("source")) ? param("source") : "samples");
 
-const scores = (row) => (row.scores ?? []).filter(Number.isFinite).sort((a, b) => b - a).map(num).join(" ");
+// [score, how many have it], best first
+export function tally(scores) {
+	const known = scores.filter(Number.isFinite).sort((a, b) => b - a);
+	return [...new Set(known)].map((one) => [one, known.filter((other) => other === one).length]);
+}
+
+export function strip(all) {
+	const counts = tally(all ?? []);
+	const part = ([value, n]) => h("i", { class: gradeOf(value), style: `flex: ${n}` });
+	const text = counts.slice(0, 4).map(([value, n]) => (n > 1 ? `${num(n)} × ${num(value)}` : num(value))).join(", ");
+	return counts.length > 0 && h("div.strip", h("span", { "aria-hidden": true }, counts.map(part)), h("small", counts.length > 4 ? `${text}, …` : text));
+}
 
 function mark(row) {
-	const score = row.mean ?? row.scores?.[0];
-	if (score == null) return badge("warn", "not scored");
-	return score >= 1 ? badge("good", "✓ right") : badge("bad", `✗ ${num(score)}`);
+	const value = row.mean ?? row.scores?.[0];
+	return value == null ? badge("warn", "not scored") : score(value);
 }
 
 const notes = (row) => [
@@ -44,8 +54,9 @@ const COLUMNS = {
 		["Step", (row) => num(row.step)],
 		VERSION,
 		QUESTION,
-		["Scores", scores],
+		["Scores", (row) => strip(row.scores)],
 		["Mean", (row) => num(row.mean)],
+		["Environment", (row) => row.env],
 		REFERENCE,
 		["Tokens", (row) => num(row.tokens)],
 		NOTES,
@@ -66,7 +77,8 @@ export function groupsView(name) {
 	for (const label of filters.querySelectorAll("label")) if (!label.dataset.of.includes(of)) label.remove();
 	const fields = [...filters.querySelectorAll("[name]")];
 	filters.append(button("Clear", toGroups(name, { source: of })));
-	fields.find((field) => field.name === "env").append(...(findRun(name).environments ?? []).map((one) => h("option", one)));
+	const envs = fields.find((field) => field.name === "env");
+	const offer = (names) => names.length > envs.options.length - 1 && envs.append(...names.slice(envs.options.length - 1).map((one) => h("option", one)));
 	const said = h("p.row", { role: "status" });
 	const list = h("div");
 	const pager = h("nav.row", { "aria-label": "Pages" });
@@ -91,7 +103,9 @@ export function groupsView(name) {
 		const offset = Number(param("offset")) || 0;
 		const filtered = [...here().params.keys()].some((key) => !["source", "sort", "offset"].includes(key));
 		const none = !rows.length && complete && (filtered ? "Nothing matches these filters." : NOTHING[of]);
-		fill(list, rows.length > 0 && table(COLUMNS[of], rows), none && empty(none), problem && empty(problem));
+		const isAlone = new Set(rows.map((row) => row.env)).size < 2;
+		const columns = COLUMNS[of].filter(([title]) => title !== "Environment" || !isAlone || of === "dead_letters");
+		fill(list, rows.length > 0 && table(columns, rows), none && empty(none), problem && empty(problem));
 		find(`row-${site.group}`)?.focus(); // back from a group
 		site.group = null;
 		const end = offset + rows.length;
@@ -109,6 +123,8 @@ export function groupsView(name) {
 		}
 		const next = await get([name, "groups"], { ...Object.fromEntries(here().params), source: of, limit: LIMIT });
 		if (mine !== asked || !list.isConnected) return;
+		offer(next.environments ?? []);
+		if (!polled) envs.value = param("env") ?? "";
 		if (!next.complete) setTimeout(() => mine === asked && list.isConnected && refresh(true), 300);
 		if (polled && JSON.stringify(next) === JSON.stringify(reply)) return;
 		if (!polled || !reply?.complete || !reply.rows.length || JSON.stringify(next.rows) === JSON.stringify(reply.rows)) {

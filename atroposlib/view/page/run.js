@@ -1,29 +1,33 @@
 // One run: where it stands, its curves, its timeline and details; and its logs.
 
 import { Curves } from "./charts.js";
-import { button, dateOf, fill, h, link, median, num, percent, seconds, table, textOf, when } from "./dom.js";
+import { button, dateOf, dots, fill, h, link, median, num, percent, seconds, table, textOf, when } from "./dom.js";
 import { CHARTS } from "./metrics.js";
 import { steps } from "./runs.js";
 import { findRun, get, hereWith, param, toGroups } from "./site.js";
 import { Timeline } from "./timeline.js";
 
-const card = (title, value, ...below) => h("div.card", h("h2.muted", title), h("p.big", value), h("p.muted", below));
+const card = (title, value, ...below) => h("div.card", h("h2.muted", title), value.nodeType ? value : h("p.big", value), h("p.muted", below));
+const shown = (value) => (typeof value === "number" ? num(value) : textOf(value));
+const fact = ([name, value]) => h("div", h("dt", name), h("dd", shown(value)));
 
 export function runView(name) {
 	const curves = new Curves([name]);
 	const [{ metrics }] = curves.runs;
 	const timeline = new Timeline(name);
+	const facts = h("dl.facts.card");
 	const cards = h("div.cards");
-	const early = h("p.empty", { hidden: true }, "No curves yet: the first step has not ended.");
+	const early = h("section.card", { hidden: true });
 	const details = h("div");
-	const about = h("details.card", h("summary", "Run details"), details);
+	const about = h("details.card", h("summary", "Run details and settings"), details);
 	let heldOut = [];
-	let shown = "";
+	let seen = "";
 
 	function duration(run) {
-		if (run.ended) return `took ${seconds((dateOf(run.ended) - dateOf(run.started)) / 1000)}`;
+		const since = (time) => seconds((time - dateOf(run.started)) / 1000);
+		if (run.ended) return `took ${since(dateOf(run.ended))}`;
 		const left = (run.planned_steps - metrics.last?.step) * median(metrics.rows.slice(-10).map((row) => row.step_s));
-		return left > 0 ? `about ${seconds(left)} left` : run.state;
+		return dots(left > 0 && `about ${seconds(left)} left`, run.state === "running" && `running for ${since(Date.now())}`);
 	}
 
 	// "2 wrong of 64": the answers of the newest evaluation
@@ -34,38 +38,61 @@ export function runView(name) {
 		return sum("answers") > 0 && link(`${num(sum("wrong"))} wrong of ${num(sum("answers"))}`, href, { id: "wrong" });
 	}
 
+	function accuracy() {
+		const { before, best, last } = metrics.evaluated;
+		const isBest = best?.accuracy === last?.accuracy;
+		const part = (value, title, kind) => value != null && h("div", h("p.big", { class: kind }, percent(value)), h("small.muted", title));
+		const parts = [
+			part(before, "before training"),
+			!isBest && part(best?.accuracy, `best: version ${best?.version}`, "good"),
+			part(last?.accuracy, `last${isBest ? " and best" : ""}: version ${last?.version}`, isBest && "good"),
+		].filter(Boolean);
+		return card("Held-out accuracy", parts.length ? h("div.way", parts) : "–", parts.length ? wrong() : "No evaluation has ended yet.");
+	}
+
 	function standing(run) {
-		const { last } = metrics;
+		const { last, rows } = metrics;
 		const done = last?.step ?? run.steps_done ?? 0;
-		const evaluations = metrics.points("accuracy");
-		const [version, accuracy] = evaluations.at(-1) ?? [];
-		const [best = version, highest] = evaluations.filter(([v]) => v).sort((a, b) => a[1] - b[1]).at(-1) ?? [];
 		const progress = run.planned_steps && h("progress", { max: run.planned_steps, value: done, "aria-label": "Steps done" });
-		const bestLine = best === version ? "the best so far" : `best: ${percent(highest)} at version ${best}`;
-		const evaluated = [`policy version ${version}`, h("br"), bestLine, h("br"), wrong()];
+		const [step, waiting, training] = ["step_s", "generate_s", "train_s"].map((key) => metrics.recent((row) => row[key]));
+		const speed = metrics.recent((row) => row.completion_tokens / row.step_s);
+		const sampled = rows.reduce((sum, row) => sum + (row.completion_tokens ?? 0), 0);
+		const first = rows.find((row) => row.reward_mean != null);
+		const from = first && first !== last && `step ${first.step}: ${num(first.reward_mean)}`;
 		return [
 			card("Step", steps(done, run), progress, duration(run)),
-			card("Held-out accuracy", percent(accuracy), version === undefined ? "No evaluation has ended yet." : evaluated),
-			card("Reward", num(last?.reward_mean), last ? `± ${num(last.reward_std)} in step ${last.step}` : "No step has ended yet."),
+			accuracy(),
+			last && card("Reward", num(last.reward_mean), dots(`± ${num(last.reward_std)}`, from)),
+			step != null && card("Time per step", seconds(step), dots(waiting != null && `sampling ${seconds(waiting)}`, training != null && `training ${seconds(training)}`)),
+			speed != null && card("Tokens per second", num(Math.round(speed)), sampled > 0 && `${num(sampled)} sampled in all`),
 		];
+	}
+
+	function loading(run) {
+		const bar = ({ name, note, done, total }) => [h("b", name), h("progress", { max: total, value: total && done, "aria-label": `${name}: ${note}` }), h("span.muted", note)];
+		const bars = (run.starting ?? []).map(bar);
+		return [h("h2", bars.length ? "Starting" : "No curves yet: the first step has not ended."), h("div.bars", bars)];
 	}
 
 	async function refresh(polled) {
 		const run = findRun(name) ?? {};
 		const news = await curves.read();
-		if (polled && !news && shown === JSON.stringify(run)) return;
-		shown = JSON.stringify(run);
+		if (polled && !news && seen === JSON.stringify(run)) return;
+		seen = JSON.stringify(run);
 		heldOut = (await get([name, "held_out"])).versions;
+		const said = await get([name, "settings"]);
 		early.hidden = metrics.last;
 		timeline.node.hidden = !metrics.last;
+		fill(early, loading(run));
+		fill(facts, [...said.facts, ["Started", when(run.started)]].map(fact));
 		fill(cards, standing(run));
-		const columns = [["", ([key]) => key.replaceAll("_", " "), true], ["", ([key, value]) => (/^(start|end)ed$/.test(key) ? when(value) : textOf(value))]];
-		fill(details, table(columns, Object.entries(run), "facts"));
+		fill(details, table([["", ([key]) => key, true], ["", ([, value]) => shown(value)]], said.details, "facts"));
 		curves.draw(Object.keys(CHARTS).filter((key) => metrics.last || (key === "accuracy" && metrics.evaluations.length)));
 		if (metrics.last) await timeline.show(metrics.last.step);
 	}
 
-	return { title: name, tab: "Overview", nodes: [cards, early, curves.grid, curves.more, timeline.node, about], refresh };
+	const [bar, grid, folded, more, dialog] = curves.nodes;
+	return { title: name, tab: "Overview", nodes: [facts, cards, early, bar, grid, folded, timeline.node, more, about, dialog], refresh };
 }
 
 export function logsView(name) {
@@ -75,7 +102,9 @@ export function logsView(name) {
 	async function refresh() {
 		const read = (service) => get([name, "logs"], { service, lines: 1000 });
 		const reply = await read(param("service") ?? "launcher").catch(() => read());
-		fill(services, reply.services.map((one) => button(one, hereWith({ service: one }), { id: `log-${one}` })));
+		const asked = param("service") ?? "launcher";
+		const mark = (one) => ({ id: `log-${one}`, "aria-current": one === asked && "page" });
+		fill(services, reply.services.map((one) => button(one, hereWith({ service: one }), mark(one))));
 		const text = reply.lines.join("\n") || "Nothing is logged here.";
 		if (text === log.textContent || !getSelection().isCollapsed) return; // a selection stays
 		const { scrollTop, scrollHeight, clientHeight } = log;

@@ -32,10 +32,34 @@ export function turn(changes) {
 // A group's address holds that of its list, and what is shown of the group.
 export const listParams = () => changed(here().params, { at: null, rollout: null, show: null, colour: null });
 
+// Of the range of steps shown: button, key, and by which share its first and last step move.
+export const MOVES = [
+	["Earlier", "ArrowLeft", -0.5, -0.5],
+	["Later", "ArrowRight", 0.5, 0.5],
+	["Zoom in", "+", 0.25, -0.25],
+	["Zoom out", "-", -0.5, 0.5],
+	["All", "Home", -Infinity, Infinity],
+];
+
+export function moveRange([from, to], [least, most], [, , ...shares]) {
+	let [a, b] = shares.map((share) => Math.sign(share) * Math.round(Math.abs(share) * (to - from + 1)));
+	if (a === b) a = b = Math.max(least - from, Math.min(most - to, a)); // keeps its size at the ends
+	const [first, last] = [Math.max(least, from + a), Math.min(most, to + b)];
+	if (first <= last) turn({ from: first, to: last < most ? last : null });
+}
+
 export class Lost extends Error {}
 
-export async function get(parts, params = {}) {
-	const reply = await fetch(`/api/runs${path(["", ...parts], changed("", params))}`).catch(() => {
+export const get = (parts, params) => ask(["runs", ...parts], params);
+export async function ask(parts, params = {}) {
+	return answer(`/api/${path(parts, changed("", params))}`);
+}
+
+export const put = (parts, body) =>
+	answer(`/api/${path(parts, "")}`, { method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+
+async function answer(url, how) {
+	const reply = await fetch(url, how).catch(() => {
 		throw new Lost();
 	});
 	if (reply.ok) return reply.json();

@@ -1,7 +1,7 @@
 // What trainer and samplers did when, drawn in seconds and stretched to the width.
 
 import { empty, fill, h, num, percent, seconds, svg } from "./dom.js";
-import { get, param, turn } from "./site.js";
+import { MOVES, get, moveRange, param } from "./site.js";
 
 const LANES = [
 	["waiting", "Trainer waits for a batch", "idle"],
@@ -9,14 +9,6 @@ const LANES = [
 	["syncing", "Trainer sends weights", "look1"],
 	["evaluating", "Trainer waits for an evaluation", "look3"],
 	["sampler", "Samplers busy", "look2"],
-];
-// Button, key, and by which share of the steps shown the first and the last move.
-const MOVES = [
-	["Earlier", "ArrowLeft", -0.5, -0.5],
-	["Later", "ArrowRight", 0.5, 0.5],
-	["Zoom in", "+", 0.25, -0.25],
-	["Zoom out", "-", -0.5, 0.5],
-	["All", "Home", -Infinity, Infinity],
 ];
 const SHOWN = 40; // steps that are shown at first
 
@@ -30,15 +22,11 @@ export class Timeline {
 	}
 
 	get steps() {
-		return [Number(param("from")) || Math.max(1, this.last - SHOWN + 1), Number(param("to")) || this.last];
+		return [Math.max(1, param("from") ?? this.last - SHOWN + 1), Number(param("to")) || this.last];
 	}
 
-	move([, , ...shares]) {
-		const [from, to] = this.steps;
-		let [a, b] = shares.map((share) => Math.sign(share) * Math.round(Math.abs(share) * (to - from + 1)));
-		if (a === b) a = b = Math.max(1 - from, Math.min(this.last - to, a)); // keeps its size at the ends
-		const [first, last] = [Math.max(1, from + a), Math.min(this.last, to + b)];
-		if (first <= last) turn({ from: first, to: last === this.last ? null : last });
+	move(move) {
+		moveRange(this.steps, [0, this.last], move);
 	}
 
 	typed(event) {

@@ -5,7 +5,7 @@ import { empty, fill, find, h, link, own } from "./dom.js";
 import { groupView } from "./group.js";
 import { TABS, groupsView } from "./groups.js";
 import { logsView, runView } from "./run.js";
-import { compareView, runsView, state } from "./runs.js";
+import { compareView, editNotes, reason, runsView, state, tagsOf } from "./runs.js";
 import { Lost, address, findRun, get, here, site, toGroups } from "./site.js";
 
 const VIEWS = { groups: groupsView, group: groupView, logs: logsView };
@@ -26,7 +26,17 @@ function head([kind, name]) {
 	const groups = Object.entries(TABS).map(([source, text]) => [text, toGroups(name, { source })]);
 	const tabs = [["Overview", address(["run", name])], ...groups, ["Logs", address(["run", name, "logs"])]];
 	const tab = ([text, href]) => link(text, href, { "aria-current": text === view.tab && "page" });
-	return [h("div.row", h("h1", name), h("span", { id: "state" }, state(findRun(name)))), h("nav.row.tabs", tabs.map(tab))];
+	return [h("div.row.name", h("h1", name), h("div.row", { id: "state" })), h("nav.row.tabs", tabs.map(tab))];
+}
+
+// How the run is, and what a person has noted of it.
+function tell(name) {
+	const run = findRun(name);
+	const told = JSON.stringify([run?.state, run?.steps_done, run?.reason, run?.notes]);
+	if (!run || !find("state") || find("state").told === told) return;
+	find("state").told = told;
+	const edit = h("button.icon", { id: "edit", onclick: () => editNotes(findRun(name)) }, "✎ Note");
+	fill(find("state"), state(run), reason(run), tagsOf(run), run.notes?.note && h("span.note", run.notes.note), edit);
 }
 
 async function show() {
@@ -43,6 +53,7 @@ async function show() {
 			scrollTo(0, 0);
 			if (again) find("main").focus({ preventScroll: true });
 		}
+		tell(parts[1]);
 		await view.refresh(false);
 		heard(true);
 	} catch (error) {
@@ -71,7 +82,7 @@ async function poll() {
 		if (!document.hidden) {
 			site.runs = (await get([])).runs;
 			heard(true);
-			if (find("state")) fill(find("state"), state(findRun(parts[1]) ?? {}));
+			tell(parts[1]);
 			if (view.missing && findRun(parts[1])) opened = null;
 			if (opened === null || lost) await show();
 			else if (before || live(parts)) await view.refresh(true);
@@ -110,7 +121,8 @@ const KEYS = {
 addEventListener("keydown", (event) => {
 	const { target, key } = event;
 	if (event.ctrlKey || event.metaKey || event.altKey) return;
-	if (target.matches("input:not([type=checkbox]), select")) return key === "Escape" && target.blur();
+	if (target.matches("input:not([type=checkbox]), select, textarea")) return key === "Escape" && target.blur();
+	if (target.closest("dialog") && key !== "?" && key !== "t") return;
 	if (!Object.hasOwn(KEYS, key)) return;
 	event.preventDefault();
 	KEYS[key]();

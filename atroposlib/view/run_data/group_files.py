@@ -199,25 +199,18 @@ class GroupFiles:
             for (version, env), (answers, wrong) in sorted(counts.items())
         ]
 
-    def by_environment(self) -> list[dict[str, object]]:
-        """Mean score, sampled tokens and groups of each environment at each step that came next; oldest first."""
+    def by_environment(self) -> dict[str, list[tuple[int, float]]]:
+        """Return the mean score of each environment at each step that came next, oldest first."""
         segments = [segment.rows for index in self.indexes("samples") for segment in index.segments]
         known = [each[(each["step"] != rows.NONE) & ~np.isnan(each["mean"])] for each in segments]
-        found = np.concatenate([np.zeros(0, rows.GROUP), *known])
-        keys, inverse = np.unique(np.stack([found["step"], found["env"]], axis=1), axis=0, return_inverse=True)
+        entries = np.concatenate([np.zeros(0, rows.GROUP), *known])
+        keys, inverse = np.unique(np.stack([entries["env"], entries["step"]], axis=1), axis=0, return_inverse=True)
         groups = np.bincount(inverse.reshape(-1), minlength=len(keys))
-        scores = np.bincount(inverse.reshape(-1), found["mean"], len(keys))
-        tokens = np.bincount(inverse.reshape(-1), found["tokens"], len(keys))
-        return [
-            {
-                "step": step + 1,
-                "env": self.environments.names[env],
-                "mean": float(scores[i] / groups[i]),
-                "groups": int(groups[i]),
-                "tokens_per_group": float(tokens[i] / groups[i]),
-            }
-            for i, (step, env) in enumerate(keys.tolist())
-        ]
+        means = np.bincount(inverse.reshape(-1), entries["mean"], len(keys)) / groups
+        found: dict[str, list[tuple[int, float]]] = {}
+        for (env, step), mean in zip(keys.tolist(), means.tolist(), strict=True):
+            found.setdefault(self.environments.names[env], []).append((step + 1, mean))
+        return dict(sorted(found.items()))
 
     def latest_version(self) -> int | None:
         """The newest policy version with held-out rows."""

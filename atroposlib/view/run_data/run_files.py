@@ -19,6 +19,7 @@ from atroposlib.logs import escape
 from atroposlib.processes.identity import boot_id, is_alive
 from atroposlib.row_files.kept_rows import REMOVED
 from atroposlib.row_files.packed_rows import SUFFIX
+from atroposlib.view.run_data.accuracy import best_of
 from atroposlib.view.run_data.files import note, read_small, read_tail, reason_of
 from atroposlib.view.run_data.metric_rows import (
     MetricRows,
@@ -112,7 +113,6 @@ class RunFiles:
         accuracy = last_values(self.path / "evaluations.jsonl", ("accuracy",), problems).get("accuracy")
         state, reason = self.state(bool(record.starts))
         settings = self._settings.of("run", problems)
-        best, version = _best(self.path / "evaluations.jsonl")
         return {
             "run": self.label,
             "path": str(self.path),
@@ -132,7 +132,7 @@ class RunFiles:
             "machine": last.machine,
             "environments": self._environments(settings),
             "latest": {"reward_mean": steps.get("reward_mean"), "accuracy": accuracy},
-            "best": {"accuracy": best, "version": version},
+            "best": best_of(self._last_evaluations()),
             "starting": self.starting() if state == "running" and not steps.get("step") else [],
             "notes": read_notes(self.path, problems),
             "problems": problems,
@@ -187,6 +187,12 @@ class RunFiles:
         """Every evaluation, oldest first."""
         data = read_tail(self.path / "evaluations.jsonl", EVALUATION_BYTES)
         return [row for row in map(json_object, data.split(b"\n")) if row is not None]
+
+    def _last_evaluations(self) -> list[dict[str, object]]:
+        with suppress(OSError):
+            data = read_tail(self.path / "evaluations.jsonl", TAIL_BYTES)
+            return [row for row in map(json_object, data.split(b"\n")) if row is not None]
+        return []
 
     def timeline(self, first: int | None, last: int | None) -> list[dict[str, Any]]:
         """List what the trainer did in steps `first` to `last`, in Unix seconds. Rows without `time` have none."""
@@ -275,18 +281,6 @@ def last_values(path: Path, keys: Iterable[str], problems: list[str] | None = No
         if len(found) == len(wanted):
             break
     return found
-
-
-def _best(path: Path) -> tuple[float | None, int | None]:
-    """The highest held-out accuracy after training, and its policy version; several environments by their mean."""
-    found: dict[int, list[float]] = {}
-    with suppress(OSError):
-        for row in map(json_object, read_tail(path, TAIL_BYTES).split(b"\n")):
-            accuracy, version = (finite_number((row or {}).get(key)) for key in ("accuracy", "policy_version"))
-            if accuracy is not None and version:
-                found.setdefault(int(version), []).append(accuracy)
-    best, version = max(((sum(each) / len(each), version) for version, each in found.items()), default=(None, None))
-    return best, version
 
 
 def _recipe(starts: list[Start]) -> str | None:

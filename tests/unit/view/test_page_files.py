@@ -5,8 +5,11 @@ import re
 import pytest
 
 from atroposlib.view.server import PAGE
+from atroposlib.wire.metric_words import CHARTS, METRIC_WORDS
+from example_trainer.output.metrics import ROW_KEYS
 
-COLOUR = r"(?:--|\.)([\w-]+)(?: \{ --heat)?: light-dark\((#\w{6}), (#\w{6})\)"
+COLOUR = r"(?:--|\.)([\w-]+)(?:, \.none)?(?: \{ --heat)?: light-dark\((#\w{6}), (#\w{6})\)"
+INK = r"(?m)^([.\w, ]+) \{ color: light-dark\((#\w{6}), (#\w{6})\); \}$"  # of tokens far from the page's colour
 LIMIT = 80_000  # bytes of script and style, as written
 
 
@@ -37,13 +40,37 @@ def test_contrasts_are_those_of_wcag_aa(theme: int) -> None:
     surfaces = ["page", "card"]
     pairs = [(text, surface) for text in ("text", "muted", "link", "good", "bad", "warn") for surface in surfaces]
     pairs += [("card", "link")]  # a pressed button
-    heat = [name for name in colours if re.fullmatch(r"[hv]\d|same", name)]
-    assert len(heat) == 12
-    pairs += [("text", name) for name in heat]
+    heat = [name for name in colours if re.fullmatch(r"[hv]\d|same|right|partly|wrong", name)]
+    assert len(heat) == 15
+    ink = {name: both[theme] for names, *both in re.findall(INK, style) for name in re.findall(r"\w+", names)}
+    assert set(ink) == {"h5", "h6", "h7"}
+    colours |= {f"ink of {name}": colour for name, colour in ink.items()}
+    pairs += [(f"ink of {name}" if name in ink else "text", name) for name in heat]
     drawn = [(colour, "card") for colour in ("c1", "c3")] + [("edge", surface) for surface in surfaces]
     found = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in [*pairs, *drawn]}
     assert [(pair, found[pair]) for pair in pairs if found[pair] < 4.5] == []
     assert [(pair, found[pair]) for pair in drawn if found[pair] < 3] == []
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_neighbouring_shades_of_tokens_can_be_told_apart(theme: int) -> None:
+    style = (PAGE / "view.css").read_text()
+    colours = {name: both[theme] for name, *both in re.findall(COLOUR, style)}
+    shades = [luminance(colours[f"h{number}"]) for number in range(1, 8)]
+    assert shades == sorted(shades, reverse=theme == 0)  # away from the page's colour
+    steps = [contrast(colours[f"h{number}"], colours[f"h{number + 1}"]) for number in range(1, 7)]
+    assert min(steps) >= 1.15, steps
+
+
+def test_every_metric_that_the_window_names_is_documented_and_charts_are_of_columns() -> None:
+    documented = set(re.findall(r"`([\w/]+)`", (PAGE.parents[2] / "docs/metrics.md").read_text()))
+    named = [name for group in METRIC_WORDS.values() for name in group]
+    assert len(named) == len(set(named))
+    assert set(named) <= documented
+    assert set(ROW_KEYS) - {"step", "policy_version"} <= set(named)  # what the trainer writes first
+    computed = {"throughput", "logprob_diff", "staleness"}
+    drawn = {key for chart in CHARTS for key in (chart.key, *chart.keys.values())}
+    assert drawn - computed <= set(named)
 
 
 def test_text_of_a_run_never_becomes_markup() -> None:

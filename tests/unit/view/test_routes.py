@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_runs_are_listed_with_how_far_they_have_come(run: Path) -> None:
     (found,) = get(client(run), "/api/runs")["runs"]
-    assert (found["run"], found["path"], found["state"]) == ("r", str(run), "ended")
+    assert (found["run"], found["path"], found["state"]) == ("r", str(run), "finished")
     assert (found["steps_done"], found["planned_steps"], found["seed"], found["commit"]) == (3, 3, 7, "abc")
     assert found["latest"] == {"reward_mean": 0.3, "accuracy": 0.5}
     assert (found["environments"], found["problems"]) == (["gsm8k"], [])
@@ -158,18 +158,75 @@ def test_the_best_policy_is_listed_and_the_start_is_none(run: Path) -> None:
     write_rows(run / "evaluations.jsonl", lines)
     (found,) = get(client(run), "/api/runs")["runs"]
     assert found["best"] == {"accuracy": 0.625, "version": 5}
+    reply = get(client(run), "/api/runs/r/evaluations")
+    assert reply["versions"] == [[0, 0.9], [5, 0.625], [10, 0.25]]
+    assert reply["apart"] == {"a": [[0, 0.9], [5, 0.5], [10, 0.25]], "b": [[5, 0.75]]}
+    assert (reply["before"], reply["best"]["version"], reply["last"]["version"]) == (0.9, 5, 10)
+
+
+def test_runs_are_searched_and_sorted(tmp_path: Path) -> None:
+    for name, lr, tags in (("first", 0.1, ["baseline"]), ("second", 0.2, []), ("third", 0.3, ["Sweep"])):
+        path = make_run(tmp_path / name)
+        (path / "run.yaml").write_text(f"steps: 3\ntrainer: {{lr: {lr}}}\n")
+        (path / "notes.json").write_text(json.dumps({"note": f"the {name} of three", "tags": tags}))
+        write_rows(path / "metrics.jsonl", [metrics_row(3) | {"reward_mean": None if name == "second" else lr}])
+    (tmp_path / "third" / "run.yaml").write_text("steps: 9\n")
+    window = client(parent=tmp_path)
+
+    def names(**query: str) -> list[str]:
+        return [run["run"] for run in get(window, "/api/runs", **query)["runs"]]
+
+    assert names(sort="run") == ["first", "second", "third"]
+    assert names(sort="-run") == ["third", "second", "first"]
+    assert names(sort="reward") == ["third", "first", "second"]  # without a value: last, both ways
+    assert names(sort="-reward") == ["first", "third", "second"]
+    assert names(q="sweep") == names(q="THIRD three") == ["third"]
+    assert sorted(names(q="finished")) == ["first", "second"]
+    assert names(q="nowhere") == []
+    assert len(names(sort="size")) == 3
+
+
+def test_a_comparison_leaves_places_out_and_shows_defaults(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        path = make_run(tmp_path / name)
+        vllm, trainer = f"{{port: {9000 + number}, max_model_len: 256}}", ("{lr: 0.1}", "{lr: 0.1, kl_coef: 0.05}")
+        (path / "run.yaml").write_text(f"trainer: {trainer[number]}\nvllm: {vllm}\nmodel: /models/x\nseed: 7\n")
+        (path / "trainer.yaml").write_text(
+            f"lr: 0.1\nkl_coef: {0.05 * number}\nsave_path: /runs/{name}\nclip_eps: 0.{number}\n"
+        )
+    reply = client(tmp_path / "a", tmp_path / "b").get("/api/compare?run=a&run=b&run=nobody").json()
+    assert reply["runs"] == ["a", "b"]
+    assert [setting for setting in reply["differing"] if setting["name"] != "model"] == [
+        {"name": "trainer.kl_coef", "values": [0.0, 0.05], "defaults": [True, False]}
+    ]
+    assert reply["compared"] == 5  # commit and port say where a run was; nobody chose clip_eps
+
+
+def test_the_head_of_a_run_has_its_settings_and_its_details(run: Path) -> None:
+    start = {"command": ["atropos", "train", "gsm8k", "--name", "a b"], "model": "/models/Qwen2.5-1.5B", "seed": 3}
+    machine = {"host": "lab", "cores": 8, "memory_bytes": 16 * 2**30, "gpus": ["H100", "H100"]}
+    (run / "run.json").write_text(json.dumps({"starts": [start | {"machine": machine}]}))
+    (run / "trainer.yaml").write_text("algorithm: dr_grpo\nlr: 0.1\nbridge: {kind: lora}\n")
+    reply = get(client(run), "/api/runs/r/settings")
+    assert dict(reply["facts"]) == {
+        "Model": "Qwen2.5-1.5B",
+        "Recipe": "gsm8k",
+        "Environment": "gsm8k",
+        "Bridge": "lora",
+        "Learning rate": 0.1,
+        "Algorithm": "dr_grpo",
+        "Seed": 3,
+    }
+    details = dict(reply["details"])
+    assert details["Command"] == "atropos train gsm8k --name 'a b'"
+    assert details["Machine"] == "lab, 8 cores, 16 GiB of memory, H100, H100"
+    assert details["trainer.algorithm"] == "dr_grpo"
 
 
 def test_each_environment_has_its_means_by_step(run: Path) -> None:
-    write_rows(run / "samples.jsonl", [sample(90, 1, env="tools", scores=[0.5, 0.5]), sample(91, 1, scores=None)], "a")
-    found = get(client(run), "/api/runs/r/environments")["rows"]
-    assert [(row["step"], row["env"], row["mean"], row["groups"]) for row in found] == [
-        (1, "gsm8k", 0.5, 2),
-        (2, "gsm8k", 0.5, 2),
-        (2, "tools", 0.5, 1),
-        (3, "gsm8k", 0.5, 2),
-    ]
-    assert {row["tokens_per_group"] for row in found} == {6.0}
+    write_rows(run / "samples.jsonl", [sample(90, 1, env="tools", scores=[0.5, 1.0]), sample(91, 1, scores=None)], "a")
+    found = get(client(run), "/api/runs/r/environments")["apart"]
+    assert found == {"gsm8k": [[1, 0.5], [2, 0.5], [3, 0.5]], "tools": [[2, 0.75]]}
     assert get(client(run), "/api/runs/r/groups")["environments"] == ["gsm8k", "tools"]
 
 
