@@ -1,5 +1,5 @@
 """The columns of metrics.jsonl in words, and the charts that the window draws of them, in the order in which people
-look. docs/metrics.md says what each column is.
+look. docs/run_directory.md says what each column is.
 """
 
 import msgspec

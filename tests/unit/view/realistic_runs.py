@@ -190,7 +190,7 @@ class RunWriter:
 
     def evaluate(self, version: int) -> None:
         for env, name in enumerate(self.environments):
-            rows = []
+            rows: list[dict[str, Any]] = []
             for index in range(HELD_OUT):
                 question, reference, answers, _ = self.answers(version, env)
                 is_right = self.random.random() < self.right(version, env)

@@ -149,7 +149,7 @@ def test_one_curve_fills_the_page_and_leaves_it_as_it_was(tab: Tab, live: Window
     page.locator("main > div > .tools").wait_for()
     page.goto(f"{live.url}/#/run/first?chart=lr")  # an address of a column that has no chart
     page.locator(".full path.line").first.wait_for(state="attached")
-    assert "Learning rate" in page.locator(".full b").inner_text()
+    page.locator(".full b", has_text="Learning rate").wait_for()
 
 
 def test_a_curve_is_downloaded_as_picture_and_as_table(tab: Tab, live: Window, tmp_path: Path) -> None:

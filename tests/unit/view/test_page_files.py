@@ -63,7 +63,7 @@ def test_neighbouring_shades_of_tokens_can_be_told_apart(theme: int) -> None:
 
 
 def test_every_metric_that_the_window_names_is_documented_and_charts_are_of_columns() -> None:
-    documented = set(re.findall(r"`([\w/]+)`", (PAGE.parents[2] / "docs/metrics.md").read_text()))
+    documented = set(re.findall(r"`([\w/]+)`", (PAGE.parents[2] / "docs/run_directory.md").read_text()))
     named = [name for group in METRIC_WORDS.values() for name in group]
     assert len(named) == len(set(named))
     assert set(named) <= documented
