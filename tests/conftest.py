@@ -84,6 +84,9 @@ def _logging_as_it_was() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="only tests that start no process and take no 5 s")
     parser.addoption("--nightly", action="store_true", help="run the long drills too")
+    parser.addoption(
+        "--pictures", metavar="DIR", help="write the pictures of docs/watch.md (unit/view/test_pictures.py)"
+    )
     parser.addoption("--third", choices=THIRDS, help="of the tests marked `rotating` (default: by the commit)")
 
 

@@ -48,7 +48,7 @@ class RunWriter:
         self.run, self.steps, self.lr, self.words = run, steps, lr, words
         self.random = random.Random(seed)
         self.environments: list[str] = settings.pop("environments", ["arithmetic"])
-        self.skill: tuple[float, float] = settings.pop("skill", (0.08, 0.97))
+        self.skill: tuple[float, float] = settings.pop("skill", (0.08, 0.95))
         self.pace: float = settings.pop("pace", 3.2)
         self.bridge: str = settings.pop("bridge", "broadcast")
         self.age_s: float = settings.pop("age_s", 0.0)
