@@ -8,6 +8,7 @@ All text is escaped, and nothing is fetched. The page is one file for people who
 
 import html
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,13 +17,17 @@ from atroposlib.files import open_regular
 from atroposlib.row_files.images import image_of_part, image_url
 
 STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
 details { border: 1px solid #ccc; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem; }
 details details.good { border-left: 4px solid #2a7; } details details.bad { border-left: 4px solid #c44; }
-summary { cursor: pointer; } .role { color: #666; font-size: 85%; margin: .6rem 0 0; }
+summary { cursor: pointer; } .question { display: block; font-weight: 600; margin: .2rem 0 0 1rem; }
+.role { color: GrayText; font-size: 85%; margin: .6rem 0 0; }
 pre { white-space: pre-wrap; margin: .2rem 0; }
 img { max-width: 100%; max-height: 24rem; display: block; }
 """
+
+QUESTION = 160  # characters in a title
 
 
 def write_html(jsonl: Path, page: Path, head: str = "") -> None:
@@ -51,9 +56,9 @@ def _write_page(out: IO[str], title: str, head: str, source: Path, groups: Numbe
     out.write(f"<h1>{html.escape(title)}</h1>")
     if head:
         out.write(f"<pre>{html.escape(head)}</pre>")
-    for number, group in groups:
+    for place, (number, group) in enumerate(groups):
         try:
-            out.write(group_html(group, number))
+            out.write(group_html(group, number, is_open=place == 0))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{source}:{number + 1} is not a group with messages and scores ({error!r})") from error
 
@@ -100,8 +105,8 @@ def _questions(rows: Numbered) -> Numbered:
         )
 
 
-def group_html(group: Mapping[str, Any], number: int) -> str:
-    """One collapsible section for `group`."""
+def group_html(group: Mapping[str, Any], number: int, is_open: bool = False) -> str:
+    """One collapsible section for `group`. What all conversations begin with stands once, above them."""
     group = _rollouts_once(group)
     scores = group["scores"] or []  # null: the group was dropped before it had any
     known = [score for score in scores if score is not None]
@@ -113,12 +118,35 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
         images = [images] * len(scores)
     rewards = group.get("rewards") or [None] * len(scores)
     errors = group.get("errors") or [None] * len(scores)
-    samples = "".join(
-        _sample_html(*sample) for sample in zip(_conversations(group), scores, images, rewards, errors, strict=False)
-    )
+    conversations = list(_conversations(group))
+    shared = _shared(conversations)
+    answers = [messages[shared:] for messages in conversations]
+    samples = "".join(_sample_html(*sample) for sample in zip(answers, scores, images, rewards, errors, strict=False))
+    prompt = "".join(_message_html(message) for message in conversations[0][:shared]) if shared else ""
+    question = f"<span class=question>{html.escape(_question(conversations[0][shared - 1]))}</span>" if shared else ""
     name = html.escape(str(group.get("name") or f"Group {number}"))
     title = f"{name}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
-    return f"<details><summary>{title}</summary>{_reference_html(group)}{samples}</details>\n"
+    opened = " open" if is_open else ""
+    return f"<details{opened}><summary>{title}{question}</summary>{_reference_html(group)}{prompt}{samples}</details>\n"
+
+
+def _shared(conversations: Sequence[Sequence[object]]) -> int:
+    """Count the messages with which all conversations begin, up to the first answer."""
+    found = 0
+    for together in zip(*(messages[:-1] for messages in conversations), strict=False):
+        first = together[0]
+        if not isinstance(first, Mapping) or first.get("role") == "assistant" or any(one != first for one in together):
+            break
+        found += 1
+    return found
+
+
+def _question(message: Mapping[str, object]) -> str:
+    """The beginning of a message's text, in one line."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    words = " ".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping)).split()
+    return textwrap.shorten(" ".join(words), QUESTION, placeholder=" …")
 
 
 def _reference_html(group: Mapping[str, object]) -> str:
@@ -161,10 +189,11 @@ def _sample_html(
     urls = map(image_url, images if isinstance(images, list) else [images])
     shown = "".join(f"<img src='{url}'>" for url in urls if url)
     named = ", ".join(f"{name} {value:g}" for name, value in (rewards or {}).items())
+    sign = "?" if score is None else "✓" if score >= 1 else "✗" if score <= 0 else "◐"
     told = f"score {score:g}{f' ({html.escape(named)})' if named else ''}" if score is not None else "no score"
     told += f": {html.escape(error or 'not scored')}" if score is None else ""
     kind = "good" if score is not None and score > 0 else "bad"
-    return f"<details class={kind}><summary>{told}</summary>{shown}{''.join(parts)}</details>"
+    return f"<details class={kind}><summary>{sign} {told}</summary>{shown}{''.join(parts)}</details>"
 
 
 def _message_html(message: Mapping[str, object]) -> str:

@@ -168,16 +168,16 @@ async def test_the_samples_are_a_page_that_fetches_nothing(
         assert await evaluate(server, tmp_path / "larger.jsonl", "--samples", "1", "--concurrency", "1") == 0
         page = (tmp_path / "larger.html").read_text()
         assert "<pre>larger_number, fake\n  questions, samples, failed  2 2 1\n" in page
-        assert "<summary>Question 0: 1 samples, mean score 0.000</summary><p class=role>Reference</p><pre>" in page
+        assert "<details open><summary>Question 0: 1 samples, mean score 0.000<span class=question>" in page
         assert "no score: scorer: RuntimeError: &lt;i&gt;broken" in page
         assert "&lt;b&gt;7" in page
-        assert "<summary>Question 1: 1 samples, mean score 1.000</summary>" in page
+        assert "<details><summary>Question 1: 1 samples, mean score 1.000<span class=question>" in page
         assert not {"<b>", "<i>", "<script", "http:", "https:"} & {word for word in page.replace(">", "> ").split()}
         assert f"Every sample: {tmp_path / 'larger.html'}\n" in capsys.readouterr().out
         answers = iter(["8"])  # the sample that failed is taken again, and replaces it on the page
         assert await evaluate(server, tmp_path / "larger.jsonl", "--samples", "1") == 0
     page = (tmp_path / "larger.html").read_text()
-    assert page.count("<summary>Question 0: 1 samples, mean score 1.000</summary>") == 1
+    assert page.count("<summary>Question 0: 1 samples, mean score 1.000<span class=question>") == 1
     assert "no score" not in page
 
 

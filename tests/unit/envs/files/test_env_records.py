@@ -78,6 +78,37 @@ def test_html_escapes_what_models_say(tmp_path: Path) -> None:
     assert "score -1" in page
 
 
+def test_the_page_of_process_opens_one_group_with_its_question(tmp_path: Path) -> None:
+    def group(question: str) -> dict[str, object]:
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+        said = [[*asked, {"role": "assistant", "content": answer}] for answer in ("It is 42.", "It is 41.", "Half.")]
+        return {"messages": said, "scores": [1.0, 0.0, 0.5], "reference": "42"}
+
+    groups = [group("What is\n6 < 7?"), group("word " * 100)]
+    (tmp_path / "g.jsonl").write_text("".join(json.dumps(each) + "\n" for each in groups))
+    write_html(tmp_path / "g.jsonl", tmp_path / "g.html")
+    page = (tmp_path / "g.html").read_text()
+    assert page.count("<details open>") == 1
+    title = "<summary>Group 0: 3 samples, mean score 0.500<span class=question>What is 6 &lt; 7?</span></summary>"
+    assert f"<details open>{title}<p class=role>Reference</p><pre>42</pre>" in page
+    assert page.count("<pre>What is\n6 &lt; 7?</pre>") == 1  # and not once per answer
+    assert page.count("<pre>Be brief.</pre>") == 2
+    assert [sign in page for sign in ("✓ score 1", "✗ score 0", "◐ score 0.5")] == [True] * 3
+    assert f"<span class=question>{'word ' * 31}…</span>" in page
+
+
+def test_answers_that_begin_differently_keep_their_whole_conversations(tmp_path: Path) -> None:
+    said = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": "user", "content": "c"}],
+    ]
+    (tmp_path / "g.jsonl").write_text(json.dumps({"messages": said, "scores": [1.0, 0.0]}) + "\n")
+    write_html(tmp_path / "g.jsonl", tmp_path / "g.html")
+    page = (tmp_path / "g.html").read_text()
+    assert "question>" not in page.partition("</style>")[2]
+    assert [page.count(f"<pre>{text}</pre>") for text in "abc"] == [1, 1, 1]
+
+
 async def test_accuracy_is_read_where_environments_put_it() -> None:
     async def evaluate() -> dict[str, object]:
         return {"eval/percent_correct": 0.25, "note": "text", "nan": float("nan")}
