@@ -1,7 +1,7 @@
 """The window's HTTP server: for pages of its own, loopback unless told otherwise.
 
 Everything is GET and writes nothing, but one route: PUT replaces the notes of a run. It is answered where only this
-machine reaches the server, and to a page of its own or to a program.
+machine reaches the server and nothing stands before it, and to a page of its own or to a program.
 
     /                       the page, and what it loads from /static/
     /api/runs               the runs
@@ -117,7 +117,7 @@ class _Answers:
 
 def create_app(runs: Runs, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> ASGIApp:
     """The window on these runs."""
-    answers = _Answers(runs, takes_notes=is_loopback(host))
+    answers = _Answers(runs, takes_notes=is_loopback(host) and not allowed_hosts)
     routes = [
         Route("/", answers.file, methods=["GET"]),
         Route("/static/{name}", answers.file, methods=["GET"]),

@@ -12,14 +12,9 @@ const NOTHING = {
 };
 export const source = () => (own(TABS, param("source")) ? param("source") : "samples");
 
-// [score, how many have it], best first
-export function tally(scores) {
-	const known = scores.filter(Number.isFinite).sort((a, b) => b - a);
-	return [...new Set(known)].map((one) => [one, known.filter((other) => other === one).length]);
-}
-
 export function strip(all) {
-	const counts = tally(all ?? []);
+	const known = (all ?? []).filter(Number.isFinite).sort((a, b) => b - a);
+	const counts = [...new Set(known)].map((one) => [one, known.filter((other) => other === one).length]);
 	const part = ([value, n]) => h("i", { class: gradeOf(value), style: `flex: ${n}` });
 	const text = counts.slice(0, 4).map(([value, n]) => (n > 1 ? `${num(n)} × ${num(value)}` : num(value))).join(", ");
 	return counts.length > 0 && h("div.strip", h("span", { "aria-hidden": true }, counts.map(part)), h("small", counts.length > 4 ? `${text}, …` : text));

@@ -62,7 +62,6 @@ export function runsView() {
 	const took = (run) => run.ended && run.started && `took ${seconds((dateOf(run.ended) - dateOf(run.started)) / 1000)}`;
 	const under = (text) => h("small.muted.under", text);
 	const problems = (run) => (run.problems ?? []).map((text) => h("small.bad", text));
-	// [what the server sorts by, title, cell]
 	const columns = [
 		[null, "Compare", tick],
 		["run", "Run", (run) => [h("div.row.tight", name(run), tagsOf(run), edit(run)), run.notes?.note && h("p.note", run.notes.note)]],
