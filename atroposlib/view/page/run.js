@@ -86,7 +86,7 @@ export function runView(name) {
 		fill(early, loading(run));
 		fill(facts, [...said.facts, ["Started", when(run.started)]].map(fact));
 		fill(cards, standing(run));
-		fill(details, table([["", ([key]) => key, true], ["", ([, value]) => shown(value)]], said.details, "facts"));
+		fill(details, table([["", ([key]) => key, true], ["", ([, value]) => textOf(value)]], said.details, "facts"));
 		curves.draw(Object.keys(CHARTS).filter((key) => metrics.last || (key === "accuracy" && metrics.evaluations.length)));
 		if (metrics.last) await timeline.show(metrics.last.step);
 	}

@@ -1,12 +1,26 @@
 """starting.json: what the window shows of a run that has made no step yet."""
 
 import json
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from atropos_launcher.commands import train
+from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.console.progress_file import ProgressFile
+from atropos_launcher.service import Service
 from atropos_launcher.services.events import LogLine, Started, Up, Waiting
 from atroposlib.view.run_data.run_files import RunFiles
+from tests.unit.launcher.plans import no_processes, plan
+
+__all__ = ["no_processes"]
+
+# Writes what vLLM writes, and two seconds later ends as a trainer does.
+LOADS = "import time; print('INFO Loading safetensors checkpoint shards:  50% Completed', flush=True); time.sleep(2.5)"
 
 
 class Clock:
@@ -69,3 +83,26 @@ def test_a_damaged_file_shows_no_bars(tmp_path: Path) -> None:
     for content in ("[" * 9999, '{"bars": 3}', json.dumps({"bars": [{"name": 1}]})):
         (tmp_path / "starting.json").write_text(content)
         assert bars(tmp_path) == []
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_that_starts_writes_it_and_leaves_none(tmp_path: Path) -> None:
+    made = plan("arithmetic")
+    waits = Service("trainer", (sys.executable, "-c", LOADS), may_end=True, health="http://127.0.0.1:9/health")
+    made = replace(made, site=replace(made.site, run_dir=tmp_path), services=[waits])
+    seen: list[tuple[object, object]] = []
+
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            seen.extend(bars(tmp_path))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    train.start(made, PlainConsole(tmp_path, {}), [])
+    over.set()
+    watcher.join()
+    assert any(name == "trainer" and "starting 50 %" in str(note) for name, note in seen), seen
+    assert not (tmp_path / "starting.json").exists()
