@@ -93,7 +93,7 @@ class _Answers:
     async def notes(self, request: Request) -> Response:
         """Replace a run's notes. The content type keeps forms of other pages out, beside what HostGuard does."""
         if not self._takes_notes:
-            return _json({"detail": "notes are kept only by a window that this machine alone can reach"}, 403)
+            return _json({"detail": "notes are kept for runs in files, by a window that others cannot reach"}, 403)
         if request.headers.get("content-type") != "application/json":
             return _json({"detail": "notes are sent as application/json"}, 415)
         content = b""
@@ -117,7 +117,7 @@ class _Answers:
 
 def create_app(runs: Runs, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> ASGIApp:
     """The window on these runs."""
-    answers = _Answers(runs, takes_notes=is_loopback(host) and not allowed_hosts)
+    answers = _Answers(runs, takes_notes=runs.keep_notes and is_loopback(host) and not allowed_hosts)
     routes = [
         Route("/", answers.file, methods=["GET"]),
         Route("/static/{name}", answers.file, methods=["GET"]),

@@ -170,7 +170,7 @@ def show_live(config: ViewConfig) -> None:
         thread = threading.Thread(target=watcher.watch, args=[stopped], daemon=True)
         thread.start()
         try:
-            _serve(config, Runs([watcher.directory]), f"{page_of([name])}/groups")
+            _serve(config, Runs([watcher.directory], keep_notes=False), f"{page_of([name])}/groups")
         finally:
             stopped.set()
             thread.join(REQUEST_TIMEOUT_S)

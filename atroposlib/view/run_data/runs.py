@@ -23,9 +23,12 @@ class Run:
 
 
 class Runs:
-    """`paths` are run directories. `parent` is a directory of runs, whose entries may come and go."""
+    """`paths` are run directories. `parent` is a directory of runs, whose entries may come and go. Without
+    `keep_notes`, as for directories that are removed at the end, nobody can write notes of them.
+    """
 
-    def __init__(self, paths: Sequence[Path], parent: Path | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], parent: Path | None = None, keep_notes: bool = True) -> None:
+        self.keep_notes = keep_notes
         self._paths, self._parent = [path.resolve() for path in paths], parent
         self._indexer = Indexer()
         self._runs: dict[Path, Run] = {}

@@ -14,6 +14,7 @@ from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-de
 from atroposlib.compat.commands import view_run as view_run_module
 from atroposlib.compat.commands.view_run import ViewConfig, Watcher
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from atroposlib.view.run_data.runs import Runs
 from tests.client import http
 from tests.unit.compat.test_generation import group
 from tests.unit.envs.fakes import Trainer, running_api
@@ -161,9 +162,12 @@ def test_what_a_live_run_left_on_the_disk_goes_with_the_command(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     during: list[list[str]] = []
-    monkeypatch.setattr(
-        view_run_module, "run", lambda *given: during.append([path.name for path in tmp_path.iterdir()])
-    )
+
+    def run(options: object, runs: Runs, page: str) -> None:
+        during.append([path.name for path in tmp_path.iterdir()])
+        assert not runs.keep_notes  # they would go, too
+
+    monkeypatch.setattr(view_run_module, "run", run)
     view_run.main(["--api-url", "http://127.0.0.1:1"])
     assert [len(names) for names in during] == [1]
     assert list(tmp_path.iterdir()) == []

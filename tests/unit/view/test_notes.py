@@ -86,7 +86,11 @@ def test_what_a_form_could_send_is_refused(run: Path, kind: str) -> None:
 
 
 def test_a_window_that_others_reach_writes_nothing(run: Path) -> None:
-    for app in (create_app(Runs([run]), "0.0.0.0"), create_app(Runs([run]), allowed_hosts=["proxy.example"])):
+    for app in (
+        create_app(Runs([run]), "0.0.0.0"),
+        create_app(Runs([run]), allowed_hosts=["proxy.example"]),
+        create_app(Runs([run], keep_notes=False)),
+    ):
         window = TestClient(app, base_url="http://127.0.0.1")
         assert window.put(NOTES, json=KEPT).status_code == 403
     assert not (run / "notes.json").exists()
