@@ -152,6 +152,15 @@ def test_the_recipe_the_bridge_and_the_learning_rate_are_listed(run: Path) -> No
         assert (found["recipe"], found["bridge"], found["lr"]) == (recipe, "lora", 1e-4)
 
 
+@pytest.mark.parametrize("odd", ["[1]", "fast", "{a: 1}", ".nan", "true"])
+def test_settings_of_another_kind_are_not_taken_for_numbers_and_names(run: Path, odd: str) -> None:
+    (run / "run.yaml").write_text(f"bridge: {{kind: [{odd}]}}\ntrainer: {{lr: {odd}}}\n")
+    window = client(run)
+    (found,) = get(window, "/api/runs", sort="model")["runs"]
+    assert (found["bridge"], found["lr"]) == (None, None)
+    assert get(window, "/api/runs/r/settings")["facts"]
+
+
 def test_the_best_policy_is_listed_and_the_start_is_none(run: Path) -> None:
     rows = [(0, "a", 0.9), (5, "a", 0.5), (5, "b", 0.75), (10, "a", 0.25), (10, "b", None)]
     lines = ({"env": env, "policy_version": version, "accuracy": accuracy} for version, env, accuracy in rows)
