@@ -39,6 +39,9 @@ COMMANDS = {
     "verify": Command("atropos_launcher.commands.verify", "check that nothing of a repeatable run was changed"),
     "reproduce": Command("atropos_launcher.commands.reproduce", "repeat a run, or one step, and compare every bit"),
     "env": Command("atropos_launcher.commands.env", "write a new environment, or run one: serve, process, evaluate"),
+    "agent-endpoint": Command(
+        "atropos_launcher.commands.agent_endpoint", "serve agents by OpenAI's and Anthropic's APIs"
+    ),
     "doctor": Command("atropos_launcher.commands.doctor", "check machine, ports and servers before a run"),
     "gpu-check": Command("atropos_launcher.commands.gpu_check", "run every check that needs a GPU, and print a table"),
     "export": Command("atropos_launcher.commands.export", "convert a sharded checkpoint to a Hugging Face model"),

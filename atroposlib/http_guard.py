@@ -1,6 +1,7 @@
 """Limits our HTTP servers to requests for their own names, and to no web page but their own.
 
-The batching API, vLLM's server, the managed-server proxy and view-run mount `HostGuard` in front of all their routes.
+The batching API, vLLM's server, the managed-server proxy, the agent endpoint and view-run mount `HostGuard` in front of
+all their routes.
 A browser sends requests on behalf of any page, and a page whose name was rebound to 127.0.0.1 may read the replies. But
 no page controls the headers that name the page behind a request:
 

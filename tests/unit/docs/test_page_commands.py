@@ -19,6 +19,7 @@ from atropos_launcher.commands.doctor import DoctorConfig
 from atropos_launcher.commands.evaluate import EvaluateFlags, asking
 from atropos_launcher.commands.fine_tune import trainer_flags
 from atropos_launcher.plan.command_line import read_command_line
+from atroposlib.agents.flags import AgentEndpointConfig
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
@@ -199,6 +200,10 @@ def doctor(argv: list[str]) -> None:
     resolve_config(DoctorConfig, argv, prog="doctor", env={})
 
 
+def agent_endpoint(argv: list[str]) -> None:
+    resolve_config(AgentEndpointConfig, argv, prog="agent-endpoint", env={})
+
+
 def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     command, *flags = argv
     if flags == ["--help"]:
@@ -209,6 +214,8 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
         return lambda: evaluation(flags)
     if command == "quickstart":
         return lambda: recipe(command)(flags)
+    if command == "agent-endpoint":
+        return lambda: agent_endpoint(flags)
     if command == "doctor":
         return lambda: doctor(flags)
     if command == "fine-tune":

@@ -1,0 +1,380 @@
+"""The endpoint's routes: three APIs for agents, and sessions for who trains them.
+
+    POST /v1/chat/completions  /v1/responses  /v1/messages        a call of the model, as a whole or as a stream
+    POST /v1/messages/count_tokens  /v1/responses/input_tokens    GET /v1/models  /v1/models/NAME  /health
+    POST /sessions   GET, DELETE /sessions/ID   GET /sessions/ID/nodes   POST /sessions/ID/reward
+
+A call names its session by its key, by the header X-Session-Id or proxy_x_session_id, or by the address: all of /v1 is
+at /sessions/ID/v1, too. With X-Parent-Session-Id, the session is a child of that one, and its first call makes it.
+Errors have the form of the API that was called.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Scope
+
+from atroposlib.agents.dialects import chat, messages, responses
+from atroposlib.agents.flags import BODY_MB, KEEP_ALIVE_S
+from atroposlib.agents.model_call import (
+    BAD_REQUEST,
+    FORBIDDEN,
+    NOT_FOUND,
+    TOO_LARGE,
+    UNAUTHORISED,
+    JsonObject,
+    ModelCall,
+    ModelReply,
+    Refused,
+    require,
+)
+from atroposlib.agents.sessions import Session, Sessions, SessionSettings, nodes_as_json
+from atroposlib.api.journal.journal_file import JournalError
+from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
+from atroposlib.http_guard import HostGuard, OwnHosts
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+Handler = Callable[[Request], Awaitable[Response]]
+
+BODY_BYTES = BODY_MB << 20
+EXPIRED_EVERY_S = 1.0
+ANY_MODEL = "*"
+BAD_GATEWAY, UNAVAILABLE, INTERNAL = 502, 503, 500
+TOO_LONG = ("context length", "max_model_len", "maximum model length")
+NAMED_BY = ("x-session-id", "proxy_x_session_id", "proxy-x-session-id")
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """`token` opens everything, a session's key only this session. Without a token, whoever reaches the endpoint may
+    use any session that it can name. `models` are other names of the model; "*" is any.
+    """
+
+    model: str
+    models: tuple[str, ...] = ()
+    token: str = ""
+    hosts: OwnHosts = field(default_factory=OwnHosts)
+    body_bytes: int = BODY_BYTES
+    keep_alive_s: float = KEEP_ALIVE_S
+
+
+class SessionRequest(BaseModel):
+    """Body of POST /sessions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = None
+    settings: SessionSettings = SessionSettings()
+
+
+def create_app(sessions: Sessions, settings: EndpointSettings) -> Starlette:
+    """The endpoint before `sessions`. It restores them as it starts, and ends the idle ones while it runs."""
+    endpoint = Endpoint(sessions, settings)
+    return Starlette(
+        routes=list(endpoint.routes()),
+        middleware=[Middleware(HostGuard, hosts=settings.hosts, bears_token=endpoint.opens_anything)],
+        lifespan=endpoint.lifespan,
+    )
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """See the module's head."""
+
+    sessions: Sessions
+    settings: EndpointSettings
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Restore the sessions, then end the idle ones every second."""
+        await self.sessions.restore()
+        expiring = asyncio.create_task(self._expire())
+        yield
+        expiring.cancel()
+        with suppress(asyncio.CancelledError):
+            await expiring
+
+    def routes(self) -> Iterator[Route]:
+        """All routes; those under /v1 a second time, under the address of a session."""
+        calls: list[tuple[str, str, ModuleType, Handler]] = [
+            ("POST", "/v1/chat/completions", chat, self._chat),
+            ("POST", "/v1/responses", responses, self._responses),
+            ("POST", "/v1/messages", messages, self._messages),
+            ("POST", "/v1/messages/count_tokens", messages, self._count_messages),
+            ("POST", "/v1/responses/input_tokens", responses, self._count_responses),
+            ("GET", "/v1/models", chat, self._models),
+            ("GET", "/v1/models/{model:path}", chat, self._model),
+        ]
+        for method, path, dialect, handler in calls:
+            for prefix in ("", "/sessions/{session}"):
+                yield Route(prefix + path, _answered(dialect, handler), methods=[method])
+        for method, path, handler in (
+            ("GET", "/health", self._health),
+            ("POST", "/sessions", self._create),
+            ("GET", "/sessions", self._list),
+            ("GET", "/sessions/{session}", self._show),
+            ("GET", "/sessions/{session}/nodes", self._nodes),
+            ("POST", "/sessions/{session}/reward", self._reward),
+            ("DELETE", "/sessions/{session}", self._end),
+        ):
+            yield Route(path, _answered(chat, handler), methods=[method])
+
+    def opens_anything(self, scope: Scope) -> bool:
+        """Whether a request has the endpoint's token."""
+        return bool(self.settings.token) and _same(_key(Headers(scope=scope)), self.settings.token)
+
+    # --- calls of the model ------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        body, nbytes = await self._body(request)
+        session = await self._session(request, body)
+        return await self._reply(chat, session, chat.read(body), nbytes)
+
+    async def _responses(self, request: Request) -> Response:
+        body, nbytes = await self._body(request)
+        session = await self._session(request, body)
+        return await self._reply(responses, session, responses.read(body, session.conversation_of), nbytes)
+
+    async def _messages(self, request: Request) -> Response:
+        body, nbytes = await self._body(request)
+        session = await self._session(request, body)
+        return await self._reply(messages, session, messages.read(body), nbytes)
+
+    async def _count_messages(self, request: Request) -> Response:
+        body, _ = await self._body(request)
+        session = await self._session(request, body)
+        return JSONResponse({"input_tokens": session.prompt_tokens(messages.read(body, counts=True))})
+
+    async def _count_responses(self, request: Request) -> Response:
+        body, _ = await self._body(request)
+        session = await self._session(request, body)
+        counted = session.prompt_tokens(responses.read(body, session.conversation_of))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
+
+    async def _reply(self, dialect: ModuleType, session: Session, call: ModelCall, nbytes: int) -> Response:
+        answering = asyncio.create_task(session.answer(call, nbytes))
+        if not call.stream:
+            return JSONResponse(dialect.reply(call, await answering))
+        # What fails at once gets its status; what takes longer is a stream that is kept alive, and may end in an error.
+        await asyncio.wait([answering], timeout=self.settings.keep_alive_s)
+        if answering.done():
+            answering.result()
+        stream = _stream(dialect, call, answering, self.settings.keep_alive_s)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _models(self, request: Request) -> Response:
+        names = [self.settings.model, *(name for name in self.settings.models if name != ANY_MODEL)]
+        shown = [_card(name) for name in names]
+        return JSONResponse(
+            {"object": "list", "data": shown, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        )
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return JSONResponse(_card(request.path_params["model"]))
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": self.settings.model, "sessions": len(self.sessions.by_id)})
+
+    async def _create(self, request: Request) -> Response:
+        self._check_token(request)
+        body, _ = await self._body(request, may_be_empty=True)
+        asked = SessionRequest.model_validate(body)
+        session = await self.sessions.create(asked.settings, asked.id)
+        return JSONResponse(session.description() | {"key": session.record.key}, 201)
+
+    async def _list(self, request: Request) -> Response:
+        self._check_token(request)
+        return JSONResponse({"sessions": [session.description() for session in self.sessions.by_id.values()]})
+
+    async def _show(self, request: Request) -> Response:
+        return JSONResponse((await self._session(request, {})).description())
+
+    async def _nodes(self, request: Request) -> Response:
+        self._check_token(request)
+        session = self.sessions.get(request.path_params["session"])
+        return JSONResponse(session.description() | {"nodes": nodes_as_json(session.nodes)})
+
+    async def _reward(self, request: Request) -> Response:
+        self._check_token(request)
+        body, _ = await self._body(request)
+        value = body.get("reward")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise Refused(BAD_REQUEST, f"reward is {value!r:.80}: expected a number", param="reward")
+        session = self.sessions.get(request.path_params["session"])
+        await session.reward(float(value))
+        return JSONResponse(session.description())
+
+    async def _end(self, request: Request) -> Response:
+        self._check_token(request)
+        session = self.sessions.get(request.path_params["session"])
+        await self.sessions.end(session)
+        return JSONResponse(session.description())
+
+    # --- who may do what ---------------------------------------------------------------------------------------------
+
+    async def _session(self, request: Request, body: JsonObject) -> Session:
+        """The session of a request. Raises Refused for one that there is not, or that its key does not open."""
+        self._check_model(body.get("model"))
+        key = _key(request.headers)
+        own = self.sessions.by_key.get(key)
+        named = request.path_params.get("session") or _named(request.headers, body)
+        if own is None and self.settings.token and not _same(key, self.settings.token):
+            raise Refused(UNAUTHORISED, "the API key is neither a session's nor the endpoint's token")
+        if own is None and named is None:
+            raise Refused(
+                UNAUTHORISED,
+                "the request names no session: use a session's key as the API key, its address, or X-Session-Id",
+            )
+        if (above := request.headers.get("x-parent-session-id")) is not None and named not in (None, above):
+            parent = self.sessions.get(above)
+            _check_opens(own, parent)
+            return await self.sessions.child(str(named), parent)
+        if named is None:
+            assert own is not None
+            return own
+        session = self.sessions.get(named)
+        _check_opens(own, session)
+        return session
+
+    def _check_token(self, request: Request) -> None:
+        if self.settings.token and not self.opens_anything(request.scope):
+            raise Refused(UNAUTHORISED, "only the endpoint's token opens this")
+        if _key(request.headers) in self.sessions.by_key:
+            raise Refused(FORBIDDEN, "a session's key opens nothing but its calls of the model")
+
+    def _check_model(self, name: object) -> None:
+        known = (None, self.settings.model, *self.settings.models)
+        if ANY_MODEL not in self.settings.models and name not in known:
+            raise Refused(
+                NOT_FOUND,
+                f"The model '{name!s:.80}' does not exist: this endpoint serves '{self.settings.model}'",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _body(self, request: Request, may_be_empty: bool = False) -> tuple[JsonObject, int]:
+        """A body of JSON, and its bytes. Raises Refused."""
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > self.settings.body_bytes:
+                raise Refused(TOO_LARGE, f"the body is larger than {self.settings.body_bytes:,} bytes: shorten it")
+        if may_be_empty and not content:
+            return {}, 0
+        try:
+            return require(json.loads(content)), len(content)
+        except (ValueError, RecursionError) as error:
+            raise Refused(BAD_REQUEST, f"the body is not JSON: {error}") from error
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRED_EVERY_S)
+            try:
+                await self.sessions.expire()
+            except JournalError as error:
+                log.error("Sessions cannot be ended: %s", error)
+
+
+def _answered(dialect: ModuleType, handler: Handler) -> Handler:
+    """`handler`, whose errors have the dialect's form."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=BAD_REQUEST)
+        except Exception as error:
+            status, body = _error(dialect, error)
+            return JSONResponse(body, status)
+
+    return answered
+
+
+def _error(dialect: ModuleType, error: BaseException) -> tuple[int, Any]:
+    """(status, body) of an error. Raises what is no request's and no server's fault."""
+    match error:
+        case Refused():
+            return error.status, dialect.error(error.status, error.message, error.code, error.param)
+        case ValidationError():
+            said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return BAD_REQUEST, dialect.error(BAD_REQUEST, said)
+        case PermanentServerError() | ValueError() | TemplateError():
+            text = str(error)
+            code = "context_length_exceeded" if any(words in text for words in TOO_LONG) else None
+            return BAD_REQUEST, dialect.error(BAD_REQUEST, text, code)
+        case ServerError():
+            return BAD_GATEWAY, dialect.error(BAD_GATEWAY, str(error))
+        case JournalError():
+            return UNAVAILABLE, dialect.error(UNAVAILABLE, str(error))
+    log.error("A request failed", exc_info=error)
+    return INTERNAL, dialect.error(INTERNAL, f"the endpoint failed ({type(error).__name__}): see its log")
+
+
+async def _stream(
+    dialect: ModuleType, call: ModelCall, answering: "asyncio.Task[ModelReply]", keep_alive_s: float
+) -> AsyncIterator[bytes]:
+    while not answering.done():
+        yield _event(dialect.PING) if dialect.PING else b": keep-alive\n\n"
+        await asyncio.wait([answering], timeout=keep_alive_s)
+    if (error := answering.exception()) is not None:
+        yield _event(dialect.error_event(_error(dialect, error)[1]))
+        return
+    for event in dialect.events(call, answering.result()):
+        yield _event(event)
+
+
+def _event(event: chat.Event) -> bytes:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n".encode()
+
+
+def _card(name: str) -> JsonObject:
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "atropos",
+    }
+
+
+def _key(headers: Headers) -> str:
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _named(headers: Headers, body: JsonObject) -> str | None:
+    names = [headers.get(name) for name in NAMED_BY]
+    given = body.get("proxy_x_session_id")
+    return next((name for name in names if name), given if isinstance(given, str) else None)
+
+
+def _check_opens(own: Session | None, session: Session) -> None:
+    """Raise Refused if the key is that of a session which is neither this one nor above it."""
+    above = {session.record.id, session.record.parent}
+    if own is not None and own.record.id not in above:
+        raise Refused(FORBIDDEN, f"this key opens session {own.record.id} alone")
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

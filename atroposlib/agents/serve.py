@@ -1,0 +1,104 @@
+"""`atropos agent-endpoint`: the endpoint as a process of its own."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from atroposlib.addresses import netloc
+from atroposlib.agents.endpoint import EndpointSettings, create_app
+from atroposlib.agents.flags import PROG, AgentEndpointConfig
+from atroposlib.agents.sessions import Sessions
+from atroposlib.agents.turn_journal import TurnJournal
+from atroposlib.config import load_config
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.http_guard import OwnHosts, is_loopback
+from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utils.tokenizers import load_tokenizer
+
+log = get_logger(__name__)
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Listening:
+    """An endpoint that serves in this event loop."""
+
+    sessions: Sessions
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    sessions: Sessions, settings: EndpointSettings, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[Listening]:
+    """The endpoint on a port of its own while the block runs. Raises OSError where it cannot listen."""
+    config = uvicorn.Config(
+        create_app(sessions, settings), host=host, port=port, log_config=None, log_level="warning", access_log=False
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        if task.done():
+            await task
+            raise OSError(f"the agent endpoint cannot listen on {netloc(host, port)}")
+        await asyncio.sleep(POLL_S)
+    bound = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Listening(sessions, f"http://{netloc(host, bound)}")
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def _serve(config: AgentEndpointConfig) -> None:
+    key = {"api_key": config.server_key} if config.server_key else {}
+    tokenizer = config.tokenizer or config.model
+    manager = ServerManager(
+        [
+            APIServerConfig(base_url=url, server_type="vllm", model_name=config.model, tokenizer_name=tokenizer, **key)
+            for url in config.server
+        ]
+    )
+    journal = TurnJournal(config.journal) if config.journal is not None else None
+    settings = EndpointSettings(
+        model=config.model,
+        models=tuple(config.also_model),
+        token=config.token,
+        hosts=OwnHosts.of(config.host, config.allowed_host),
+        body_bytes=int(config.max_body_mb * 2**20),
+        keep_alive_s=config.keep_alive_s,
+    )
+    async with contextlib.aclosing(manager):
+        context = await manager.servers[0].context_length()
+        sessions = Sessions(manager, load_tokenizer(manager.servers[0].tokenizer_id), journal, context)
+        async with listening(sessions, settings, config.host, config.port) as endpoint:
+            log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                if journal is not None:
+                    await asyncio.to_thread(journal.close)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns the exit status."""
+    config = load_config(AgentEndpointConfig, argv, prog=PROG)
+    configure_logging("agents")
+    if not is_loopback(config.host) and not config.token:
+        raise SystemExit(
+            f"{PROG}: --host {config.host} is reachable by other machines: give --token, or listen on 127.0.0.1"
+        )
+    with one_line_errors(PROG, ValueError, OSError, AtroposError), contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(config))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The sessions of an endpoint: each is one rollout's ManagedServer, with its turns, limits, key and reward.
+
+    call ──▶ the same call before? ──yes──▶ its reply, again
+                 └─no─▶ limits ──▶ ManagedServer ──▶ journal ──▶ reply
+
+A call that was answered is never sampled again, so a client that retries gets the tokens that are trained on. A call
+that differs from the one that was answered at its place in the conversation is a branch, and is counted. A child is a
+session of its own whose sequences belong to its parent's rollout. A session that breaks a limit, or that nobody uses,
+has failed: it has a cause, and no reward.
+"""
+
+import asyncio
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.agents.dialects import responses
+from atroposlib.agents.model_call import (
+    BAD_REQUEST,
+    FORBIDDEN,
+    NOT_FOUND,
+    JsonObject,
+    Messages,
+    ModelCall,
+    ModelReply,
+    Refused,
+    reply_of,
+)
+from atroposlib.agents.tape import Tape, TapedRoute, playing, recording
+from atroposlib.agents.turn_journal import SessionRecord, Turn, TurnJournal
+from atroposlib.api.journal.journal_file import JournalError
+from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.logs import get_logger
+from atroposlib.utils.tokenizers import Tokenizer
+
+log = get_logger(__name__)
+
+CONFLICT = 409
+
+
+class Limits(BaseModel):
+    """What one session may use; its children have the same, and count among its `children`."""
+
+    turns: int = Field(default=256, ge=1, description="Most calls of the model in a session.")
+    tokens: int = Field(default=1_000_000, ge=1, description="Most sampled tokens of a session.")
+    time_s: float = Field(default=3600.0, gt=0, description="Seconds after which a session ends as failed.")
+    idle_s: float = Field(default=900.0, gt=0, description="Seconds without a call after which a session has failed.")
+    megabytes: float = Field(default=64.0, gt=0, description="Most MB of requests of a session.")
+    children: int = Field(default=32, ge=0, description="Most sub-agents that are sessions of their own.")
+
+
+class SessionSettings(BaseModel):
+    """What a session is created with. The numbers of sampling hold where a request names none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tool_parser: str | None = "hermes"
+    preserve_think_blocks: bool = False
+    split: Literal["train", "eval"] = "train"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    limits: Limits = Limits()
+
+
+@dataclass(eq=False)
+class Session:
+    """One rollout. `answer` is all that agents reach of it."""
+
+    record: SessionRecord
+    settings: SessionSettings
+    managed: ManagedServer
+    journal: TurnJournal | None
+    context: int | None = None  # tokens of a prompt and its answer together, if the server says
+    turns: dict[str, Turn] = field(default_factory=dict)  # by the hash of the call
+    children: list["Session"] = field(default_factory=list)
+    branches: int = 0
+    repeated: int = 0
+    sampled: int = 0
+    nbytes: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
+    _in_flight: dict[str, "asyncio.Task[ModelReply]"] = field(default_factory=dict)
+    _begun: int = 0
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        """Its sequences, then those of its children."""
+        return [*self.managed.current_nodes, *(node for child in self.children for node in child.nodes)]
+
+    async def answer(self, call: ModelCall, nbytes: int = 0) -> ModelReply:
+        """The reply to a call, which is on disk by then. Raises Refused, ServerError, ValueError, JournalError."""
+        self.used_at = time.monotonic()
+        key = call.key()
+        if (known := self.turns.get(key)) is not None:
+            self.repeated += 1
+            log.info("Session %s: a call is repeated, and gets the reply that it had", self.record.id)
+            return known.reply
+        if key not in self._in_flight:
+            await self._check_limits(nbytes)
+            task = asyncio.create_task(self._turn(call, key))
+            self._in_flight[key] = task
+            task.add_done_callback(lambda _: self._in_flight.pop(key, None))
+        try:
+            return await asyncio.shield(self._in_flight[key])
+        finally:
+            self.used_at = time.monotonic()
+
+    def conversation_of(self, response_id: str) -> Messages:
+        """The messages up to and with a response, without its instructions. Raises Refused."""
+        for turn in self.turns.values():
+            if f"resp_{turn.reply.id}" == response_id:
+                return [*turn.said, *responses.messages_of(responses.output(turn.reply))]
+        raise Refused(
+            BAD_REQUEST, f"Previous response with id '{response_id}' not found.", param="previous_response_id"
+        )
+
+    def prompt_tokens(self, call: ModelCall) -> int:
+        """The tokens of the prompt that a call would send. Raises ValueError."""
+        return self.managed.prompt_length(call.messages, call.tools)
+
+    async def fail(self, cause: str) -> None:
+        """End the session without a reward, unless it has one. Raises JournalError."""
+        if self.record.failed is None and self.record.reward is None:
+            log.warning("Session %s has failed: %s", self.record.id, cause)
+            self.record.failed = cause
+            await self._written()
+
+    async def reward(self, value: float) -> None:
+        """Set the reward. Raises Refused for a number that is none, and for a session that failed."""
+        if not math.isfinite(value):
+            raise Refused(BAD_REQUEST, f"the reward is {value}: expected a finite number", param="reward")
+        if self.record.failed is not None:
+            raise Refused(CONFLICT, f"session {self.record.id} has failed ({self.record.failed}): it has no reward")
+        self.record.reward = value
+        await self._written()
+
+    async def replay(self, turns: list[Turn]) -> None:
+        """Make the sequences of these turns again, as they were."""
+        for turn in turns:
+            with playing(turn.tape):
+                made = reply_of(await self.managed.chat_completion(**turn.asked), ())
+            self._know_calls(made, turn.reply)
+            self._keep(turn)
+        for node in self.managed.current_nodes:
+            node.note_in(self.managed.server.ledger)
+
+    def description(self) -> JsonObject:
+        """What GET /sessions/ID shows besides the sequences."""
+        return {
+            "id": self.record.id,
+            "parent": self.record.parent,
+            "children": [child.record.id for child in self.children],
+            "created_at": self.record.created_at,
+            "turns": len(self.turns),
+            "sampled_tokens": self.sampled,
+            "branches": self.branches,
+            "repeated_calls": self.repeated,
+            "reward": self.record.reward,
+            "failed": self.record.failed,
+        }
+
+    async def check_time(self, now: float) -> None:
+        """Fail if nobody used it for too long, or it takes too long."""
+        limits = self.settings.limits
+        if now - self.started_at > limits.time_s:
+            await self.fail(f"it took more than {limits.time_s:g} s")
+        elif not self._in_flight and now - self.used_at > limits.idle_s:
+            await self.fail(f"it was idle for {limits.idle_s:g} s")
+
+    async def _turn(self, call: ModelCall, key: str) -> ModelReply:
+        self._begun += 1
+        order = self._begun
+        place = call.place()
+        asked = self._asked(call)
+        tape = Tape()
+        with recording(tape):
+            completion = await self.managed.chat_completion(**asked)
+        reply = reply_of(completion, asked.get("stop") or ())
+        turn = Turn(order, key, place, asked, call.shown.get("said", []), tape, reply)
+        if self.journal is not None:
+            await self._written_turn(self.journal, turn)
+        if any(other.place == place for other in self.turns.values()):
+            self.branches += 1
+            log.info("Session %s: turn %d is another branch of the conversation", self.record.id, order)
+        self._keep(turn)
+        return reply
+
+    def _asked(self, call: ModelCall) -> JsonObject:
+        """The arguments of `ManagedServer.chat_completion`. Raises Refused for a conversation that is too long."""
+        settings = self.settings
+        defaults: JsonObject = {"temperature": settings.temperature, "top_p": settings.top_p}
+        limit = call.sampling.get("max_tokens") or settings.max_tokens
+        if self.context is not None:
+            used = self.prompt_tokens(call)
+            if used >= self.context:
+                raise Refused(
+                    BAD_REQUEST,
+                    f"This model's maximum context length is {self.context} tokens. However, your messages resulted in"
+                    f" {used} tokens. Please reduce the length of the messages.",
+                    code="context_length_exceeded",
+                    param="messages",
+                )
+            limit = min(limit, self.context - used)
+        chosen: JsonObject = {"messages": call.messages, "n": call.n, "split": settings.split}
+        chosen |= {"tools": call.tools} if call.tools else {}
+        chosen |= {"tool_choice": call.tool_choice} if call.tool_choice else {}
+        extra = {"chat_template_kwargs": call.sampling["chat_template_kwargs"]} if _has_template(call) else {}
+        given = {name: value for name, value in call.sampling.items() if name != "chat_template_kwargs"}
+        return defaults | given | chosen | {"max_tokens": limit} | ({"extra_body": extra} if extra else {})
+
+    def _know_calls(self, made: ModelReply, told: ModelReply) -> None:
+        """Give the text of each tool call to the id under which the agent knows the call."""
+        translator = self.managed.translator
+        if translator is None:
+            return
+        for new, old in zip(made.answers, told.answers, strict=True):
+            for ours, theirs in zip(new.calls, old.calls, strict=True):
+                translator.call_id_to_raw_text[theirs.id] = translator.call_id_to_raw_text.pop(ours.id)
+
+    def _keep(self, turn: Turn) -> None:
+        self.turns[turn.key] = turn
+        self._begun = max(self._begun, turn.order)
+        self.sampled += turn.reply.completion_tokens
+
+    async def _check_limits(self, nbytes: int) -> None:
+        limits = self.settings.limits
+        self.nbytes += nbytes
+        await self.check_time(time.monotonic())
+        if len(self.turns) + len(self._in_flight) >= limits.turns:
+            await self.fail(f"it made more than {limits.turns} calls")
+        elif self.sampled >= limits.tokens:
+            await self.fail(f"it sampled {limits.tokens} tokens")
+        elif self.nbytes > limits.megabytes * 1e6:
+            await self.fail(f"it sent more than {limits.megabytes:g} MB")
+        if self.record.failed is not None:
+            raise Refused(FORBIDDEN, f"session {self.record.id} has ended: {self.record.failed}", code="session_ended")
+
+    async def _written_turn(self, journal: TurnJournal, turn: Turn) -> None:
+        """Raises JournalError; the session has failed then, since its sequences hold a turn that nobody saw."""
+        try:
+            await journal.write_turn(self.record.id, turn)
+        except JournalError as error:
+            self.record.failed = str(error)
+            raise
+
+    async def _written(self) -> None:
+        if self.journal is not None:
+            await self.journal.write_session(self.record)
+
+
+@dataclass
+class Sessions:
+    """All sessions of an endpoint, by id and by key."""
+
+    manager: ServerManager
+    tokenizer: Tokenizer
+    journal: TurnJournal | None = None
+    context: int | None = None
+    by_id: dict[str, Session] = field(default_factory=dict)
+    by_key: dict[str, Session] = field(default_factory=dict)
+
+    async def restore(self) -> None:
+        """Make the journal's sessions again, at the endpoint's start."""
+        for record, turns in self.journal.restored() if self.journal is not None else []:
+            session = self._add(record)
+            await session.replay(turns)
+            log.info("Session %s is restored with %d turns", record.id, len(turns))
+
+    async def create(
+        self, settings: SessionSettings, identity: str | None = None, parent: Session | None = None
+    ) -> Session:
+        """A new session, on disk by then. Raises Refused for an id that is taken or too many children."""
+        identity = identity or str(uuid.uuid4())
+        if identity in self.by_id:
+            raise Refused(CONFLICT, f"there is a session {identity!r:.80} already", code="session_exists")
+        if parent is not None and len(parent.children) >= parent.settings.limits.children:
+            raise Refused(FORBIDDEN, f"session {parent.record.id} has {len(parent.children)} children: no more")
+        record = SessionRecord(
+            identity,
+            f"sk-session-{secrets.token_urlsafe(24)}",
+            settings.model_dump(mode="json"),
+            time.time(),
+            parent.record.id if parent else None,
+        )
+        session = self._add(record)
+        if self.journal is not None:
+            await self.journal.write_session(record)
+        return session
+
+    async def child(self, identity: str, parent: Session) -> Session:
+        """The child of this id, which its first call makes. Raises Refused for an id of another session."""
+        known = self.by_id.get(identity)
+        if known is not None and known.record.parent != parent.record.id:
+            raise Refused(FORBIDDEN, f"session {identity!r:.80} is no child of {parent.record.id}")
+        return known or await self.create(parent.settings, identity, parent)
+
+    def get(self, identity: str) -> Session:
+        """The session. Raises Refused if there is none."""
+        if identity not in self.by_id:
+            raise Refused(NOT_FOUND, f"no session {identity!r:.80}: it was never created, or has ended")
+        return self.by_id[identity]
+
+    async def end(self, session: Session) -> None:
+        """Forget a session and its children, here and on disk."""
+        family = list(_family(session))
+        for each in family:
+            self.by_id.pop(each.record.id, None)
+            self.by_key.pop(each.record.key, None)
+        if (parent := self.by_id.get(session.record.parent or "")) is not None:
+            parent.children.remove(session)
+        if self.journal is not None:
+            await self.journal.end(each.record.id for each in family)
+
+    async def expire(self) -> None:
+        """Fail the sessions that nobody uses, or that take too long."""
+        for session in list(self.by_id.values()):
+            await session.check_time(time.monotonic())
+
+    def _add(self, record: SessionRecord) -> Session:
+        settings = SessionSettings.model_validate(record.settings)
+        able = [server for server in self.manager.servers if server.supports_token_ids]
+        managed = ManagedServer(
+            TapedRoute(self.manager, able),
+            self.tokenizer,
+            tool_parser=settings.tool_parser,
+            preserve_think_blocks=settings.preserve_think_blocks,
+        )
+        session = Session(record, settings, managed, self.journal, self.context)
+        self.by_id[record.id] = self.by_key[record.key] = session
+        if (parent := self.by_id.get(record.parent or "")) is not None:
+            parent.children.append(session)
+        return session
+
+
+def _family(session: Session) -> Iterator[Session]:
+    yield session
+    for child in session.children:
+        yield from _family(child)
+
+
+def _has_template(call: ModelCall) -> bool:
+    return "chat_template_kwargs" in call.sampling
+
+
+def nodes_as_json(nodes: list[SequenceNode]) -> list[dict[str, Any]]:
+    """The sequences as GET /sessions/ID/nodes shows them."""
+    return [node.model_dump() for node in nodes]

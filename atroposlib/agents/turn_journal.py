@@ -1,0 +1,179 @@
+"""Turns on disk before their replies leave: the batching API's journal file, with sessions as its changes.
+
+    SessionWritten(record)   TurnWritten(session, body) + the turn as a body   SessionsEnded(ids), whose bodies go
+
+After a restart `restored` gives each session that has not ended, with its turns in the order in which they began. The
+file ends small: a session's turns leave it with the session, and a snapshot takes the place of old changes.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from atroposlib.agents.model_call import JsonObject, ModelReply
+from atroposlib.agents.tape import Tape
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import Body, JournalError
+
+CHANGES_KEPT = 4096  # before a snapshot takes their place
+
+
+class SessionRecord(msgspec.Struct):
+    """What is known of a session besides its turns. `settings` are those of its request, `failed` says why it ended."""
+
+    id: str
+    key: str
+    settings: JsonObject
+    created_at: float
+    parent: str | None = None
+    reward: float | None = None
+    failed: str | None = None
+
+
+class Turn(msgspec.Struct):
+    """One call of the model: what was asked, in the managed server's words, what was sampled, and what was replied."""
+
+    order: int
+    key: str
+    place: str
+    asked: JsonObject
+    said: list[JsonObject]
+    tape: Tape
+    reply: ModelReply
+
+
+class SessionWritten(msgspec.Struct, tag="session"):
+    """A session that is new, or has changed."""
+
+    record: SessionRecord
+
+
+class TurnWritten(msgspec.Struct, tag="turn"):
+    """A turn, whose bytes are the body of this id."""
+
+    session: str
+    body: int
+
+
+class SessionsEnded(msgspec.Struct, tag="ended"):
+    """Sessions that are forgotten."""
+
+    ids: list[str]
+
+
+class Snapshot(msgspec.Struct, tag="snapshot"):
+    """All that all changes so far have led to."""
+
+    sessions: list[SessionRecord]
+    turns: list[TurnWritten]
+
+
+Change = SessionWritten | TurnWritten | SessionsEnded | Snapshot
+
+
+@dataclass
+class _Kept:
+    record: SessionRecord
+    bodies: list[int] = field(default_factory=list)
+
+
+class TurnJournal:
+    """An open journal at `path`. Raises JournalError, also for one that another endpoint holds."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(path)
+        self._kept: dict[str, _Kept] = {}
+        self._number = self._written = 0
+        for number, encoded in self._journal.reader.changes():
+            self._number = number
+            self._apply(msgspec.msgpack.decode(encoded, type=Change))
+        needed = {body: session for session, kept in self._kept.items() for body in kept.bodies}
+        self._turns: dict[str, list[Turn]] = {session: [] for session in self._kept}
+        for body in self._journal.reader.bodies():
+            if body.id in needed:
+                self._turns[needed[body.id]].append(msgspec.msgpack.decode(body.data, type=Turn))
+        self._journal.keep_only(set(needed))
+
+    def restored(self) -> list[tuple[SessionRecord, list[Turn]]]:
+        """The sessions that have not ended, each with its turns."""
+        turns, self._turns = self._turns, {}
+        return [
+            (kept.record, sorted(turns.get(session, []), key=lambda turn: turn.order))
+            for session, kept in self._kept.items()
+        ]
+
+    async def write_session(self, record: SessionRecord) -> None:
+        """Return once the session is on disk. Raises JournalError."""
+        await self._write(SessionWritten(record))
+
+    async def write_turn(self, session: str, turn: Turn) -> None:
+        """Return once the turn is on disk. Raises JournalError."""
+        number = self._number + 1
+        await self._write(TurnWritten(session, number), [Body(number, msgspec.msgpack.encode(turn), packed=True)])
+
+    async def end(self, sessions: Iterable[str]) -> None:
+        """Forget sessions and their turns. Raises JournalError."""
+        ids = [each for each in sessions if each in self._kept]
+        self._journal.forget(body for each in ids for body in self._kept[each].bodies)
+        await self._write(SessionsEnded(ids))
+
+    def close(self) -> None:
+        """Finish all writes and close the file."""
+        self._journal.close()
+
+    async def _write(self, change: Change, bodies: Sequence[Body] = ()) -> None:
+        self._apply(change)
+        self._written += 1
+        waits = [self._queue(change, bodies)]
+        if self._written >= CHANGES_KEPT:
+            self._written = 0
+            waits.append(self._queue(self._snapshot(), replaces=True))
+        await asyncio.gather(*waits)
+
+    def _queue(self, change: Change, bodies: Sequence[Body] = (), replaces: bool = False) -> "asyncio.Future[None]":
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: JournalError | None) -> None:
+            if written.done():
+                return
+            if error is not None:
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        def done(error: JournalError | None) -> None:  # in the writer's thread
+            loop.call_soon_threadsafe(settle, error)
+
+        self._number += 1
+        self._journal.write(
+            self._number,
+            msgspec.msgpack.encode(change),
+            bodies,
+            done,
+            replaces=replaces,
+        )
+        return written
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case SessionWritten(record):
+                self._kept.setdefault(record.id, _Kept(record)).record = record
+            case TurnWritten(session, body):
+                if session in self._kept:
+                    self._kept[session].bodies.append(body)
+            case SessionsEnded(ids):
+                for each in ids:
+                    self._kept.pop(each, None)
+            case Snapshot(sessions, turns):
+                self._kept = {record.id: _Kept(record) for record in sessions}
+                for turn in turns:
+                    self._apply(turn)
+
+    def _snapshot(self) -> Snapshot:
+        turns = [TurnWritten(session, body) for session, kept in self._kept.items() for body in kept.bodies]
+        return Snapshot([kept.record for kept in self._kept.values()], turns)

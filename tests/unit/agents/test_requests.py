@@ -1,0 +1,283 @@
+"""What the endpoint replies to requests that the real APIs refuse, and to the forms that they know."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from tests.unit.agents.support import CALL, PARAMETERS, running
+from tests.waiting import until
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "fake", "messages": [HI]},
+    RESPONSES: {"model": "fake", "input": [HI]},
+    MESSAGES: {"model": "fake", "max_tokens": 9, "messages": [HI]},
+}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
+
+
+def kind_of(path: str, reply: httpx.Response) -> str:
+    """The error's type, once its form is that of the API."""
+    body = reply.json()
+    if path == MESSAGES:
+        assert body["type"] == "error"
+        return str(body["error"]["type"])
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return str(body["error"]["code"] or body["error"]["type"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> None:
+    is_messages = path == MESSAGES
+    async with running(token="secret", body_bytes=4000) as started:
+        started.http.headers["Authorization"] = "Bearer secret"
+        session, key = await started.session()
+        _, other = await started.session()
+        started.http.headers.pop("Authorization")
+        body = BODIES[path]
+        for headers, status, kind in (
+            ({"x_api_key": "wrong"}, 401, "authentication_error" if is_messages else "invalid_api_key"),
+            ({}, 401, "authentication_error" if is_messages else "invalid_api_key"),
+            ({"authorization": "Bearer secret", "x_session_id": "none"}, 404, None),
+            ({"x_api_key": other, "x_session_id": session}, 403, None),
+        ):
+            reply = await started.post(path, body, **headers)
+            assert reply.status_code == status, reply.text
+            assert kind is None or kind_of(path, reply) == kind
+        malformed = "invalid_request_error"
+        for wrong, status, kind in (
+            ('{"messages": [', 400, malformed),
+            ("[" * 3000, 400, malformed),
+            ("[]", 400, malformed),
+            (" " * 5000, 413, "request_too_large"),
+            (body | {"model": "gpt-9"}, 404, "not_found_error" if is_messages else "model_not_found"),
+            (body | {"nonsense": 1}, 400, malformed),
+            (body | {"temperature": "hot"}, 400, malformed),
+        ):
+            reply = await started.post(path, wrong, x_api_key=key)
+            assert (reply.status_code, kind_of(path, reply)) == (status, kind), reply.text
+        assert (await started.post(path, body, x_api_key=key)).status_code == 200
+        assert (await started.http.get(f"/sessions/{session}/nodes", headers={"x-api-key": key})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (CHAT, {"messages": []}, "messages is empty"),
+        (CHAT, {"messages": [{"role": "user", "content": [PICTURE]}]}, "image_url"),
+        (CHAT, {"messages": [{"role": "king", "content": ""}]}, "king"),
+        (CHAT, {"messages": ["hi"]}, "expected an object"),
+        (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": 1}]}]}, "a function with a name"),
+        (CHAT, {"tools": [{"type": "function"}]}, "no name"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TOOL]}, "'x'"),
+        (CHAT, {"tool_choice": 4}, "tool_choice"),
+        (CHAT, {"n": 0}, "at least 1"),
+        (CHAT, {"stop": [1]}, "stop"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "json_object"),
+        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (RESPONSES, {"input": []}, "input is empty"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+        (RESPONSES, {"input": [{"type": "computer_call"}]}, "computer_call"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "web_search"),
+        (RESPONSES, {"previous_response_id": "resp_0"}, "resp_0"),
+        (RESPONSES, {"background": True}, "background"),
+        (MESSAGES, {"max_tokens": None}, "max_tokens: Field required"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        (MESSAGES, {"tool_choice": {"type": "must"}}, "must"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(path: str, change: dict[str, Any], words: str) -> None:
+    async with running() as started:
+        session, _ = await started.session()
+        reply = await started.post(f"/sessions/{session}{path}", BODIES[path] | change)
+        assert reply.status_code == 400, reply.text
+        assert words in reply.json()["error"]["message"]
+        assert await started.nodes(session) == []
+
+
+async def test_each_form_of_tool_choice_decides_which_tools_the_model_sees() -> None:
+    other = {"type": "function", "function": {"name": "count", "parameters": PARAMETERS}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "count"}}]}
+    seen = []
+    async with running(lambda prompt: CALL) as started:
+        for choice in (
+            "auto",
+            "required",
+            "none",
+            {"type": "function", "function": {"name": "search"}},
+            {"type": "allowed_tools", "allowed_tools": allowed},
+        ):
+            session, key = await started.session()
+            body = BODIES[CHAT] | {"tools": [TOOL, other], "tool_choice": choice, "max_tokens": 90}
+            reply = await started.post(CHAT, body, authorization=f"Bearer {key}")
+            text = (await started.nodes(session))[0]["full_text"]
+            names = [name for name in ("search", "count") if f'"name": "{name}", "param' in text]
+            seen.append((names, reply.json()["choices"][0]["finish_reason"]))
+    assert seen == [
+        (["search", "count"], "tool_calls"), (["search", "count"], "tool_calls"), (["search", "count"], "stop"),
+        (["search"], "tool_calls"), (["count"], "tool_calls"),
+    ]  # fmt: skip
+
+
+async def test_a_stop_sequence_ends_the_text_and_its_tokens_are_kept() -> None:
+    async with running(lambda prompt: "one END two") as started:
+        session, key = await started.session()
+        reply = await started.post(
+            MESSAGES, BODIES[MESSAGES] | {"stop_sequences": ["END"], "max_tokens": 99}, x_api_key=key
+        )
+        assert [block["text"] for block in reply.json()["content"]] == ["one "]
+        assert (reply.json()["stop_reason"], reply.json()["stop_sequence"]) == ("stop_sequence", "END")
+        assert started.server.requests[-1][1]["stop"] == ["END"]
+        assert "END" in (await started.nodes(session))[0]["full_text"]
+
+
+async def test_n_answers_are_n_sequences_and_logprobs_are_those_that_are_trained() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        body = BODIES[CHAT] | {"n": 3, "logprobs": True, "stop": None}
+        choices = (await started.post(CHAT, body, x_api_key=key)).json()["choices"]
+        nodes = await started.nodes(session)
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len(nodes) == 3
+    told = [each["logprob"] for each in choices[0]["logprobs"]["content"]]
+    assert told == [value for value in nodes[0]["logprobs"] if value != 1.0]
+
+
+async def test_a_conversation_beyond_the_context_is_refused_as_the_api_does() -> None:
+    async with running(context=40) as started:
+        _, key = await started.session()
+        long = {"role": "user", "content": "x" * 99}
+        reply = await started.post(CHAT, BODIES[CHAT] | {"messages": [long]}, x_api_key=key)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+        short = await started.post(CHAT, BODIES[CHAT], x_api_key=key)
+        assert short.status_code == 200
+        tokens = started.server.requests[-1][1]
+        assert tokens["max_tokens"] == 40 - short.json()["usage"]["prompt_tokens"]
+
+
+async def test_tokens_are_counted_as_they_are_sampled_from_and_models_are_listed() -> None:
+    async with running(models=("alias",)) as started:
+        session, key = await started.session()
+        given = {name: value for name, value in BODIES[MESSAGES].items() if name != "max_tokens"}
+        counted = await started.post(f"{MESSAGES}/count_tokens", given, x_api_key=key)
+        again = await started.post(f"{RESPONSES}/input_tokens", BODIES[RESPONSES], x_api_key=key)
+        assert await started.nodes(session) == []
+        used = (await started.post(MESSAGES, BODIES[MESSAGES], x_api_key=key)).json()["usage"]["input_tokens"]
+        assert counted.json()["input_tokens"] == again.json()["input_tokens"] == used > 0
+        names = [card["id"] for card in (await started.http.get("/v1/models")).json()["data"]]
+        assert names == ["fake", "alias"]
+        assert (await started.http.get("/v1/models/alias")).status_code == 200
+        assert (await started.http.get("/v1/models/other")).status_code == 404
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_shows_life_before_the_reply_and_ends_in_an_error_that_comes_later(path: str) -> None:
+    async with running(keep_alive_s=0.05) as started:
+        _, key = await started.session()
+        body = BODIES[path] | {"stream": True}
+        started.server.delay_s = 0.5
+        lines = (await started.post(path, body, x_api_key=key)).text.splitlines()
+        alive = [line for line in lines if line in (": keep-alive", "event: ping")]
+        assert len(alive) >= 3
+        assert lines.index(alive[0]) == 0
+        assert "yes" in "".join(lines)
+        started.server.fail_next(1, 400)
+        different = {"temperature": 0.5}
+        refused = (await started.post(path, body | different, x_api_key=key)).text
+        assert "error" in refused
+        started.server.delay_s = 0.0
+
+
+async def test_a_session_is_named_by_key_header_address_and_field_and_children_belong_to_it() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        texts = iter("abcdefg")
+
+        async def ask(path: str = CHAT, more: dict[str, Any] | None = None, **headers: str) -> int:
+            body = BODIES[CHAT] | {"messages": [{"role": "user", "content": next(texts)}]} | (more or {})
+            return (await started.post(path, body, **headers)).status_code
+
+        assert await ask(authorization=f"Bearer {key}") == 200
+        assert await ask(x_session_id=session) == 200
+        assert await ask(proxy_x_session_id=session) == 200
+        assert await ask(f"/sessions/{session}{CHAT}") == 200
+        assert await ask(more={"proxy_x_session_id": session}) == 200
+        assert await ask(x_api_key=key, x_session_id="sub", x_parent_session_id=session) == 200
+        shown = (await started.http.get(f"/sessions/{session}")).json()
+        assert (shown["turns"], shown["children"], len(await started.nodes(session))) == (5, ["sub"], 6)
+        assert shown["branches"] == 4
+        assert (await started.http.delete(f"/sessions/{session}")).status_code == 200
+        assert (await started.http.get("/sessions")).json() == {"sessions": []}
+
+
+async def test_limits_end_a_session_with_a_cause_and_without_a_reward() -> None:
+    async with running() as started:
+        for limits, cause in (
+            ({"turns": 1}, "more than 1 calls"),
+            ({"tokens": 1}, "sampled 1 tokens"),
+            ({"megabytes": 0.0001}, "MB"),
+            ({"time_s": 0.1}, "took more than 0.1 s"),
+        ):
+            session, key = await started.session(limits=limits)
+            first = await started.post(CHAT, BODIES[CHAT], x_api_key=key)
+            if "time_s" in limits:
+                await _expired(started, session)
+            second = await started.post(CHAT, BODIES[CHAT] | {"temperature": 0.5}, x_api_key=key)
+            assert (first.status_code, second.status_code) == (200, 403), second.text
+            shown = (await started.http.get(f"/sessions/{session}")).json()
+            assert cause in shown["failed"]
+            assert shown["reward"] is None
+            rewarded = await started.http.post(f"/sessions/{session}/reward", json={"reward": 0.0})
+            assert rewarded.status_code == 409
+        session, key = await started.session(limits={"children": 1})
+        for child, status in (("one", 200), ("two", 403)):
+            headers = {"x_api_key": key, "x_parent_session_id": session, "x_session_id": child}
+            assert (await started.post(CHAT, BODIES[CHAT], **headers)).status_code == status
+
+
+async def test_an_idle_session_has_failed_and_a_rewarded_one_keeps_its_reward() -> None:
+    async with running() as started:
+        idle, _ = await started.session(limits={"idle_s": 0.05})
+        rewarded, _ = await started.session(limits={"idle_s": 0.05})
+        assert (await started.http.post(f"/sessions/{rewarded}/reward", json={"reward": 0.25})).status_code == 200
+        await _expired(started, idle)
+        assert "idle" in (await started.http.get(f"/sessions/{idle}")).json()["failed"]
+        shown = (await started.http.get(f"/sessions/{rewarded}")).json()
+        assert (shown["reward"], shown["failed"]) == (0.25, None)
+        for wrong in ("high", None, True):
+            assert (await started.http.post(f"/sessions/{rewarded}/reward", json={"reward": wrong})).status_code == 400
+
+
+async def _expired(started: Any, session: str) -> None:
+    async def failed() -> bool:
+        return (await started.http.get(f"/sessions/{session}")).json()["failed"] is not None
+
+    await until(failed)
+
+
+async def test_no_page_and_no_foreign_host_is_answered() -> None:
+    async with running() as started:
+        for headers in ({"Host": "evil.test"}, {"Origin": "http://evil.test"}):
+            assert (await started.http.get("/sessions", headers=headers)).status_code == 403
+
+
+async def test_a_server_that_is_down_is_a_gateway_error_and_the_session_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as started:
+        _, key = await started.session()
+
+        async def down(*_: object, **__: object) -> None:
+            raise KeyError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ManagedServer, "chat_completion", down)
+            reply = await started.post(CHAT, BODIES[CHAT], x_api_key=key)
+            assert (reply.status_code, "KeyError" in reply.text) == (500, True)
+        assert (await started.post(CHAT, BODIES[CHAT], x_api_key=key)).status_code == 200

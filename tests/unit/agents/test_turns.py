@@ -1,0 +1,168 @@
+"""Turns that cannot be lost: retries get what they got, and a killed endpoint knows what it has sampled."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.agents import turn_journal
+from atroposlib.api.journal.journal import Journal
+from atroposlib.api.journal.journal_file import JournalError
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from tests.serving import free_port
+from tests.unit.agents.official_clients import AGENTS
+from tests.unit.agents.support import CALL, PARAMETERS, TOKENIZER, running
+from tests.unit.agents.test_official_clients import answer
+from tests.waiting import until
+
+CHAT = "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}]
+
+
+def body(*said: str, **more: Any) -> dict[str, Any]:
+    """A conversation whose messages are the user's and the model's in turn."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)], **more}
+
+
+async def test_a_repeated_request_gets_the_same_reply_and_is_sampled_once() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        first, second = await asyncio.gather(*(started.post(CHAT, body("a"), x_api_key=key) for _ in range(2)))
+        third = await started.post(CHAT, body("a"), x_api_key=key)
+        streamed = await started.post(CHAT, body("a", stream=True), x_api_key=key)
+        assert first.json() == second.json() == third.json()
+        assert first.json()["id"] in streamed.text
+        assert started.server.hits["/generate"] == 1
+        assert len(await started.nodes(session)) == 1
+        shown = (await started.http.get(f"/sessions/{session}")).json()
+        assert (shown["turns"], shown["branches"]) == (1, 0)
+
+
+async def test_another_request_at_the_same_place_is_a_branch() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        for said in (("a",), ("a", "yes", "b"), ("a", "yes", "c")):
+            assert (await started.post(CHAT, body(*said), x_api_key=key)).status_code == 200
+        assert (await started.http.get(f"/sessions/{session}")).json()["branches"] == 1
+        assert len(await started.nodes(session)) == 2
+
+
+@pytest.mark.parametrize("agent", ["chat", "responses async", "messages"])
+async def test_an_endpoint_started_again_has_the_same_sequences_and_replies(agent: str, tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+
+    async def run(started: Any, key: str) -> str:
+        ask = AGENTS[agent]
+        found = (
+            ask(started.url, key, False) if agent.endswith("async") else asyncio.to_thread(ask, started.url, key, False)
+        )
+        return str(await found)
+
+    async with running(answer, journal) as started:
+        session, key = await started.session()
+        said = await run(started, key)
+        before = await started.nodes(session)
+        sampled = started.server.hits["/generate"]
+        assert sampled == 3
+    async with running(answer, journal) as started:
+        assert await started.nodes(session) == before
+        assert await run(started, key) == said
+        assert started.server.hits["/generate"] == 0
+        assert await started.nodes(session) == before
+
+
+async def test_a_session_that_ended_leaves_the_journal_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_journal, "CHANGES_KEPT", 3)
+    journal = tmp_path / "turns.journal"
+    async with running(lambda prompt: "yes", journal) as started:
+        ended, key = await started.session()
+        kept, other = await started.session()
+        for text in "abc":
+            await started.post(CHAT, body(text), x_api_key=key)
+            await started.post(CHAT, body(text), x_api_key=other)
+        nodes = await started.nodes(kept)
+        await started.http.post(f"/sessions/{kept}/reward", json={"reward": 1})
+        await started.http.delete(f"/sessions/{ended}")
+    reading = Journal(journal)
+    assert len(list(reading.reader.changes())) <= 4
+    reading.close()
+    async with running(journal=journal) as started:
+        shown = (await started.http.get("/sessions")).json()["sessions"]
+        assert [(each["id"], each["turns"], each["reward"]) for each in shown] == [(kept, 3, 1.0)]
+        assert await started.nodes(kept) == nodes
+    reading = Journal(journal)
+    list(reading.reader.changes())
+    assert len(list(reading.reader.bodies())) == 3
+    reading.close()
+
+
+async def test_a_reply_that_is_not_on_disk_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(journal=tmp_path / "turns.journal") as started:
+        session, key = await started.session()
+
+        def full(self: Journal, *args: Any, **named: Any) -> None:
+            args[3](JournalError("the disk is full"))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", full)
+            reply = await started.post(CHAT, body("a"), x_api_key=key)
+        assert (reply.status_code, "disk is full" in reply.text) == (503, True)
+        assert "disk is full" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
+
+
+@pytest.mark.services
+async def test_an_endpoint_killed_in_the_middle_of_a_session_loses_no_turn_and_samples_none_twice(
+    tmp_path: Path,
+) -> None:
+    turns = 12
+    port = free_port()
+    folder = save_tiny_tokenizer(tmp_path / "tokenizer", [("a", "t"), ("e", "r"), ("t", "h")])
+    async with FakeInferenceServer(lambda prompt: f"turn {prompt.count('next')} {CALL}", TOKENIZER) as server:
+        command = (
+            sys.executable, "-m", "atroposlib.agents.serve", "--server", server.base_url, "--model", "fake",
+            "--tokenizer", str(folder), "--port", str(port), "--journal", str(tmp_path / "turns.journal"),
+        )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(*command)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+            await until(lambda: _serves(http))
+            made = (await http.post("/sessions", json={})).json()
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "next"}]
+            replies = []
+            for turn in range(turns):
+                asked = {"messages": messages, "tools": TOOLS, "max_tokens": 99}
+                headers = {"authorization": f"Bearer {made['key']}"}
+                first = (await http.post(CHAT, json=asked, headers=headers)).json()
+                if turn in (4, 8):
+                    os.kill(process.pid, signal.SIGKILL)
+                    await process.wait()
+                    process = await asyncio.create_subprocess_exec(*command)
+                    await until(lambda: _serves(http))
+                    again = (await http.post(CHAT, json=asked, headers=headers)).json()
+                    assert again == first
+                replies.append(first["choices"][0]["message"])
+                call = replies[-1]["tool_calls"][0]["id"]
+                messages += [replies[-1], {"role": "tool", "tool_call_id": call, "content": "next"}]
+            state = (await http.get(f"/sessions/{made['id']}/nodes")).json()
+        process.send_signal(signal.SIGINT)
+        await process.wait()
+        assert server.hits["/generate"] == turns
+    (node,) = state["nodes"]
+    assert (state["turns"], state["branches"]) == (turns, 0)
+    trained = TOKENIZER.decode([token for token in node["masked_tokens"] if token != -100])
+    assert trained == "".join(f"turn {turn + 1} {CALL}<|im_end|>" for turn in range(turns))
+
+
+async def _serves(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False
