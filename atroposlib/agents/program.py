@@ -1,0 +1,145 @@
+"""One run of a program that we did not write, in a directory of its own, with limits.
+
+    bubblewrap: own processes, all files read-only but for its directory, the network shared (the endpoint is there)
+    kernel:     address space and size of a file of each process
+    here, every 0.5 s: seconds, processes and bytes of all of it; beyond a limit the whole group is killed
+
+Without bubblewrap (or with `is_confined` false) the program runs as the user who started the environment.
+"""
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atroposlib.child_processes.sandbox import bubblewrap
+from atroposlib.processes import exec_child
+from atroposlib.processes.async_child import start_group
+from atroposlib.processes.exit_words import exit_words
+from atroposlib.processes.groups import Group, end_groups
+
+LOOKED_EVERY_S = 0.5
+GRACE_S = 1.0
+OUTPUT_BYTES = 1 << 20  # of what it printed, the last that is read
+NAMESPACES = ("--unshare-user-try", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent")
+INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What one run may use."""
+
+    seconds: float
+    memory_bytes: int  # address space of each process
+    folder_bytes: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a run ended. `broken` is the limit that it broke, None if it broke none."""
+
+    status: int
+    output: str
+    errors: str
+    broken: str | None
+
+    def why(self) -> str | None:
+        """Why it failed, in a line; None if it did not."""
+        last = self.errors.strip().rpartition("\n")[2][-300:]
+        if self.broken is not None:
+            return self.broken
+        return f"{exit_words(self.status)}{f': {last}' if last else ''}" if self.status else None
+
+
+async def run_program(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    limits: ProgramLimits,
+    *,
+    is_confined: bool = True,
+) -> Ran:
+    """Run `command` in `folder`, and end all that it has started. Its output goes into files beside `folder`. Raises
+    OSError where it cannot start.
+    """
+    program = bubblewrap() if is_confined else None
+    words = [*_confinement(program, folder), *command] if program else [*command]
+    shown = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    path = os.pathsep.join([os.path.dirname(sys.executable), shown.get("PATH", os.defpath)])
+    whole = {**shown, "PATH": path, "HOME": str(folder), "TMPDIR": str(folder), **environment}
+    out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
+    with out.open("wb") as output, err.open("wb") as errors:
+        process, group = await start_group(
+            *exec_child.words(signal.SIGKILL, words),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            env=whole,
+            cwd=folder,
+        )
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limits.folder_bytes, limits.folder_bytes))
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+            _release(process)
+            broken = await _watched(process, group, folder, limits)
+        finally:
+            await asyncio.to_thread(end_groups, [group], GRACE_S)
+            status = await process.wait()
+    return Ran(status, _tail(out), _tail(err), broken)
+
+
+def _release(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.close()
+
+
+async def _watched(
+    process: asyncio.subprocess.Process, group: Group, folder: Path, limits: ProgramLimits
+) -> str | None:
+    """Wait for the end of the program. Returns the limit that it breaks before."""
+    deadline = time.monotonic() + limits.seconds
+    waiting = asyncio.create_task(process.wait())
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOKED_EVERY_S))[0]:
+            if time.monotonic() > deadline:
+                return f"it took longer than {limits.seconds:g} s"
+            if (count := len(group.members())) > limits.processes:
+                return f"it had {count} processes, and may have {limits.processes}"
+            if await asyncio.to_thread(_size, folder, limits.folder_bytes) > limits.folder_bytes:
+                return f"it filled its directory with more than {limits.folder_bytes / 1e6:g} MB"
+        return None
+    finally:
+        waiting.cancel()
+
+
+def _confinement(program: str, folder: Path) -> list[str]:
+    shown = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+    return [program, *NAMESPACES, *shown, "--bind", str(folder), str(folder), "--chdir", str(folder), "--"]
+
+
+def _size(folder: Path, enough: int) -> int:
+    """Bytes in `folder`, or some number above `enough`."""
+    total = 0
+    for where, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_size
+            except OSError:  # it is gone
+                continue
+            if total > enough:
+                return total
+    return total
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - OUTPUT_BYTES))
+        return file.read().decode(errors="replace")

@@ -1,0 +1,283 @@
+"""An agent that you did not write: any command, started once per rollout, that calls the model by an API it knows.
+
+    python environments/agent_server.py serve --env.command "python my_agent.py {task}"      API on 8000, vLLM on 9001
+    python environments/agent_server.py process --env.command "python my_agent.py {task}" --env.tasks_path tasks.jsonl
+
+    task ─▶ a directory, a session of the agent endpoint, the command ─▶ calls of the model, what it prints ─▶ score
+
+The command gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENT_TASK. A line of the
+file of tasks is {"task": ..., "answer": ..., "files": {name: text}}; without a file, the tasks are sums. The score is 1
+if the last number (or, if the answer is none, the text) that it prints is the answer, or what `score_command` says,
+which runs in the directory afterwards. An agent that crashes, is late or calls no model is a failed rollout.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from random import Random
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from atroposlib.agents.endpoint import ANY_MODEL, EndpointSettings
+from atroposlib.agents.program import ProgramLimits, Ran, run_program
+from atroposlib.agents.serve import Listening, listening
+from atroposlib.agents.sessions import Limits, Session, Sessions, SessionSettings
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
+from atroposlib.grading import last_number
+from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
+from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.batching import Cause
+
+log = get_logger(__name__)
+
+SUM = 9  # the largest number of a task, without a file of tasks
+TASK = "{task}"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """What the agent is told, the answer if it is known, and the files of its directory by their names."""
+
+    task: str
+    answer: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class AgentConfig(QuestionEnvConfig):
+    """Settings of the agent environment, besides those of every question environment."""
+
+    command: str = Field(
+        default="", description="The agent: a command, without a shell; {task} in it becomes the task's text."
+    )
+    tasks_path: str | None = Field(default=None, description="JSONL file of tasks; default: sums.")
+    score_command: str = Field(
+        default="",
+        description="Command that scores the directory: the number or the reward of the JSON object in its last line,"
+        " else 1 for exit status 0 and 0 for 1.",
+    )
+    max_new_tokens: int = Field(default=512, ge=1, description="Most tokens of one call, if the agent names none.")
+    max_turns: int = Field(default=64, ge=1, description="Most calls of the model in one rollout.")
+    agents_at_once: int = Field(default=8, ge=1, description="Agents that run at a time.")
+    agent_limit_s: float = Field(default=300.0, gt=0, description="Seconds after which an agent has failed.")
+    agent_memory_mb: int = Field(default=4096, ge=64, description="Address space of each process of an agent, in MB.")
+    agent_folder_mb: int = Field(default=256, ge=1, description="Most MB in an agent's directory.")
+    agent_processes: int = Field(default=64, ge=1, description="Most processes of an agent.")
+    agent_sandbox: Literal["auto", "none"] = Field(
+        default="auto", description="auto: bubblewrap where the machine grants it; none: an agent runs as you do."
+    )
+
+    @field_validator("command", "score_command")
+    @classmethod
+    def _can_be_split(cls, command: str) -> str:
+        shlex.split(command)
+        return command
+
+
+class AgentEnv(QuestionEnv):
+    """See the module's head."""
+
+    name = "agent"
+    env_config_cls = AgentConfig
+    deterministic = False
+
+    def __init__(self, config: AgentConfig, *others: Any, **named: Any) -> None:
+        super().__init__(config, *others, **named)
+        self._open = AsyncExitStack()
+        self._endpoint: Listening | None = None
+        self._slots = asyncio.Semaphore(config.agents_at_once)
+        self._command = words_of(config.command)
+        self.tasks: list[AgentTask] = []
+
+    async def setup(self) -> None:
+        """Read the tasks, hold some out, and start the endpoint."""
+        config = self.config
+        if not config.command:
+            raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
+        if config.tasks_path is None:
+            self.held_out = [make_sum(Random(f"{config.seed} held out {n}")) for n in range(config.held_out_limit)]
+        else:
+            tasks = read_tasks(Path(config.tasks_path))
+            Random(config.seed).shuffle(tasks)
+            held = min(config.held_out_limit, len(tasks) // 2)
+            self.held_out, self.tasks = tasks[:held], tasks[held:]
+        server = self.server.servers[0]
+        tokenizer = self.tokenizer or load_tokenizer(server.tokenizer_id)
+        sessions = Sessions(self.server, tokenizer, context=await server.context_length())
+        settings = EndpointSettings(server.model_name, (ANY_MODEL,))
+        self._endpoint = await self._open.enter_async_context(listening(sessions, settings))
+        log.info("Agents call the model at %s", self._endpoint.url)
+
+    async def close(self) -> None:
+        """End the endpoint."""
+        await self._open.aclose()
+
+    async def training_item(self, number: int) -> AgentTask:
+        """The tasks of the file again and again, or sums."""
+        if self.tasks:
+            return self.tasks[number % len(self.tasks)]
+        return make_sum(Random(f"{self.config.seed} {number}"))
+
+    def prompt(self, item: AgentTask) -> Messages:
+        """The task; how it is put to the model is the agent's affair."""
+        return [{"role": "user", "content": item.task}]
+
+    async def rollouts(self, item: AgentTask, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
+        """`n` runs of the agent, each with a session and a directory of its own."""
+        return await gather_or_cancel([self._run(item, split, temperature, top_p) for _ in range(n)])
+
+    async def _run(self, item: AgentTask, split: Split, temperature: float, top_p: float) -> Rollout:
+        endpoint, config = self._endpoint, self.config
+        assert endpoint is not None
+        settings = SessionSettings(
+            split=split,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=config.max_new_tokens,
+            limits=Limits(turns=config.max_turns, time_s=config.agent_limit_s, idle_s=config.agent_limit_s),
+        )
+        async with self._slots:
+            session = await endpoint.sessions.create(settings)
+            try:
+                return await self._rollout(item, endpoint, session)
+            finally:
+                await endpoint.sessions.end(session)
+
+    async def _rollout(self, item: AgentTask, endpoint: Listening, session: Session) -> Rollout:
+        with tempfile.TemporaryDirectory(prefix="atropos-agent-", ignore_cleanup_errors=True) as area:
+            folder = work_folder(area, item.files)
+            command = [word.replace(TASK, item.task) for word in self._command]
+            ran = await self._ran(command, folder, _addresses(endpoint.url, session, item.task))
+            self._expect_whole(ran, session)
+            reward = await self._scored_folder(folder)
+        return Rollout(ran.output, _messages(session), session.nodes, state={"reward": reward})
+
+    async def _ran(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> Ran:
+        config = self.config
+        limits = ProgramLimits(
+            config.agent_limit_s, config.agent_memory_mb << 20, config.agent_folder_mb << 20, config.agent_processes
+        )
+        try:
+            return await run_program(command, folder, environment, limits, is_confined=config.agent_sandbox == "auto")
+        except OSError as error:
+            raise RolloutFailed(f"{command[0]} cannot be started: {error}", "infrastructure") from error
+
+    @staticmethod
+    def _expect_whole(ran: Ran, session: Session) -> None:
+        """Raises RolloutFailed for an agent that crashed, was late, broke a limit, or called no model."""
+        late = ran.broken is not None and "longer" in ran.broken
+        cause: Cause = "timeout" if late else "environment"
+        if (why := session.record.failed or ran.why()) is not None:
+            raise RolloutFailed(f"the agent failed after {len(session.turns)} calls of the model: {why}", cause)
+        if not session.nodes:
+            raise RolloutFailed("the agent called no model: does it read OPENAI_BASE_URL?", cause)
+
+    async def _scored_folder(self, folder: Path) -> float | None:
+        """What `score_command` says; None without one. Raises RolloutFailed where it says nothing."""
+        if not self.config.score_command:
+            return None
+        ran = await self._ran(words_of(self.config.score_command), folder, {})
+        reward = reward_of(ran)
+        if reward is None:
+            raise RolloutFailed(f"score_command gave no reward: {ran.why() or ran.output[-200:]!r}", "scorer")
+        return reward
+
+    async def score(self, item: AgentTask, answer: str, state: Mapping[str, Any]) -> float | None:
+        """The reward that `score_command` gave, else whether the answer is right; None if it is not known."""
+        if state["reward"] is not None:
+            return float(state["reward"])
+        if item.answer is None:
+            return None
+        expected = item.answer.strip()
+        return float(last_number(answer) == expected or answer.strip() == expected)
+
+    def reference_answer(self, item: AgentTask) -> str | None:
+        """The answer, for people who read the samples."""
+        return item.answer
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command, its files by their whole paths: it runs in another directory."""
+    return [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
+
+
+def make_sum(random: Random) -> AgentTask:
+    """A sum of two numbers."""
+    first, second = random.randint(0, SUM), random.randint(0, SUM)
+    return AgentTask(f"What is {first} plus {second}?", str(first + second))
+
+
+def read_tasks(path: Path) -> list[AgentTask]:
+    """The tasks of a file. Raises DataError, with the line."""
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            answer = row.get("answer")
+            files = {str(name): str(text) for name, text in row.get("files", {}).items()}
+            tasks.append(AgentTask(str(row["task"]), None if answer is None else str(answer), files))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}:{number}: expected an object with a task ({error!r})") from error
+        if wrong := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
+            raise DataError(f"{path}:{number}: the file {wrong[0]!r} is not inside of the agent's directory")
+    if not tasks:
+        raise DataError(f"{path} has no task")
+    return tasks
+
+
+def work_folder(area: str, files: Mapping[str, str]) -> Path:
+    """The agent's new directory, with the task's files."""
+    folder = Path(area).resolve() / "work"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def reward_of(ran: Ran) -> float | None:
+    """The reward that a scorer's run tells; None if it tells none, or broke a limit."""
+    if ran.broken is not None:
+        return None
+    last = ran.output.strip().rpartition("\n")[2]
+    try:
+        said = json.loads(last)
+    except ValueError:
+        said = None
+    value = said.get("reward") if isinstance(said, dict) else said
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if ran.status == 0 else None
+    return {0: 1.0, 1: 0.0}.get(ran.status)
+
+
+def _addresses(url: str, session: Session, task: str) -> dict[str, str]:
+    key = session.record.key
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "AGENT_TASK": task,
+    }
+
+
+def _messages(session: Session) -> Messages:
+    """The last conversation of the session, for people who read the samples."""
+    turns = sorted(session.turns.values(), key=lambda turn: turn.order)
+    return with_reply(turns[-1].asked["messages"], turns[-1].reply.answers[0].text) if turns else []
+
+
+if __name__ == "__main__":
+    AgentEnv.cli(default_command="serve")

@@ -1,0 +1,137 @@
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from atroposlib.child_processes.sandbox import bubblewrap
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.failures import GroupLost
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from environments.agent_server import AgentEnv, read_tasks
+from tests.unit.environments.support import running_env, sampled_texts
+
+pytestmark = pytest.mark.services
+
+OPENAI = """
+import sys, openai
+client = openai.OpenAI()
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    reply = client.chat.completions.create(model="gpt-x", messages=messages)
+    messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    messages.append({"role": "user", "content": "sure?"})
+print(reply.choices[0].message.content)
+"""
+ANTHROPIC = """
+import os, anthropic
+reply = anthropic.Anthropic().messages.create(
+    model="claude-x", max_tokens=32, messages=[{"role": "user", "content": os.environ["AGENT_TASK"]}])
+open("answer.txt", "w").write(reply.content[0].text)
+"""
+CALLS_ONCE = """
+import os, json, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)).read()
+"""
+
+
+def agent(folder: Path, source: str, *arguments: str) -> str:
+    """The command line of an agent of this source."""
+    path = folder / "agent.py"
+    path.write_text(source)
+    return shlex.join([sys.executable, str(path), *arguments])
+
+
+def tasks(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+async def group_of(folder: Path, command: str, answer: Any = lambda prompt: "It is 4.", **fields: Any) -> Any:
+    async with FakeInferenceServer(answer) as server:
+        async with running_env(AgentEnv, folder, server, command=command, **fields) as env:
+            try:
+                group, _ = await env.collect_trajectories(await env.training_item(0))
+            finally:
+                await env.close()
+        return group
+
+
+@pytest.mark.slow
+async def test_an_openai_agent_is_trained_on_all_of_its_turns_and_scored_by_what_it_prints(tmp_path: Path) -> None:
+    answers = iter(["Well.", "It is 4."] * 2 + ["Well.", "It is 5."] * 2)
+    rows = [{"task": "2 + 2?", "answer": 4}, {"task": "2 + 2?", "answer": 4}]
+    group = await group_of(
+        tmp_path,
+        agent(tmp_path, OPENAI, "{task}"),
+        lambda prompt: next(answers),
+        tasks_path=tasks(tmp_path, *rows),
+        agents_at_once=1,
+    )
+    assert len(group["scores"]) == 4
+    for text, score in zip(sampled_texts(group), group["scores"], strict=True):
+        assert text.count("<|im_end|>") == 2
+        assert score == float("It is 4." in text.rpartition("<|im_end|>")[0].rpartition("<|im_end|>")[2])
+    assert group["policy_versions"] is not None
+
+
+@pytest.mark.slow
+async def test_an_anthropic_agent_is_scored_by_a_command_in_its_directory(tmp_path: Path) -> None:
+    scorer = "import json; print(json.dumps({'reward': 0.5 * ('4' in open('answer.txt').read())}))"
+    group = await group_of(
+        tmp_path, agent(tmp_path, ANTHROPIC), score_command=shlex.join([sys.executable, "-c", scorer]), group_size=2
+    )
+    assert group["scores"] == [0.5, 0.5]
+
+
+FILLS = "[open(f'f{n}', 'wb').write(bytes(2**19)) for n in range(9)]"
+FORKS = "import subprocess; [subprocess.Popen(['sleep', '60']) for _ in range(30)]"
+WAITS = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (f"{CALLS_ONCE}\nraise SystemExit('no more milk')", "no more milk"),
+        ("print(4)", "called no model"),
+        (f"{CALLS_ONCE}\n{WAITS}", "longer than"),
+        (f"{CALLS_ONCE}\n{FILLS}; {WAITS}", "MB"),
+        (f"{CALLS_ONCE}\n{FORKS}; {WAITS}", "processes"),
+        (f"{CALLS_ONCE}\nbytearray(2**31)", "MemoryError"),
+    ],
+)
+async def test_an_agent_that_fails_is_a_failed_rollout_with_its_cause_and_leaves_nothing(
+    tmp_path: Path, does: str, words: str
+) -> None:
+    with pytest.raises(GroupLost, match=words):
+        await group_of(
+            tmp_path, agent(tmp_path, does), group_size=2, agent_limit_s=4.0, agent_folder_mb=1,
+            agent_processes=12, agent_memory_mb=1024, agent_sandbox="none",
+        )  # fmt: skip
+    assert not [process for process in psutil.process_iter(["cmdline"]) if _is_of(process, tmp_path)]
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    return str(folder / "agent.py") in (process.info["cmdline"] or [])
+
+
+@pytest.mark.skipif(bubblewrap() is None, reason="the machine lets nobody make namespaces")
+async def test_an_agent_writes_nothing_outside_of_its_directory(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    source = CALLS_ONCE + f"\ntry:\n    open({str(outside)!r}, 'w')\nexcept OSError:\n    print(7)"
+    rows = [{"task": "?", "answer": 7, "files": {"a/b.txt": "x"}}] * 2
+    group = await group_of(tmp_path, agent(tmp_path, source), tasks_path=tasks(tmp_path, *rows), group_size=2)
+    assert group["scores"] == [1.0, 1.0]
+    assert not outside.exists()
+
+
+def test_tasks_are_read_or_refused_with_their_line(tmp_path: Path) -> None:
+    for row in ({}, {"task": "?", "files": {"../up": ""}}, {"task": "?", "files": {"/etc/x": ""}}):
+        with pytest.raises(DataError, match=r"tasks.jsonl:1"):
+            read_tasks(Path(tasks(tmp_path, row)))
