@@ -24,6 +24,7 @@ from atroposlib.files import write_whole
 from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
 from vllm_patching import adapter_rows, compat, refusal, vllm_types
+from vllm_patching.decode_watch import DecodeWatch, Watched
 from vllm_patching.engines import RECEIVERS
 from vllm_patching.engines.adapter_files import Pairs
 from vllm_patching.engines.updater import WeightUpdater
@@ -62,12 +63,18 @@ def _answered(method: Callable[..., object]) -> Callable[..., object]:
 
 
 class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
-    """On CPUs it records the experts of each token, if the server returns them. CUDA's model runner does so itself."""
+    """Keeps the logits of a trainer's probe (decode_watch.py). On CPUs it records the experts of each token, if the
+    server returns them. CUDA's model runner does so itself.
+    """
 
     _recorder: RoutingRecorder | None = None
+    _watch: DecodeWatch | None = None  # of a rank that computes logits, once it has a model and a cache
 
     def initialize_from_config(self, kv_cache_config: object) -> None:
         super().initialize_from_config(kv_cache_config)
+        model = self.model_runner.get_model()
+        if hasattr(model, "compute_logits"):
+            self._watch = DecodeWatch(model)
         connector = None
         if compat.on_cpu():
             connector = compat.routing_connector(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
@@ -78,13 +85,28 @@ class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
     def execute_model(self, scheduler_output: vllm_types.SchedulerOutput) -> object:
         if VERSION >= Version("0.32") and self._recorder is not None:
             self._recorder.begin(scheduler_output, scheduler_output.aux_output_connector_metadata)
+        if self._watch is not None:
+            self._watch.begin(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: object) -> object:
         output: vllm_types.ModelRunnerOutput = super().sample_tokens(grammar_output)
+        if self._watch is not None:
+            self._watch.end(output)
         if VERSION >= Version("0.32") and self._recorder is not None:
             output.aux_output_connector_output = self._recorder.rows_of(self.model_runner, output)
         return output
+
+    @_answered
+    def bridge_watch(self, requests: dict[str, tuple[int, list[int]]]) -> None:
+        """Keep the logits of these requests: of each, its prompt's tokens and the steps of its answer."""
+        if self._watch is not None:
+            self._watch.watch({sent: Watched(tokens, tuple(steps)) for sent, (tokens, steps) in requests.items()})
+
+    @_answered
+    def bridge_watched(self) -> dict[str, list[bytes]]:
+        """Return the logits that were kept, float32, and keep no more."""
+        return {} if self._watch is None else self._watch.taken()
 
 
 class BridgeWorker(RoutingWorker):

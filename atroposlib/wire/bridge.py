@@ -54,7 +54,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from atroposlib.wire.processes import Process
-from atroposlib.wire.typed import MAX_POLICY_VERSION, Lease, Name, WrongValue, brief, typed_body
+from atroposlib.wire.typed import MAX_POLICY_VERSION, Lease, Name, TokenId, WrongValue, brief, typed_body
 
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -331,6 +331,24 @@ class LiveWeights(Served):
     """GET /v1/bridge/digest: every rank's live weights, rank by rank."""
 
     ranks: list[list[LiveShard]]
+
+
+class DecodeProbe(Struct, frozen=True):
+    """POST /v1/bridge/decode: prompts to answer greedily, and the places in each answer of which the whole distribution
+    is asked for.
+    """
+
+    prompts: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1, max_length=8)]
+    answer_tokens: Annotated[int, Meta(ge=1, le=64)]
+    steps: Annotated[list[Annotated[list[Annotated[int, Meta(ge=0, le=63)]], Meta(max_length=8)]], Meta(max_length=8)]
+
+
+class Decoded(Served):
+    """What the server decoded: of each prompt its answer, and float32 logits [vocabulary] at each of its steps."""
+
+    token_ids: list[list[int]]
+    logits: list[list[bytes]]
+    cached_tokens: list[int]  # of each prompt, those whose keys and values were in the prefix cache
 
 
 class Paused(Served):

@@ -4,17 +4,19 @@ make_bridge(config)              the mode's `prepare`; nothing is reached yet
 prepare(source, device)     ─▶ Prepared: before there is a model; says where the weights live, for single copy
 prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM on every parameter
     sync(version, update)        with the start weights, and then once per step
-    parity_probe()               when the trainer wants proof
+    decoders()                   when the trainer wants proof: servers that show what they decode
+    parity_probe()               the same, where there are none
     differing_tensors(version)   the same, of every word
     check()                      while the trainer waits for a batch
     close()                      at the end
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from atroposlib.wire.bridge import Decoded, DecodeProbe
 from example_trainer.errors import TrainerError
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.shared import SharedWeights
@@ -41,6 +43,18 @@ class SyncReport:
     servers: int = 1  # that serve this version now
 
 
+class Decodes(Protocol):
+    """A client whose server shows what it decodes."""
+
+    url: str
+
+    def decode(self, probe: DecodeProbe) -> Decoded:
+        """Return the answers to the probe's prompts. Raises BridgeError."""
+
+    def longest(self) -> int | None:
+        """Return the tokens of a prompt with its answer, at most. Raises BridgeError."""
+
+
 class WeightBridge(Protocol):
     """A connected way to hand weights over. Every method raises BridgeError with value, limit and remedy."""
 
@@ -52,6 +66,10 @@ class WeightBridge(Protocol):
         What `update` raises comes out as it is, with vLLM serving what it served before; or, where weights are
         shared and already half updated, refusing to generate until a trainer's next whole sync.
         """
+
+    def decoders(self) -> Sequence[Decodes]:
+        """Return the servers that serve now and show what they decode. They may be asked from another thread."""
+        return ()
 
     def parity_probe(self) -> float:
         """Return how far vLLM's log-probabilities of a fixed prompt are from the trainer's: the root mean square in

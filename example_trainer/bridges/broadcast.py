@@ -124,6 +124,9 @@ class BroadcastBridge(WeightBridge):
             servers=len(self._links),
         )
 
+    def decoders(self) -> Sequence[VllmClient]:
+        return [link.vllm for link in self._links]
+
     def parity_probe(self) -> float:
         return max(self._on_each(lambda link: parity(self._trained, link.vllm), at_once=False))
 

@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from atroposlib.wire.bridge import ServerStatus, read_policy_version
 from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.vllm_client import vllm_clients
+from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.ranks.place import without_ranks
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig
@@ -243,6 +243,9 @@ class RestartBridge(WeightBridge):
         if self._served is not None and (policy_version == self._served or not due):
             return SyncReport(self._served, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
         return self._serve(policy_version)
+
+    def decoders(self) -> Sequence[VllmClient]:
+        return [self._server.client]
 
     def parity_probe(self) -> float:
         return parity(self._trained, self._server.client)

@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
-from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
 
 log = get_logger(__name__)
@@ -61,6 +61,9 @@ class ReturningBridge(WeightBridge):
         report = self._done(lambda: self._inner.sync(policy_version, update_once))
         self._version = policy_version
         return report
+
+    def decoders(self) -> Sequence[Decodes]:
+        return self._inner.decoders()
 
     def parity_probe(self) -> float:
         return self._done(self._inner.parity_probe, self._sync_again)

@@ -8,7 +8,7 @@ A server has one session at a time. It ends when its trainer leaves, or is silen
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,9 @@ class SessionBridge(WeightBridge):
             return self._trained.write(folder, label)
         except CheckpointError as error:
             raise BridgeError(f"{error}. vLLM keeps serving {served}") from error
+
+    def decoders(self) -> Sequence[VllmClient]:
+        return [self._vllm]
 
     def parity_probe(self) -> float:
         return parity(self._trained, self._vllm)

@@ -12,7 +12,16 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerActivity, ServerStatus
+from atroposlib.wire.bridge import (
+    Committed,
+    Decoded,
+    DecodeProbe,
+    Manifest,
+    Offer,
+    Resumed,
+    ServerActivity,
+    ServerStatus,
+)
 from example_trainer.bridges.base import BridgeError
 from example_trainer.settings.config import TrainerConfig
 
@@ -177,6 +186,14 @@ class VllmClient(ServerClient):
             {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
         ).prompt_logprobs[1:]
         return [(position or {})[str(token)] for token, position in zip(token_ids[1:], scored, strict=True)]
+
+    def decode(self, probe: DecodeProbe) -> Decoded:
+        """What the server samples from, by answers of its own (vllm_patching/http/decode.py)."""
+        return self.ask(Decoded, "POST", "/v1/bridge/decode", probe)
+
+    def longest(self) -> int | None:
+        """Tokens of a prompt with its answer, at most."""
+        return self.status().max_model_len
 
     def ask_status(self) -> ServerStatus:
         """`status` for `wait_for`: raises NotYet while the server is not up."""

@@ -32,6 +32,7 @@ from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_pr
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
 from example_trainer.model.policy import Policy, token_logprobs
+from example_trainer.model.rounded import rounded_weights
 from example_trainer.model.tensor_parallel import sum_partial_gradients
 from example_trainer.optim.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.ranks.partition import has_tp
@@ -317,26 +318,25 @@ class Learner:
     @collective
     def prompt_logprobs(self, tokens: list[int]) -> Tensor:
         """Log-probabilities of all tokens but the first, [n - 1], of a sharded model."""
-        ids = torch.tensor(tokens, device=self.device)
-        nothing = torch.zeros(len(tokens) - 1, device=self.device)
-        row = MicroBatch(
-            input_ids=ids[None, :-1],
-            position_ids=torch.arange(len(tokens) - 1, device=self.device)[None],
-            lengths=(len(tokens) - 1,),
-            rows=torch.arange(len(tokens) - 1, device=self.device),
-            targets=ids[1:],
-            sampler_logprobs=nothing,
-            old_logprobs=nothing,
-            advantages=nothing,
-            weights=nothing,
-            temperatures=torch.ones_like(nothing),
-            reference_logprobs=nothing,
-        )
+        row = _unscored([tokens], [list(range(len(tokens) - 1))], self.device)
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
         logprobs = token_logprobs(self.trained.policy, row, self.config.logits_mb).cpu()
         self.trained.model.train()
         reshard(self.trained.policy)
         return logprobs
+
+    @collective
+    @torch.no_grad()
+    def logits(self, sequences: list[list[int]], rows: list[list[int]], served_dtype: str) -> Tensor:
+        """Logits, float32 [all rows, vocabulary] on the CPU, after each sequence's tokens at its `rows`, by the weights
+        that vLLM gets: rounded to `served_dtype`.
+        """
+        self.trained.model.eval()  # no dropout of an adapter, as in vLLM
+        with rounded_weights(self.trained.model, getattr(torch, served_dtype)):
+            logits = self.trained.policy.logits(_unscored(sequences, rows, self.device)).float().cpu()
+        self.trained.model.train()
+        reshard(self.trained.policy)
+        return logits
 
     def gather(self, places: Mapping[str, Tensor]) -> None:
         """On rank 0, put whole parameters into these flat tensors, by name (weights/gathered.py)."""
@@ -397,3 +397,28 @@ class Learner:
             module.set_is_last_backward(is_last or config.sync_gradients == "each")  # frees what sums
             module.set_requires_gradient_sync(is_last or config.sync_gradients == "each", recurse=False)
             module.set_reshard_after_backward(is_last or config.reshard_after_forward, recurse=False)
+
+
+def _unscored(sequences: list[list[int]], rows: list[list[int]], device: torch.device) -> MicroBatch:
+    """Sequences packed to be looked at, not trained on. Of each, `rows` are the places whose next token is predicted; a
+    sequence is fed as far as the last of them.
+    """
+    fed = [tokens[: max(places) + 1] for tokens, places in zip(sequences, rows, strict=True)]
+    begins = np.cumsum([0, *(len(tokens) for tokens in fed)])
+    targets = [(*tokens, 0)[place + 1] for tokens, places in zip(sequences, rows, strict=True) for place in places]
+    nothing = torch.zeros(len(targets), device=device)
+    return MicroBatch(
+        input_ids=torch.tensor([[token for tokens in fed for token in tokens]], device=device),
+        position_ids=torch.cat([torch.arange(len(tokens), device=device) for tokens in fed])[None],
+        lengths=tuple(len(tokens) for tokens in fed),
+        rows=torch.tensor(
+            [int(begin) + place for begin, places in zip(begins, rows, strict=False) for place in places], device=device
+        ),
+        targets=torch.tensor(targets, device=device),
+        sampler_logprobs=nothing,
+        old_logprobs=nothing,
+        advantages=nothing,
+        weights=nothing,
+        temperatures=torch.ones_like(nothing),
+        reference_logprobs=nothing,
+    )

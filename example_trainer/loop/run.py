@@ -31,11 +31,12 @@ from example_trainer.exact.check import Exactness
 from example_trainer.loop.api_client import ApiClient
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
 from example_trainer.loop.best import BestPolicies
+from example_trainer.loop.decoded import DecodeProof
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves
-from example_trainer.loop.served import check_served, expect_served_lengths
+from example_trainer.loop.served import check_served, compared_dtypes, expect_served_lengths
 from example_trainer.loop.timeline import Timeline
 from example_trainer.loop.updates import Updates, plan_of_step
 from example_trainer.output.metrics import Sink, step_line, step_row
@@ -71,6 +72,7 @@ class Run:
     progress: Progress = field(init=False)
     bad_batches: BadBatches = field(init=False)
     best: BestPolicies = field(init=False)
+    proof: DecodeProof = field(init=False)
     reported: TrainerStep = field(init=False)
     offline_examples: list[Sides] = field(default_factory=list)  # of --offline-data
     offline: OfflineData | None = None  # once there are weights to start from
@@ -86,6 +88,9 @@ class Run:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
         self.best = BestPolicies(self.config, self.trained, self.progress.run)
+        dtypes = compared_dtypes(self.bridge, self.config, self.progress.kernels)
+        exact = self.exactness.served is not None
+        self.proof = DecodeProof(self.learner, dtypes, self.config.parity_tolerance, exact=exact)
 
     def start(self) -> None:
         """Have vLLM serve the start weights, and register with the API."""
@@ -117,6 +122,7 @@ class Run:
             if step == 1 and (held_out := self.api.evaluation(0, deadline_s=0)) is not None:
                 say(f"Before training | accuracy {100 * held_out.accuracy:.1f} %")
         with phase("forward and backward"):
+            self.proof.expect()
             updates = self.learn(batch, step)
         with phase("sync"):
             sync = self.hand_over(step, updates)
@@ -152,6 +158,7 @@ class Run:
 
     def finish(self) -> None:
         """Write the trained model, with its card, and say how the last policy and the best one did."""
+        self.proof.expect()
         self.exactness.expect_agreement()
         self.saves.complete()
         log.info("Writing the trained model to %s", self.config.save_path)
@@ -267,14 +274,18 @@ class Run:
         make = self.timeline.phase("optimizer")(updates.make)  # where the bridge lets the weights change
         sync = self.bridge.sync(self.progress.policy_version, make)
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
-        if sync.policy_version == self.progress.policy_version and not self.proven:
-            self.check_served()
-            self.proven = True
+        if sync.policy_version == self.progress.policy_version:
+            if not self.proven:
+                self.check_served()
+                self.proven = True
+            elif self.config.probe_every and step % self.config.probe_every == 0:
+                self.proof.begin(self.bridge.decoders(), self.progress.policy_version)
         return sync
 
     def check_served(self) -> None:
-        """Raise TrainerError if vLLM computes with other weights than this run's."""
+        """Raise TrainerError if vLLM has other weights than this run's, and begin to see what it decodes."""
         check_served(self.bridge, self.progress.policy_version, self.config, self.progress.kernels)
+        self.proof.begin(self.bridge.decoders(), self.progress.policy_version)
 
     def evaluation(self, sync: SyncReport) -> HeldOut | None:
         """Wait for the evaluation of the new policy; None without one, and where vLLM does not serve that policy."""

@@ -208,6 +208,10 @@ class Policy(nn.Module):
             chunk_loss(logprobs, entropy, chunk, *more).backward()
         return hidden, cut.grad
 
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """Logits [R, vocabulary] at the batch's rows, in the head's dtype."""
+        return cast(Tensor, self.model.get_output_embeddings()(trained_hidden(self.model, batch)))
+
     def logits_both_ways(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logits of a row's segments as they are trained, packed; and by the model's own forward, each sequence
         alone.

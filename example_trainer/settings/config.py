@@ -286,12 +286,20 @@ class SyncSettings(Config):
         ),
     )
     bridge_timeout_s: float = Field(120.0, gt=0, le=3600, description="seconds that the bridge waits for a peer")
+    probe_every: int = Field(
+        10,
+        ge=0,
+        description=(
+            "steps between two proofs that vLLM samples from the policy that was trained: it answers four prompts, and"
+            " the distributions are compared. The first two policies are always proven; 0: no other"
+        ),
+    )
     parity_tolerance: float | None = Field(
         None,
         gt=0,
         description=(
-            "allowed root mean square difference, in nats, between vLLM's and the trainer's log-probabilities after "
-            "the first syncs; default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
+            "allowed root mean square difference, in nats, between vLLM's and the trainer's log-probabilities in these"
+            " proofs; by default what rounding explains, from the dtypes and the model's own spread"
         ),
     )
     bridge: AnyBridge = Field(description="how new weights reach vLLM; `modes.choose` fills it in")

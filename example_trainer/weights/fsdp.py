@@ -77,7 +77,8 @@ def shard(
         if dtype is not torch.float32:
             layer.register_forward_pre_hook(partial(_in_dtype, dtype), with_kwargs=True)
     fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=where)
-    register_fsdp_forward_method(policy, "logits_both_ways")
+    for method in ("logits", "logits_both_ways"):
+        register_fsdp_forward_method(policy, method)
     for module in fsdp_modules(policy):  # each, as FSDP2 keeps these settings module by module
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other

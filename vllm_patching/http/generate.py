@@ -56,11 +56,9 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
     serving = sessions.serving
     prompt = _prompt(body, compat.vocabulary_size(serving.client))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
-    model = typed_value("model", body.get("model"), str | None)
-    lora = sessions.engines.get(AdapterOffer)
-    adapter, adapter_version = lora.resolve(model) if isinstance(lora, AdapterEngine) else (None, None)
-    started = serving.policy_version
-    generating = asyncio.create_task(_final_output(serving.client, prompt, params, adapter))
+    adapter, adapter_version = adapter_of(sessions, typed_value("model", body.get("model"), str | None))
+    started, request_id = serving.policy_version, f"generate-{uuid.uuid4().hex}"
+    generating = asyncio.create_task(final_output(serving.client, prompt, params, request_id, adapter))
     hung_up = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,7 +68,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
     except asyncio.CancelledError:  # from uvicorn, at the end of its shutdown timeout: the engine is gone
         raise Refused("the server is shutting down", 503) from None
     except (ValueError, compat.ClientError, compat.EngineGenerateError, compat.EngineDeadError) as error:
-        raise _refusal(error) from error
+        raise refusal_of(error) from error
     finally:
         generating.cancel()
         hung_up.cancel()
@@ -84,7 +82,13 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
     return reply
 
 
-def _refusal(error: BaseException) -> Refused:
+def adapter_of(sessions: Sessions, model: str | None) -> tuple[vllm_types.LoRARequest, int | None]:
+    """Find the adapter that a request for `model` samples from, and its policy version; None where there is none."""
+    lora = sessions.engines.get(AdapterOffer)
+    return lora.resolve(model) if isinstance(lora, AdapterEngine) else (None, None)
+
+
+def refusal_of(error: BaseException) -> Refused:
     """Explain why vLLM refused a request, such as one longer than --max-model-len, or could not serve it."""
     if isinstance(error, compat.EngineDeadError):
         return Refused(printable(str(error), 500), 503)
@@ -112,12 +116,15 @@ def _prompt(body: Body, vocabulary: int | None) -> object:
     return {"prompt_token_ids": ids}
 
 
-async def _final_output(
-    engine: vllm_types.EngineClient, prompt: object, params: vllm_types.SamplingParams, adapter: vllm_types.LoRARequest
+async def final_output(
+    engine: vllm_types.EngineClient,
+    prompt: object,
+    params: vllm_types.SamplingParams,
+    request_id: str,
+    adapter: vllm_types.LoRARequest,
 ) -> vllm_types.RequestOutput:
-    return [
-        output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)
-    ][-1]
+    """Generate to the end."""
+    return [output async for output in engine.generate(prompt, params, request_id, lora_request=adapter)][-1]
 
 
 async def _disconnected(request: Request) -> None:

@@ -3,6 +3,7 @@
     GET    /v1/bridge/status                  policy version, session, lease, every worker's updater
     GET    /v1/bridge/manifest                the weights that vLLM has, in wire order
     GET    /v1/bridge/digest                  a checksum of every live tensor, rank by rank
+    POST   /v1/bridge/decode                  answers prompts greedily, with whole distributions (decode.py)
     GET    /v1/bridge/activity                seconds in which the server was generating
     POST   /v1/bridge/session                 a trainer offers a session           409 if another one is open
     POST   /v1/bridge/session/{id}/heartbeat  renews the lease                     404 if it is not the current one
@@ -27,7 +28,7 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
 from msgspec import Struct
 
-from atroposlib.wire.bridge import ServerActivity
+from atroposlib.wire.bridge import DecodeProbe, ServerActivity
 from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, TOKEN_ROUTE, SessionCalls
 from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
 from atroposlib.wire.tool_calls import ParseToolCalls
@@ -35,6 +36,7 @@ from atroposlib.wire.typed import WrongValue, typed_body
 from vllm_patching.engines import ROUTES
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Route, Sessions
+from vllm_patching.http.decode import Probing
 from vllm_patching.http.generate import run_generate
 from vllm_patching.http.renderers import Conversations, relayed, run_token_route
 
@@ -52,6 +54,7 @@ BRIDGE: list[str | Enum] = ["bridge"]
 def add_routes(app: FastAPI) -> None:
     """Answer for the bridge and under /generate; `app.state.sessions` is the server's Sessions."""
     app.state.conversations = Conversations()
+    app.state.probing = Probing()
     app.include_router(router)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(WrongValue, _refusal)
@@ -73,6 +76,11 @@ async def manifest(sessions: Server) -> Response:
 @router.get("/v1/bridge/digest", tags=BRIDGE)
 async def digest(sessions: Server) -> Response:
     return _json(await sessions.live())
+
+
+@router.post("/v1/bridge/decode", tags=BRIDGE)
+async def decode(request: Request, sessions: Server, body: Annotated[object, Body()]) -> Response:
+    return _json(await request.app.state.probing.decoded(sessions, typed_body("probe", body, DecodeProbe)))
 
 
 @router.get("/v1/bridge/activity", tags=BRIDGE)
