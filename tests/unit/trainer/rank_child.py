@@ -192,6 +192,9 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
     results["by_sequence"] = by_sequence if job["steps"] else []  # of the last step
     if job["steps"]:
         results["logprobs"] = trained.prompt_logprobs(prompt).tolist()
+        rows = learner.logits([prompt, prompt[:3]], [[0, 27], [1]], "float32").log_softmax(-1)
+        asked = [float(row[prompt[place + 1]]) for row, place in zip(rows, (0, 27, 1), strict=True)]
+        torch.testing.assert_close(asked, [results["logprobs"][place] for place in (0, 27, 1)], atol=1e-4, rtol=1e-4)
         count = sum(parameter.numel() for parameter in trained.model.parameters())
         results["held"] = sum(local(each).numel() for each in trained.model.parameters()) / count
         results["moments"] = sum(local(each["exp_avg"]).numel() for each in learner.optimizer.state.values()) / count

@@ -235,9 +235,9 @@ def test_settings_of_fsdp2_have_their_effect(done: Runs) -> None:
     count, probes = sum(map(len, passes(BUDGET))), 2 * 3
     assert sums == 3 * count  # two layers and the root
     assert calls("one sum of gradients")[1] == 3 * FEW_STEPS
-    # the root once and two layers twice a pass, or each once a step
-    assert gathers == 5 * count + probes + 13  # the check after loading runs the layers six times
-    assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3
+    # the root once and two layers twice a pass, or each once a step; at the end all three for the logits of a probe
+    assert gathers == 5 * count + probes + 13 + 3  # the check after loading runs the layers six times
+    assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3 + 3
 
 
 @pytest.mark.rotating
