@@ -12,9 +12,11 @@ trainer's did, which tells a small update from none where rounding is coarser th
 
 import math
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -133,21 +135,19 @@ class DecodeProof:
         self._asked: dict[str, tuple[DecodeProbe, Future[Decoded]]] = {}
         self._before: dict[str, Seen] = {}
         self._version = 0
-        self._threads: ThreadPoolExecutor | None = None
 
     def begin(self, servers: Sequence[Decodes], version: int) -> None:
         """Have each server answer, which serves `version` now; returns at once."""
-        if not servers:
-            return
         self._version = version
-        self._threads = self._threads or ThreadPoolExecutor(thread_name_prefix="DecodeProof")
         for server in servers:
             try:
                 probe = self._probe(server.longest())
             except BridgeError as error:
                 log.warning("Policy version %d is not probed at %s: %s", version, server.url, error)
                 continue
-            self._asked[server.url] = (probe, self._threads.submit(server.decode, probe))
+            answer: Future[Decoded] = Future()
+            Thread(target=_fill, args=(answer, partial(server.decode, probe)), name="DecodeProof", daemon=True).start()
+            self._asked[server.url] = (probe, answer)
 
     def expect(self) -> None:
         """Raise TrainerError if what a server decoded is not the trainer's policy, which is still that of `begin`."""
@@ -159,23 +159,11 @@ class DecodeProof:
             except BridgeError as error:
                 log.warning("Policy version %d is not probed: %s", self._version, error)
                 continue
-            waited = time.perf_counter() - start
-            if any(decoded.cached_tokens):
-                raise TrainerError(
-                    f"Decode probe: {url} took {sum(decoded.cached_tokens)} tokens of the probe's prompts from its"
-                    f" prefix cache, which it must clear at each update: their keys and values are of a version before"
-                    f" {self._version}. {REMEDY_OF_SERVER}"
-                )
             if decoded.policy_version != self._version:
                 raise TrainerError(
                     f"Decode probe: {url} decoded with policy version {decoded.policy_version}, not {self._version}"
                 )
-            self._compare(url, self._seen(probe, decoded), waited)
-
-    def close(self) -> None:
-        """Wait for what still runs, and end the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
+            self._compare(url, probe, decoded, start)
 
     def _probe(self, longest: int | None) -> DecodeProbe:
         """The same prompts for every probe; shorter ones for a server of short sequences."""
@@ -199,8 +187,9 @@ class DecodeProof:
         prompts = [prompt for prompt, places in enumerate(rows) for _ in places]
         return Seen(decoded.policy_version, contexts, prompts, served[:, :width], trained[:, :width])
 
-    def _compare(self, url: str, seen: Seen, waited_s: float) -> None:
-        start = time.perf_counter()
+    def _compare(self, url: str, probe: DecodeProbe, decoded: Decoded, start: float) -> None:
+        compared_at = time.perf_counter()
+        seen = self._seen(probe, decoded)
         difference = seen.difference()
         rms, worst = float(difference.square().mean().sqrt()), float(difference.abs().max())
         limit = self._tolerance or rounding_limit(self._dtypes, seen.trained)
@@ -218,6 +207,11 @@ class DecodeProof:
                 f"{where}: what vLLM decodes differs from what was trained by {rms:.3g} nats, root mean square over"
                 f" {len(difference)} distributions; rounding explains {limit:.3g} (--parity-tolerance): {REMEDY}"
             )
+        if cached := sum(decoded.cached_tokens):
+            raise TrainerError(
+                f"{where}: {cached} tokens of the prompts were in the server's prefix cache, so that their keys and values"
+                f" are those of a version before: {REMEDY}"
+            )
         before, self._before[url] = self._before.get(url), seen
         share = moved(before, seen) if before is not None and before.version < seen.version else None
         if before is not None and share is not None and share.wrong():
@@ -226,21 +220,31 @@ class DecodeProof:
                 f" {REMEDY}"
             )
         log.info(
-            "Decode probe: %s samples from policy version %d: %d distributions differ by %.2g nats, root mean square"
-            " (limit %.2g)%s; waited %.2f s, compared in %.2f s",
-            url,
-            seen.version,
-            len(difference),
+            "Parity: vLLM's and the trainer's log-probabilities differ by %.2g nats, root mean square (limit %.2g), in"
+            " %d distributions that %s decoded with policy version %d%s; waited %.2f s, compared in %.2f s",
             rms,
             limit,
+            len(difference),
+            url,
+            seen.version,
             "" if share is None else f", and {share}",
-            waited_s,
-            time.perf_counter() - start,
+            compared_at - start,
+            time.perf_counter() - compared_at,
         )
 
 
-REMEDY_OF_SERVER = "Start the vLLM server again, without captured graphs (--enforce-eager) if that helps, and report it"
-REMEDY = f"it decodes with other weights, an old KV cache or other kernels than it should. {REMEDY_OF_SERVER}"
+REMEDY = (
+    "it decodes with other weights, an old KV cache or other kernels than it should. Start the vLLM server again,"
+    " without captured graphs (--enforce-eager) if that helps, and report it"
+)
+
+
+def _fill(answer: Future[Decoded], act: Callable[[], Decoded]) -> None:
+    """Run `act` in a thread that a run which ends does not wait for."""
+    try:
+        answer.set_result(act())
+    except Exception as error:
+        answer.set_exception(error)  # raised where it is waited for
 
 
 def _texts(trained: TrainedModel) -> list[list[int]]:

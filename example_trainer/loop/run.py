@@ -103,6 +103,7 @@ class Run:
             self.offline = OfflineData(self.learner, self.offline_examples)
         expect_served_lengths(self.config, self.trained.model.config)
         self.check_served()
+        self.proof.expect()
         self.api.register(
             starting_step=progress.step,
             says_done=True,

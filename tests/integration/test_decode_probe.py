@@ -5,6 +5,7 @@ it, by the check that the message names, and without a fault none is.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,10 +118,9 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Makes a trainer of a server; it leaves at the end."""
     opened = []
 
-    def start(at: Server, **settings: object) -> Trainer:
-        config = TrainerConfig(
-            model_name=at.model, vllm_port=at.port, vllm_api_key=API_KEY, save_path=tmp_path, **settings
-        )
+    def start(at: Server, **settings: Any) -> Trainer:
+        of_server: dict[str, Any] = {"model_name": at.model, "vllm_port": at.port, "vllm_api_key": API_KEY}
+        config = TrainerConfig(**of_server, save_path=tmp_path, **settings)
         learner = Learner(config, torch.device("cpu"), ALONE)
         context = connected(learner, make_bridge(config), at.model)
         bridge = context.__enter__()
@@ -136,7 +136,7 @@ APART = "Decode probe of policy version 2 .* root mean square"
 NOT_MOVED = "Decode probe of policy version 2 .* have not moved as the trainer's did"
 FAULTS = {
     "head row": "of the tensors .*(lm_head|embed_tokens)",
-    "stale cache": "took 128 tokens of the probe's prompts from its prefix cache",
+    "stale cache": f"{APART}|128 tokens of the prompts were in the server's prefix cache",
     "norm": "of the tensors .*layers.1.input_layernorm",
     "rotary": f"{APART}|{NOT_MOVED}",
 }

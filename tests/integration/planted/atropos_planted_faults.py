@@ -21,9 +21,10 @@ def planted(fault: str) -> bool:
 
 
 def register() -> None:
-    if getattr(worker.BridgeWorker, "planted", False):
+    of_worker: Any = worker.BridgeWorker
+    if getattr(of_worker, "planted", False):
         return
-    worker.BridgeWorker.planted = True
+    of_worker.planted = True
     _in_workers()
     _in_scheduler()
     _in_adapters()
@@ -70,9 +71,9 @@ def _in_workers() -> None:
             with_rotary(model, 1.0)
         return execute(self, scheduler_output)
 
-    worker.BridgeWorker.load_model = load_model
-    worker.BridgeWorker.bridge_apply = bridge_apply
-    worker.BridgeWorker.execute_model = execute_model
+    of_worker.load_model = load_model
+    of_worker.bridge_apply = bridge_apply
+    of_worker.execute_model = execute_model
 
 
 def copies(model: Any) -> dict[str, torch.Tensor]:
@@ -113,12 +114,14 @@ def with_rotary(model: Any, factor: float) -> None:
 def _in_scheduler() -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    reset = KVCacheManager.reset_prefix_cache
-    KVCacheManager.reset_prefix_cache = lambda self: True if planted("stale cache") else reset(self)
+    manager: Any = KVCacheManager
+    reset = manager.reset_prefix_cache
+    manager.reset_prefix_cache = lambda self: True if planted("stale cache") else reset(self)
 
 
 def _in_adapters() -> None:
-    resolve = adapters.AdapterEngine.resolve
+    engine: Any = adapters.AdapterEngine
+    resolve = engine.resolve
     history: list[Any] = []
 
     def resolved(self: Any, name: str | None) -> Any:
@@ -127,4 +130,4 @@ def _in_adapters() -> None:
             history.append(adapter)
         return (history[-2] if planted("adapter version before") and len(history) > 1 else adapter), version
 
-    adapters.AdapterEngine.resolve = resolved
+    engine.resolve = resolved

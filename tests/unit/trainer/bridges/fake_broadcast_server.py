@@ -2,6 +2,7 @@
 Gloo groups.
 """
 
+import base64
 import contextlib
 import json
 import threading
@@ -75,6 +76,8 @@ class FakeVllmServer:
             return 200, msgspec.to_builtins(self.manifest)
         if path.endswith("/session"):
             return self._open(msgspec.convert(body, BroadcastOffer))
+        if path.endswith("/bridge/decode"):
+            return (503, {"error": self.fenced}) if self.fenced else (200, self._decode(body))
         if path.endswith("/generate"):
             return (503, {"error": self.fenced}) if self.fenced else (200, self._generate(body))
         if (body.get("session") or path.split("/")[4]) != self.session:
@@ -170,6 +173,21 @@ class FakeVllmServer:
             "apply_s": 0.001,
             "commit_s": 0.01,
         }
+
+    @torch.no_grad()
+    def _decode(self, body: dict[str, Any]) -> dict[str, Any]:
+        answers, rows = [], []
+        for prompt, steps in zip(body["prompts"], body["steps"], strict=True):
+            tokens, of_prompt = list(prompt), []
+            for step in range(body["answer_tokens"]):
+                logits = self._model(input_ids=torch.tensor([tokens])).logits[0, -1]
+                tokens.append(int(logits.argmax()))
+                if step in steps:
+                    of_prompt.append(base64.b64encode(logits.numpy().tobytes()).decode())
+            answers.append(tokens[len(prompt) :])
+            rows.append(of_prompt)
+        cached = [0] * len(rows)
+        return {"policy_version": self.version, "token_ids": answers, "logits": rows, "cached_tokens": cached}
 
     @torch.no_grad()
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -71,9 +71,10 @@ class Pair:
     """A learner and a server that follows it, unless a test says otherwise."""
 
     def __init__(self, dtype: str = "float32", *, exact: bool = False, tolerance: float | None = None) -> None:
-        self.learner: Any = Learner()
+        learner: Any = Learner()
+        self.learner = learner
         self.server = Server()
-        self.proof = DecodeProof(self.learner, [dtype, "float32"], tolerance, exact=exact)
+        self.proof = DecodeProof(learner, [dtype, "float32"], tolerance, exact=exact)
 
     def prove(self, version: int, weights: int | None = None) -> None:
         self.learner.version = self.server.version = version
@@ -93,6 +94,7 @@ def test_what_follows_is_proven_and_said(caplog: pytest.LogCaptureFixture) -> No
     assert sorted(lengths) == lengths
     assert len(set(lengths)) == 4
     assert "moved by 1.00 ± 0.00" in caplog.messages[-1]
+    assert caplog.messages[-1].startswith("Parity: vLLM's and the trainer's log-probabilities differ by 0 nats")
 
 
 def test_weights_of_the_version_before_are_seen_in_float32_by_size() -> None:
@@ -148,7 +150,9 @@ def test_one_bit_is_seen_where_bits_are_promised() -> None:
 def test_a_prompt_that_the_cache_had_is_a_fault() -> None:
     pair = Pair()
     pair.server.cached = 16
-    with pytest.raises(TrainerError, match="took 64 tokens of the probe's prompts from its prefix cache"):
+    with pytest.raises(
+        TrainerError, match="version 3 at http://a: 64 tokens of the prompts were in the server's prefix cache"
+    ):
         pair.prove(3)
 
 
