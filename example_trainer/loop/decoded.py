@@ -209,8 +209,8 @@ class DecodeProof:
             )
         if cached := sum(decoded.cached_tokens):
             raise TrainerError(
-                f"{where}: {cached} tokens of the prompts were in the server's prefix cache, so that their keys and values"
-                f" are those of a version before: {REMEDY}"
+                f"{where}: {cached} tokens of the prompts were in the server's prefix cache, so that their keys and"
+                f" values are those of a version before: {REMEDY}"
             )
         before, self._before[url] = self._before.get(url), seen
         share = moved(before, seen) if before is not None and before.version < seen.version else None

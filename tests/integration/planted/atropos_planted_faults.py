@@ -31,9 +31,8 @@ def register() -> None:
 
 
 def _in_workers() -> None:
-    load, apply, execute = (
-        getattr(worker.BridgeWorker, name) for name in ("load_model", "bridge_apply", "execute_model")
-    )
+    of_worker: Any = worker.BridgeWorker
+    load, apply, execute = of_worker.load_model, of_worker.bridge_apply, of_worker.execute_model
 
     def load_model(self: Any, **kwargs: object) -> None:
         load(self, **kwargs)

@@ -12,7 +12,7 @@ VOCABULARY = 5
 
 
 class Model:
-    """Its logits count the calls, so that each row can be told from every other."""
+    """Its logits count the calls, so that no two rows are alike."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -150,9 +150,7 @@ def test_one_bit_is_seen_where_bits_are_promised() -> None:
 def test_a_prompt_that_the_cache_had_is_a_fault() -> None:
     pair = Pair()
     pair.server.cached = 16
-    with pytest.raises(
-        TrainerError, match="version 3 at http://a: 64 tokens of the prompts were in the server's prefix cache"
-    ):
+    with pytest.raises(TrainerError, match="version 3 at http://a: 64 tokens of the prompts were in"):
         pair.prove(3)
 
 
