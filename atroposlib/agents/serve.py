@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from atroposlib.addresses import netloc
 from atroposlib.agents.endpoint import EndpointSettings, create_app
@@ -35,11 +36,22 @@ class Listening:
 
 @contextlib.asynccontextmanager
 async def listening(
-    sessions: Sessions, settings: EndpointSettings, host: str = "127.0.0.1", port: int = 0
+    sessions: Sessions,
+    settings: EndpointSettings,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Listening]:
-    """The endpoint on a port of its own while the block runs. Raises OSError where it cannot listen."""
+    """The endpoint on a port of its own while the block runs; `wrapped` puts something around it that sees each
+    request. Raises OSError where it cannot listen.
+    """
     config = uvicorn.Config(
-        create_app(sessions, settings), host=host, port=port, log_config=None, log_level="warning", access_log=False
+        wrapped(create_app(sessions, settings)),
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
