@@ -14,7 +14,7 @@ SYSTEM, ASKED, FOUND, AGAIN = "Be brief.", "How many cats?", "two cats", "Sure?"
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
 FUNCTION = {"name": "search", "description": "Searches.", "parameters": PARAMETERS}
 MODEL = "fake"
-LIMIT = 200
+LIMIT = 2000
 
 
 def chat_sync(url: str, key: str, stream: bool) -> str:

@@ -57,13 +57,14 @@ async def running(
     answer: Callable[[str], str] = lambda prompt: "yes",
     journal: Path | None = None,
     context: int | None = None,
+    tokenizer: Any = TOKENIZER,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """An endpoint in this event loop; with `journal` it restores what is in there."""
-    async with FakeInferenceServer(answer, TOKENIZER, policy_version=3) as server:
+    async with FakeInferenceServer(answer, tokenizer, policy_version=3) as server:
         manager = ServerManager([APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
         kept = TurnJournal(journal) if journal else None
-        sessions = Sessions(manager, TOKENIZER, kept, context)
+        sessions = Sessions(manager, tokenizer, kept, context)
         async with (
             contextlib.aclosing(manager),
             listening(sessions, EndpointSettings(model="fake", **settings)) as endpoint,
