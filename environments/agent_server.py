@@ -21,14 +21,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from atroposlib.agents.endpoint import ANY_MODEL, EndpointSettings
 from atroposlib.agents.program import ProgramLimits, Ran, run_program
-from atroposlib.agents.serve import Listening, listening
-from atroposlib.agents.sessions import Limits, Session, Sessions, SessionSettings
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -38,6 +35,10 @@ from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause
+
+if TYPE_CHECKING:
+    from atroposlib.agents.serve import Listening
+    from atroposlib.agents.sessions import Session
 
 log = get_logger(__name__)
 
@@ -100,7 +101,11 @@ class AgentEnv(QuestionEnv):
         self.tasks: list[AgentTask] = []
 
     async def setup(self) -> None:
-        """Read the tasks, hold some out, and start the endpoint."""
+        """Read the tasks, hold some out, and start the endpoint, whose packages the help does not load."""
+        from atroposlib.agents.endpoint import ANY_MODEL, EndpointSettings
+        from atroposlib.agents.serve import listening
+        from atroposlib.agents.sessions import Sessions
+
         config = self.config
         if not config.command:
             raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
@@ -137,6 +142,8 @@ class AgentEnv(QuestionEnv):
         return await gather_or_cancel([self._run(item, split, temperature, top_p) for _ in range(n)])
 
     async def _run(self, item: AgentTask, split: Split, temperature: float, top_p: float) -> Rollout:
+        from atroposlib.agents.sessions import Limits, SessionSettings
+
         endpoint, config = self._endpoint, self.config
         assert endpoint is not None
         settings = SessionSettings(
@@ -153,7 +160,7 @@ class AgentEnv(QuestionEnv):
             finally:
                 await endpoint.sessions.end(session)
 
-    async def _rollout(self, item: AgentTask, endpoint: Listening, session: Session) -> Rollout:
+    async def _rollout(self, item: AgentTask, endpoint: "Listening", session: "Session") -> Rollout:
         with tempfile.TemporaryDirectory(prefix="atropos-agent-", ignore_cleanup_errors=True) as area:
             folder = work_folder(area, item.files)
             command = [word.replace(TASK, item.task) for word in self._command]
@@ -173,7 +180,7 @@ class AgentEnv(QuestionEnv):
             raise RolloutFailed(f"{command[0]} cannot be started: {error}", "infrastructure") from error
 
     @staticmethod
-    def _expect_whole(ran: Ran, session: Session) -> None:
+    def _expect_whole(ran: Ran, session: "Session") -> None:
         """Raises RolloutFailed for an agent that crashed, was late, broke a limit, or called no model."""
         late = ran.broken is not None and "longer" in ran.broken
         cause: Cause = "timeout" if late else "environment"
@@ -262,7 +269,7 @@ def reward_of(ran: Ran) -> float | None:
     return {0: 1.0, 1: 0.0}.get(ran.status)
 
 
-def _addresses(url: str, session: Session, task: str) -> dict[str, str]:
+def _addresses(url: str, session: "Session", task: str) -> dict[str, str]:
     key = session.record.key
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -273,7 +280,7 @@ def _addresses(url: str, session: Session, task: str) -> dict[str, str]:
     }
 
 
-def _messages(session: Session) -> Messages:
+def _messages(session: "Session") -> Messages:
     """The last conversation of the session, for people who read the samples."""
     turns = sorted(session.turns.values(), key=lambda turn: turn.order)
     return with_reply(turns[-1].asked["messages"], turns[-1].reply.answers[0].text) if turns else []
