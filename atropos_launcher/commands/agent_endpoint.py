@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from atroposlib.agents.flags import PROG, AgentEndpointConfig
+from atroposlib.config import load_config
 from atroposlib.flags import keys_of, make_parser
 
 
@@ -16,5 +17,6 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Become the endpoint, whose packages the launcher does not load."""
+    """Become the endpoint, whose packages neither the launcher nor help loads."""
+    load_config(AgentEndpointConfig, argv, prog=PROG)
     os.execv(sys.executable, [sys.executable, "-u", "-m", "atroposlib.agents.serve", *argv])

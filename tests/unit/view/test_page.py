@@ -87,6 +87,7 @@ def test_images_of_the_data_are_drawn_and_no_others(tab: Tab, live: Window) -> N
 def test_the_keyboard_reaches_everything(tab: Tab, window: Window) -> None:
     page = tab.open(window, "#/")
     focused = "document.activeElement.textContent.trim()"
+    page.locator("[data-row]").first.wait_for()
     page.keyboard.press("j")
     name = page.evaluate(focused)
     page.keyboard.press("Enter")
