@@ -111,7 +111,7 @@ async def _watched(
         while not (await asyncio.wait([waiting], timeout=LOOKED_EVERY_S))[0]:
             if time.monotonic() > deadline:
                 return f"it took longer than {limits.seconds:g} s"
-            if (count := len(group.members())) > limits.processes:
+            if (count := len(await asyncio.to_thread(group.members))) > limits.processes:
                 return f"it had {count} processes, and may have {limits.processes}"
             if await asyncio.to_thread(_size, folder, limits.folder_bytes) > limits.folder_bytes:
                 return f"it filled its directory with more than {limits.folder_bytes / 1e6:g} MB"
