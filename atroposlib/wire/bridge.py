@@ -341,6 +341,7 @@ class DecodeProbe(Struct, frozen=True):
     prompts: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1, max_length=8)]
     answer_tokens: Annotated[int, Meta(ge=1, le=64)]
     steps: Annotated[list[Annotated[list[Annotated[int, Meta(ge=0, le=63)]], Meta(max_length=8)]], Meta(max_length=8)]
+    cache_salt: Name  # the sender's secret: nobody else's prompts share the prefix cache with these
 
 
 class Decoded(Served):

@@ -11,6 +11,7 @@ trainer's did, which tells a small update from none where rounding is coarser th
 """
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -48,7 +49,7 @@ PROMPTS = (  # no two begin alike: none may find another's blocks in that cache
 STEPS = (1, 4, 8, 13, 17, 22, 26, 31)  # of each answer, from 0, which prefill computes
 
 # Root mean square difference that rounding makes, over the machine epsilon and over the spread (standard deviation over
-# the vocabulary) of log-probabilities. Measured 3 to 30 in float32, where sums round too, and 1 to 2 in bfloat16.
+# the vocabulary) of log-probabilities. Measured 3 to 24 in float32, where sums round too, and 1 to 12 in bfloat16.
 EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
 ROUNDING = {"float32": 200.0, "float16": 8.0, "bfloat16": 24.0}
 WRONG_MOVE = 0.5  # of the trainer's own move between two probes, by which a server's is wrong beyond rounding
@@ -132,6 +133,7 @@ class DecodeProof:
         self._tolerance = tolerance
         self._exact = exact
         self._texts = _texts(learner.trained)
+        self._salt = secrets.token_hex(16)  # that no one else's request looks like an old KV cache
         self._asked: dict[str, tuple[DecodeProbe, Future[Decoded]]] = {}
         self._before: dict[str, Seen] = {}
         self._version = 0
@@ -170,7 +172,8 @@ class DecodeProof:
         answer = ANSWER_TOKENS if longest is None else min(ANSWER_TOKENS, longest - 1)
         room = max(PROMPT_TOKENS) if longest is None else longest - answer
         prompts = [tokens[: min(length, room)] for tokens, length in zip(self._texts, PROMPT_TOKENS, strict=True)]
-        return DecodeProbe(prompts, answer, [[step for step in STEPS if step < answer] or [0]] * len(prompts))
+        steps = [step for step in STEPS if step < answer] or [0]
+        return DecodeProbe(prompts, answer, [steps] * len(prompts), self._salt)
 
     def _seen(self, probe: DecodeProbe, decoded: Decoded) -> Seen:
         """The server's logits beside the trainer's after the same tokens."""

@@ -193,6 +193,22 @@ def test_an_adapter_of_the_version_before_stops_the_run(adapters: Planting, trai
         trainer.step()
 
 
+@pytest.mark.parametrize("whole", ["float32"], indirect=True)
+def test_prompts_in_the_cache_are_a_fault_if_they_are_the_runs_own_alone(
+    whole: Planting, train: Callable[..., Trainer]
+) -> None:
+    """Anyone may send the same prompts, and would otherwise stop a run by them."""
+    whole.plant("")
+    trainer = train(whole.server, weight_bridge_mode="shared_vllm", use_shared_memory=True)
+    trainer.version += 1
+    trainer.bridge.sync(trainer.version, trainer.update)
+    for prompt in trainer.proof._probe(512).prompts:
+        whole.server.generate(prompt, max_tokens=1)
+    trainer.prove()
+    with pytest.raises(TrainerError, match="128 tokens of the prompts were in the server's prefix cache"):
+        trainer.prove()
+
+
 def test_sixty_syncs_without_a_fault_raise_no_alarm(whole: Planting, train: Callable[..., Trainer]) -> None:
     whole.plant("")
     trainer = train(whole.server, weight_bridge_mode="shared_vllm", use_shared_memory=True)

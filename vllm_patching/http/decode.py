@@ -40,14 +40,15 @@ class Probing:
             params = sampling_params(
                 {"temperature": 0.0, "max_tokens": probe.answer_tokens, "ignore_eos": True, "detokenize": False}
             )
+            prompts = [{"prompt_token_ids": prompt, "cache_salt": probe.cache_salt} for prompt in probe.prompts]
             ids = [f"probe-{uuid.uuid4().hex}" for _ in probe.prompts]
             watched = zip(ids, probe.prompts, probe.steps, strict=True)
             await serving.rpc("bridge_watch", {sent: (len(prompt), steps) for sent, prompt, steps in watched})
             try:
                 answers = await asyncio.gather(
                     *(
-                        final_output(serving.client, {"prompt_token_ids": prompt}, params, sent, adapter)
-                        for sent, prompt in zip(ids, probe.prompts, strict=True)
+                        final_output(serving.client, prompt, params, sent, adapter)
+                        for sent, prompt in zip(ids, prompts, strict=True)
                     )
                 )
             except (ValueError, compat.ClientError, compat.EngineGenerateError, compat.EngineDeadError) as error:

@@ -1,6 +1,6 @@
 """Faults of serving that tests plant in a real vLLM server: a general plugin, which vLLM loads in all its processes.
 
-The file that ATROPOS_PLANTED names says which fault there is now; it may change while the server runs.
+ATROPOS_PLANTED is the path of a file with the name of the current fault. A test may change it while the server runs.
 """
 
 import os

@@ -39,7 +39,7 @@ def engine_of(*ranks: WatchingRank) -> FakeEngine:
 
 
 async def decode(engine: FakeEngine, **changes: Any) -> httpx.Response:
-    probe = {"prompts": [[5, 6], [4]], "answer_tokens": 3, "steps": [[0, 2], [1]]} | changes
+    probe = {"prompts": [[5, 6], [4]], "answer_tokens": 3, "steps": [[0, 2], [1]], "cache_salt": "s"} | changes
     async with serving(engine) as client:
         return await client.post("/v1/bridge/decode", json=probe)
 
