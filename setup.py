@@ -16,7 +16,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-CODE = find_packages(str(ROOT), include=["atropos_launcher*", "atroposlib*", "example_trainer*", "vllm_patching*"])
+PACKAGES = ("atropos_launcher", "atroposlib", "example_trainer", "sampler_doctor", "vllm_patching")
+CODE = find_packages(str(ROOT), include=[f"{name}*" for name in PACKAGES])
 INSTALLED_AS = {
     "atropos_environments": "environments",
     "example_trainer.recipes": "recipes",

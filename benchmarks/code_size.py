@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grimp
 
-PACKAGES = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching")
+PACKAGES = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "sampler_doctor", "vllm_patching")
 OUTSIDE = {"tests", "benchmarks", "docs"}
 WIDEST = 120
 # In brackets, so that this file is not one of those that it counts.

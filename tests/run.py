@@ -16,7 +16,16 @@ from typing import IO
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM_LIMIT_S = 600
-TYPED = ["atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "benchmarks", "tests"]
+TYPED = [
+    "atropos_launcher",
+    "atroposlib",
+    "environments",
+    "example_trainer",
+    "sampler_doctor",
+    "vllm_patching",
+    "benchmarks",
+    "tests",
+]
 
 
 def main() -> None:

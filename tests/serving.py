@@ -43,6 +43,11 @@ class Reply(NamedTuple):
     headers: Mapping[str, str] = MappingProxyType({})
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that many clients open at once
+
+
 class ThreadedServer:
     """Answers in threads, by a function; where that returns None, the connection closes without an answer."""
 
@@ -64,8 +69,7 @@ class ThreadedServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._http.daemon_threads = True
+        self._http = _Http(("127.0.0.1", port), Handler)
         self.port = self._http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()

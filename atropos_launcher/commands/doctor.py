@@ -2,9 +2,11 @@
 
     atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
     atropos doctor --live http://HOST:PORT          the weights of a running server alone
+    atropos doctor --sampler URL --model MODEL      what any server samples, against the model's own distributions
 
 It changes nothing and imports neither torch nor vLLM. checks/checks.py and device_checks.py contain the checks,
-example_trainer/check_served_weights.py compares weights. A host that does not answer costs 2 s.
+example_trainer/check_served_weights.py compares weights, sampler_doctor tests what is sampled. A host that does not
+answer costs 2 s.
 """
 
 import contextlib
@@ -59,6 +61,7 @@ from example_trainer.memory.plan import GIB
 from example_trainer.settings.bridges import LAUNCHED, Broadcast
 from example_trainer.settings.servers import Port, VllmServers
 from example_trainer.socket_folder import usable_parent
+from sampler_doctor.settings import SamplerFlags
 from vllm_patching.free_memory import available_memory
 
 PROG = "atropos doctor"
@@ -67,7 +70,7 @@ CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 LIVE_S = 1800  # to read a large model's files and compare them
 
 
-class DoctorConfig(VllmServers):
+class DoctorConfig(SamplerFlags, VllmServers):
     """Check this machine and the servers before a run: ports, versions, memory, models and limits."""
 
     mode: Literal[tuple(LAUNCHED)] = Field(  # type: ignore[valid-type]
@@ -124,6 +127,12 @@ class DoctorConfig(VllmServers):
         description="compare what these running vLLM servers compute with, word by word, with --weights, and check"
         " nothing else: http://HOST:PORT, or a run's directory; several with commas",
     )
+    sampler: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="test what this server samples, against --model as transformers computes it, and check nothing"
+        " else: http://HOST:PORT of vLLM, SGLang, or a server with OpenAI's completions",
+    )
     weights: str | None = Field(
         None,
         min_length=1,
@@ -156,6 +165,8 @@ def main(argv: Sequence[str]) -> int:
     """The command line: 0 without a failing check, 1 with one, 2 on wrong flags."""
     words = ["--help" if word == "--flags" else word for word in argv]  # as it was called
     config = load_config(DoctorConfig, words, prog=PROG)
+    if config.sampler:
+        return examine_sampler(config)
     levels: Counter[str] = Counter()
     for finding in live(config) if config.live else examine(config):
         print(finding, flush=True)
@@ -303,13 +314,11 @@ def live(config: DoctorConfig) -> Iterator[Finding]:
     name = "live weights"
     urls = [url for where in config.live for url in ([where] if ":" in where else urls_of_run(Path(where)))]
     flags = ["--live", ",".join(urls), *(["--weights", config.weights] if config.weights else [])]
-    key = {"VLLM_API_KEY": config.vllm_api_key.get_secret_value()} if config.vllm_api_key else {}
-    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
     print(f"Comparing the weights of {', '.join(urls)} (at most {LIVE_S} s)", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "example_trainer.check_served_weights", *flags],
-            env={**os.environ, **key, "PYTHONPATH": path},
+            env=_child_environment(config),
             capture_output=True,
             text=True,
             timeout=LIVE_S,
@@ -323,6 +332,27 @@ def live(config: DoctorConfig) -> Iterator[Finding]:
         yield Finding(row["level"], name, f"{row['url']}: {row['found']}", row["remedy"])
     if done.returncode != 0:
         yield Finding("fail", name, (done.stderr.strip().splitlines() or [exit_words(done.returncode)])[-1])
+
+
+def examine_sampler(config: DoctorConfig) -> int:
+    """Test a sampler in a process of its own, because that loads torch. Returns its exit status, 2 without --model."""
+    given = config.model_dump(mode="json", include={*SamplerFlags.model_fields, "sampler", "model"}, exclude_unset=True)
+    flags = [word for name, value in given.items() for word in _flag(name, value)]
+    return subprocess.run(
+        [sys.executable, "-m", "sampler_doctor", *flags], env=_child_environment(config), check=False
+    ).returncode
+
+
+def _flag(name: str, value: object) -> list[str]:
+    shown = ",".join(value) if isinstance(value, list) else str(value)
+    return [f"--{name.replace('_', '-')}={shown}"]
+
+
+def _child_environment(config: DoctorConfig) -> dict[str, str]:
+    """The server's key, and where our packages are."""
+    key = {"VLLM_API_KEY": config.vllm_api_key.get_secret_value()} if config.vllm_api_key else {}
+    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **key, "PYTHONPATH": path}
 
 
 def urls_of_run(run: Path) -> list[str]:

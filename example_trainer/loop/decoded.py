@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atroposlib import rounding
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Decoded, DecodeProbe
 from example_trainer.bridges.base import BridgeError, Decodes
@@ -48,10 +49,6 @@ PROMPTS = (  # no two begin alike: none may find another's blocks in that cache
 )
 STEPS = (1, 4, 8, 13, 17, 22, 26, 31)  # of each answer, from 0, which prefill computes
 
-# Root mean square difference that rounding makes, over the machine epsilon and over the spread (standard deviation over
-# the vocabulary) of log-probabilities. Measured 3 to 24 in float32, where sums round too, and 1 to 12 in bfloat16.
-EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.8e-3}
-ROUNDING = {"float32": 200.0, "float16": 8.0, "bfloat16": 24.0}
 WRONG_MOVE = 0.5  # of the trainer's own move between two probes, by which a server's is wrong beyond rounding
 NOISE_DIMENSIONS = 2  # few, as rounding is nearly alike after one prompt's tokens
 STANDARD_ERRORS = 4.0
@@ -76,8 +73,7 @@ def rounding_limit(dtypes: Sequence[str], trained: Tensor) -> float:
     """Return how far log-probabilities of one policy may be apart, in nats, root mean square, by the rounding of the
     coarsest of `dtypes`, where the trainer's logits are `trained`, [rows, vocabulary].
     """
-    spread = float(_logprobs(trained).std(dim=-1).mean())
-    return spread * max(ROUNDING[dtype] * EPSILON[dtype] for dtype in dtypes)
+    return rounding.rounding_limit(dtypes, float(_logprobs(trained).std(dim=-1).mean()))
 
 
 class Moved(NamedTuple):

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("atroposlib", "atropos_launcher", "environments", "example_trainer", "vllm_patching", "tests/contract")
+FOLDERS = (
+    "atroposlib",
+    "atropos_launcher",
+    "environments",
+    "example_trainer",
+    "sampler_doctor",
+    "vllm_patching",
+    "tests/contract",
+)
 BROAD = {None, "Exception", "BaseException"}
 
 

@@ -43,6 +43,7 @@ def test_each_extra_is_one_of_the_package() -> None:
 TRAINER = "from example_trainer.commands import grpo; grpo()"
 SERVER = "from example_trainer.vllm_api_server import main; main()"
 MODEL = "from example_trainer.quickstart_model import main; main()"
+DOCTOR = "from sampler_doctor.__main__ import main; main()"
 REASONING = "from environments.reasoning_gym_server import ReasoningGymEnv; ReasoningGymEnv.cli()"
 
 
@@ -54,6 +55,7 @@ REASONING = "from environments.reasoning_gym_server import ReasoningGymEnv; Reas
         ("tensorboard", "tensorboard", TRAINER, "--model-name M --tensorboard"),
         ("wandb", "wandb", TRAINER, "--model-name M --use-wandb"),
         ("vllm", "gpu", SERVER, "--model M"),
+        ("torch", "doctor", DOCTOR, "--sampler http://127.0.0.1:9 --model M"),
         ("gguf", "trainer", MODEL, "--out model"),
         ("reasoning_gym", "environments", REASONING, "process --env.tokenizer_name T"),
     ],

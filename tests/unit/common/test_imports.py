@@ -30,6 +30,8 @@ PLANTED = {
     "The wire is msgspec": ("atroposlib.wire.batching", "pydantic"),
     "atroposlib and the environments load neither": ("atroposlib.grading.extraction", "torch"),
     "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),
+    "The sampler doctor needs no vLLM": ("sampler_doctor.servers.find", "vllm_patching.version"),
+    "Inside the sampler doctor imports go down": ("sampler_doctor.servers.sampler", "sampler_doctor.reference"),
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
     "The trainer loads nothing that only": ("example_trainer.loss.batch_gradients", "vllm_patching.worker"),
     "The launcher loads neither": ("atropos_launcher.placement.gpus", "torch"),

@@ -26,6 +26,7 @@ BUILT_FROM = [
     "environments",
     "example_trainer",
     "recipes",
+    "sampler_doctor",
     "scripts",
     "vllm_patching",
 ]
@@ -73,13 +74,14 @@ def metadata(wheel: Path) -> Message:
         return message_from_string(archive.read(f"{PROJECT['name']}-{PROJECT['version']}.dist-info/METADATA").decode())
 
 
-def test_its_top_level_names_are_the_five_packages(installed: Path) -> None:
+def test_its_top_level_names_are_the_six_packages(installed: Path) -> None:
     names = {path.name for path in installed.iterdir()}
     assert names - {"bin", f"{PROJECT['name']}-{PROJECT['version']}.dist-info"} == {
         "atropos_environments",
         "atropos_launcher",
         "atroposlib",
         "example_trainer",
+        "sampler_doctor",
         "vllm_patching",
     }
 
@@ -87,7 +89,7 @@ def test_its_top_level_names_are_the_five_packages(installed: Path) -> None:
 def test_it_holds_every_module_recipe_and_batch_script(installed: Path) -> None:
     expected = [
         INSTALLED_AS.get(path.parts[0], path.parts[0]) + str(path)[len(path.parts[0]) :]
-        for folder in ("atropos_launcher", "atroposlib", "environments", "example_trainer", "vllm_patching", "recipes")
+        for folder in set(BUILT_FROM) - {"scripts"}
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*"))
         if path.suffix in (".py", ".yaml", ".html", ".js", ".css", ".svg") or path.name == "py.typed"
     ]
@@ -125,11 +127,12 @@ def test_each_command_runs_from_an_empty_folder(command: str, installed: Path, t
     assert re.fullmatch(rf"\S+.* {re.escape(PROJECT['version'])}\n", shown)
 
 
-def test_help_takes_less_than_a_second_of_cpu(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "flag"), [("train", "--dry-run"), ("doctor", "--sampler")])
+def test_help_takes_less_than_a_second_of_cpu(command: str, flag: str, installed: Path, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    shown = run(sys.executable, installed / "bin/atropos", "train", "--help", cwd=tmp_path, PYTHONPATH=str(installed))
+    shown = run(sys.executable, installed / "bin/atropos", command, "--help", cwd=tmp_path, PYTHONPATH=str(installed))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "--dry-run" in shown.stdout
+    assert flag in shown.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 

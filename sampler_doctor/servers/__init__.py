@@ -1,0 +1,1 @@
+"""The servers' protocols behind one interface: a row asks, whoever answers."""

@@ -1,0 +1,81 @@
+"""SGLang's /generate, and servers that imitate it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sampler_doctor.servers.sampler import Answer, Ask, NotOffered, Sampler, finite, offered
+
+NAMES = {"seed": "sampling_seed"}  # of options that SGLang calls otherwise
+OUTSIDE = {"cache_salt": "extra_key"}  # options that stand beside its sampling_params
+
+
+class Generate(Sampler):
+    """`vocabulary` is how many log-probabilities it is asked for at most."""
+
+    protocol = "generate"
+
+    def __init__(self, url: str, key: str | None, answer_s: float, vocabulary: int) -> None:
+        super().__init__(url, key, answer_s)
+        self.top = vocabulary
+
+    def open(self, name: str | None) -> None:
+        """Find the model's name, for chat, and how many log-probabilities it gives."""
+        self.model = name or self._first_model()
+        (answer,) = self.sample(Ask([1], top=self.top))
+        self.top = len(answer.top[0])
+
+    def sample(self, ask: Ask) -> list[Answer]:
+        inside = {NAMES.get(name, name): value for name, value in ask.options.items() if name not in OUTSIDE}
+        body: dict[str, Any] = {
+            "sampling_params": {"temperature": ask.temperature, "max_new_tokens": ask.tokens, **inside},
+            "return_logprob": True,
+            "top_logprobs_num": ask.top,
+            **{OUTSIDE[name]: value for name, value in ask.options.items() if name in OUTSIDE},
+        }
+        body |= {"text": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": list(ask.prompt)}
+        body |= {"logprob_start_len": 0} if ask.of_prompt else {}
+        body |= {"lora_path": ask.model} if ask.model else {}
+        reply = self.post("/generate", body)
+        return [_answer(each["meta_info"], ask) for each in (reply if isinstance(reply, list) else [reply])]
+
+    def _first_model(self) -> str:
+        try:
+            return str(self.get("/v1/models")["data"][0]["id"])
+        except NotOffered:
+            return "default"
+
+    def version(self) -> str:
+        try:
+            return f"SGLang {self.get('/get_server_info')['version']}"
+        except (NotOffered, TypeError, KeyError):
+            return "SGLang-style"
+
+    def longest(self) -> int | None:
+        try:
+            cards = self.get("/v1/models")["data"]
+        except NotOffered:
+            return None
+        found = cards[0].get("max_model_len") if cards else None
+        return int(found) if found else None
+
+    def load(self, directory: str) -> str:
+        self.post("/update_weights_from_disk", {"model_path": directory})
+        return "/update_weights_from_disk"
+
+
+def _answer(info: Mapping[str, Any], ask: Ask) -> Answer:
+    own = offered(info.get("output_token_logprobs"), "output_token_logprobs")
+    top = info.get("output_top_logprobs") or [[]] * len(own)
+    prompt = info.get("input_token_logprobs") if ask.of_prompt else None
+    if ask.of_prompt and prompt is None:
+        raise NotOffered("the answer has no input_token_logprobs")
+    reason = info.get("finish_reason")
+    return Answer(
+        [token for _, token, *_ in own],
+        [value for value, *_ in own],
+        [finite({token: value for value, token, *_ in each or []}) for each in top],
+        reason.get("type") if isinstance(reason, Mapping) else reason,
+        info.get("prompt_tokens"),
+        info.get("cached_tokens"),
+        None if prompt is None else [value for value, *_ in prompt],
+    )

@@ -1,0 +1,126 @@
+"""The sampler doctor finds each planted fault by its row's name, and none where there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atropos_launcher.commands import doctor
+from sampler_doctor.__main__ import main
+from sampler_doctor.report import Row
+from sampler_doctor.rows.catalogue import NAMES, STALE
+from sampler_doctor.run import Doctor
+from sampler_doctor.settings import SamplerConfig
+from tests.unit.sampler_doctor.faulty_server import ADAPTER, FAULTS, FaultySampler, Style, serve
+from tests.unit.sampler_doctor.tiny import save_adapter, save_model
+
+Models = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    model = save_model(folder / "model", 0)
+    return {
+        "model": model,
+        "other": save_model(folder / "other", 1),
+        "adapter": save_adapter(folder / "adapter", model),
+    }
+
+
+def rows_of(models: Models, fault: str, *names: str, style: Style = "vllm", update: bool = False) -> list[Row]:
+    with serve(FaultySampler(models["model"], models["adapter"], fault), style) as server:
+        config = SamplerConfig(
+            sampler=server.url,
+            model=str(models["model"]),
+            rows=names,
+            sampler_dtype="float32",
+            adapter=f"{ADAPTER}={models['adapter']}",
+            update=str(models["other"]) if update else None,
+        )
+        return list(Doctor(config).rows())
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.startswith("update")])
+def test_a_planted_fault_is_found_by_its_row(fault: str, models: Models) -> None:
+    assert [(row.name, row.result) for row in rows_of(models, fault, FAULTS[fault])] == [(FAULTS[fault], "fails")]
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith("update")])
+def test_a_fault_of_an_update_is_found_after_it(fault: str, models: Models) -> None:
+    rows = rows_of(models, fault, FAULTS[fault], update=True)
+    assert [row.result for row in rows if not row.after] == ([] if FAULTS[fault] == STALE else ["ok"])
+    assert [(row.name, row.result) for row in rows if row.after] == [(FAULTS[fault], "fails")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["vllm", "sglang"])
+def test_no_row_fails_without_a_fault(style: Style, models: Models) -> None:
+    rows = rows_of(models, "", style=style, update=True)
+    assert [row for row in rows if row.result != "ok"] == []
+    assert {row.name for row in rows} == set(NAMES)
+    assert len(rows) == 2 * (len(NAMES) - 1) + 1
+
+
+def test_what_a_plain_server_lacks_is_no_failure(models: Models) -> None:
+    rows = {row.name: row for row in rows_of(models, "", *(name for name in NAMES if name != "batch"), style="openai")}
+    assert [row for row in rows.values() if row.result == "fails"] == []
+    assert rows["distribution"].result == "ok"
+    assert "the 5 most probable of 258" in rows["distribution"].figure
+    assert rows["top_k"].result == rows["stop token"].result == "not offered"
+
+
+def test_the_exit_status_is_1_and_the_receipt_has_the_figure(
+    models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    receipt = tmp_path / "receipt.json"
+    with serve(FaultySampler(models["model"], models["adapter"], "n: one answer many times")) as server:
+        flags = ["--sampler", server.url, "--model", str(models["model"]), "--receipt", str(receipt)]
+        assert main([*flags, "--rows", "n,seed"]) == 1
+        assert main([*flags, "--rows", "seed"]) == 0
+        assert main([*flags, "--rows", "n", "--sampler-dtype", "float32"]) == 1
+    shown = capfd.readouterr().out
+    assert "fails       n " in shown
+    assert "teach nothing" in shown
+    content = json.loads(receipt.read_text())
+    assert [(row["name"], row["result"]) for row in content["rows"]] == [("n", "fails")]
+    assert content["digest"].startswith("sha256:")
+    assert server.url not in receipt.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--sampler", "http://127.0.0.1:9", "--model", "MODEL"], "start the server, or correct --sampler"),
+        (
+            ["--sampler", "http://127.0.0.1:9", "--model", "MODEL", "--rows", "nn"],
+            "--rows nn is no check; there are: d",
+        ),
+        (["--sampler", "http://127.0.0.1:9"], "--model is required"),
+    ],
+)
+def test_what_cannot_be_tested_is_one_line_and_status_2(
+    flags: list[str], words: str, models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word.replace("MODEL", str(models["model"])) for word in flags])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_atropos_doctor_tests_a_sampler_and_ends_with_its_status(models: Models, tmp_path: Path) -> None:
+    with serve(FaultySampler(models["model"], models["adapter"], "seed: ignored")) as server:
+        flags = ["--sampler", server.url, "--model", str(models["model"]), "--receipt", str(tmp_path / "r.json")]
+        assert doctor.main([*flags, "--rows", "n"]) == 0
+        assert doctor.main([*flags, "--rows", "n,seed", "--answer-s", "60"]) == 1
+    assert doctor.main(["--sampler", server.url]) == 2
+
+
+def test_the_page_names_every_row_and_every_planted_fault() -> None:
+    page = (Path(__file__).parents[3] / "docs/test_your_sampler.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
+    assert [fault for fault, row in FAULTS.items() if f"| {fault} | `{row}` |" not in page] == []
+    assert f"{len(FAULTS)} of {len(FAULTS)}" in page
+    assert f"({2 * len(NAMES) - 1} rows each)" in page
