@@ -1,6 +1,7 @@
 """Whether the server computes the model's policy: in prefill, in decode, in a batch, from its cache."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from sampler_doctor.servers.sampler import Answer, Ask, NotShown
 CROWD = 64
 DRAWS = 64
 STANDARD_ERRORS = 5.0
+MOST_CERTAIN = 0.95  # probability of a token beyond which draws of others are too rare to count
 
 
 def distribution(session: Session) -> Found:
@@ -105,6 +107,12 @@ def z_score(session: Session, prompt: tuple[int, ...], drawn: list[int], probabi
     return (float(np.mean(logprobs[drawn])) - mean) / deviation * float(np.sqrt(len(drawn)))
 
 
+def _is_open(session: Session, prompt: tuple[int, ...]) -> bool:
+    """Return whether one rare token among the draws is no sign of a fault."""
+    logprobs = log_softmax(session.reference.after(prompt))
+    return float(np.exp(logprobs.max())) < MOST_CERTAIN
+
+
 def draws(session: Session, prompt: tuple[int, ...], temperature: float = 1.0, **options: object) -> list[Answer]:
     """Sample the next token `DRAWS` times."""
     options = {"n": DRAWS, **options}
@@ -117,9 +125,11 @@ def draws(session: Session, prompt: tuple[int, ...], temperature: float = 1.0, *
 def sampling(session: Session) -> Found:
     """Whether tokens are drawn from the distribution whose log-probabilities are given."""
     scores = []
-    for prompt in session.prompts:
+    for prompt in filter(partial(_is_open, session), session.prompts):
         drawn = [answer.tokens[0] for answer in draws(session, prompt)]
         scores.append(z_score(session, prompt, drawn, session.probabilities(prompt)))
+    if not scores:
+        raise NotShown("the model is almost certain of each next token")
     worst = max(scores, key=abs)
     figure = f"{worst:+.1f} standard errors, of {DRAWS} draws behind each of {len(scores)} prompts"
     return Found("ok" if abs(worst) <= STANDARD_ERRORS else "fails", figure, f"±{STANDARD_ERRORS:g}")

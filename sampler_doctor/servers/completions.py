@@ -64,7 +64,7 @@ class Completions(Sampler):
             "prompt": ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt),
             "max_tokens": ask.tokens,
             "temperature": ask.temperature,
-            "logprobs": ask.top if ask.top < self.top or ask.top < 0 else max(ask.top, 1),
+            "logprobs": ask.top,
             **ask.options,
             **extra,
             **self._extensions,
