@@ -12,7 +12,7 @@ class SamplerFlags(Config):
     """What is checked at a sampler."""
 
     rows: tuple[str, ...] = Field((), description="for --sampler: the checks to run, comma-separated; by default all")
-    quick: bool = Field(False, description="for --sampler: the checks that find most, in a third of the time")
+    quick: bool = Field(False, description="for --sampler: only the twelve checks that find most")
     sampler_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto",
         description="for --sampler: dtype in which the server computes, which sets how much rounding may explain; auto"
