@@ -16,7 +16,7 @@ from atroposlib.errors import WRONG_USE, AtroposError
 
 CHECKOUT = Path(__file__).parents[1]
 
-Extra = Literal["trainer", "gpu", "doctor", "environments", "mcp", "wandb", "tensorboard"]
+Extra = Literal["trainer", "gpu", "doctor", "environments", "mcp", "wandb", "tensorboard", "ray"]
 
 
 class MissingExtra(AtroposError):

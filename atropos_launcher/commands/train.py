@@ -23,6 +23,7 @@ from atropos_launcher.console.idle_reason import Diagnosis
 from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.console.progress_file import ProgressFile
 from atropos_launcher.console.summary import outcome, read_rows, summary
+from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
 from atropos_launcher.placement.cores import place_cores
 from atropos_launcher.placement.gpus import (
@@ -46,7 +47,7 @@ from atropos_launcher.plan.sections import (
     expect_sampling,
     resolve_trainer,
 )
-from atropos_launcher.plan.services import Plan, machine_lines, make_plan
+from atropos_launcher.plan.services import Plan, machine_lines, make_plan, reservations
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
@@ -102,6 +103,9 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
             print(scarce, file=sys.stderr)
         extras.need("trainer", prog, "torch", "matplotlib")
         extras.need("gpu", prog, "vllm")
+        if plan.site.machines.ray:
+            ray_cluster.expect_ready(plan.site.machines, plan.site.model)
+            ray_cluster.reserve(plan.site.machines, reservations(plan))
         status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None)
     if status == 0:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
@@ -406,7 +410,12 @@ def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None
     words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
     if line := disk_line(run_dir):
         console.say(line)
-    first = "wait until all machines answer or remove the lost one from the hosts file, then run: "
+    lost = (
+        "start Ray on the lost node again or go on without it"
+        if plan.site.machines.ray
+        else ("wait until all machines answer or remove the lost one from the hosts file")
+    )
+    first = f"{lost}, then run: "
     kept = any((run_dir / "checkpoints").glob("*step_*"))
     console.say(
         f"To continue {'from the last checkpoint' if kept else '(there is no checkpoint yet: from step 1)'},"

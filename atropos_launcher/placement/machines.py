@@ -1,11 +1,12 @@
-"""The machines of a run, as `--hosts FILE` names them: which of them serve, and which train.
+"""The machines of a run, as `--hosts FILE` or a Ray cluster names them: which of them serve, and which train.
 
     10.0.0.1                   # this machine: launcher, batching API, environments, rank 0; and a vLLM server
     10.0.0.2                   # trainer ranks and a vLLM server
     10.0.0.3 vllm              # or, on every line: `trainer` or `vllm` alone
 
 The first line is the machine on which the command is typed. What runs on the others is started there by a command of
-the user's (`--remote-command`), one for each service, and watched from here (services/remote_client.py).
+the user's (`--remote-command`), one for each service, and watched from here (services/remote_client.py). With `--ray`
+the machines are a cluster's nodes (placement/ray_cluster.py), and Ray starts what runs on them, on the first one, too.
 """
 
 import re
@@ -46,7 +47,15 @@ class MachineFlags(Config):
         30.0,
         ge=5,
         le=3600,
-        description="with --hosts: seconds without a sign of life after which a machine counts as lost",
+        description="with --hosts or --ray: seconds without a sign of life after which a machine counts as lost",
+    )
+    ray: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray cluster that places services: HOST:PORT, auto (this machine's), or local, which starts one",
+    )
+    ray_nodes: int | None = Field(
+        None, ge=1, le=1024, description="with --ray: wait until the cluster has this many nodes, and use no more"
     )
 
 
@@ -66,6 +75,8 @@ class Machines:
     all: tuple[Machine, ...] = (Machine(LOOPBACK),)
     remote: str = SSH
     silence_s: float = 30.0  # after which a machine that gives no sign of life counts as lost
+    ray: str = ""  # the address of the Ray cluster that starts services
+    group: str = ""  # the name of what it reserves for them
 
     @property
     def first(self) -> str:
@@ -95,6 +106,18 @@ class Machines:
         """The host, or nothing for this machine."""
         return "" if host in (self.first, LOOPBACK) else host
 
+    def group_of(self, index: int) -> str:
+        """Return the name of the placement group on that machine."""
+        return f"{self.group}-{index}"
+
+    def host_of_server(self, index: int) -> str:
+        """Return the host of a vLLM server: one on each of several machines, all of them on a single one."""
+        return self.serving[index] if self.several else self.first
+
+    def index_of(self, host: str) -> int:
+        """Return which of `all` has that host."""
+        return [machine.host for machine in self.all].index(host)
+
     def reached_at(self, host: str) -> str:
         """Return where processes of this machine reach a server there: on this machine, loopback."""
         return self.elsewhere(host) or LOOPBACK
@@ -121,7 +144,13 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
     if not listed:
         raise ConfigError(f"--hosts {path} names no machine: write {LINE}")
     machines = Machines(tuple(listed), remote, silence_s)
-    _check(machines, path)
+    if "{host}" not in machines.remote:
+        raise ConfigError(f"--remote-command {machines.remote!r} has no {{host}}; write it where the host's name goes")
+    try:
+        shlex.split(machines.remote)
+    except ValueError as error:
+        raise ConfigError(f"--remote-command {machines.remote!r}: {error}; close the quote") from None
+    check_roles(machines, str(path))
     if check_here and machines.several:
         _expect_here(machines.first, path)
         program = shlex.split(remote)[0]
@@ -133,24 +162,19 @@ def read_machines(path: Path, remote: str, silence_s: float, check_here: bool = 
     return machines
 
 
-def _check(machines: Machines, path: Path) -> None:
-    if "{host}" not in machines.remote:
-        raise ConfigError(f"--remote-command {machines.remote!r} has no {{host}}; write it where the host's name goes")
-    try:
-        shlex.split(machines.remote)
-    except ValueError as error:
-        raise ConfigError(f"--remote-command {machines.remote!r}: {error}; close the quote") from None
+def check_roles(machines: Machines, source: str) -> None:
+    """Raise ConfigError, which names `source`, unless the machines' roles make a run."""
     if not machines.all[0].trains:
         raise ConfigError(
-            f"{path}: {machines.first} does not train, but rank 0 runs on the first machine; put one that trains first"
+            f"{source}: {machines.first} does not train, but rank 0 runs on the first machine; put another first"
         )
     if not machines.serving:
         raise ConfigError(
-            f"{path}: no machine serves vLLM: write `vllm` in place of `trainer` behind a host, or no roles at all"
+            f"{source}: no machine serves vLLM: write `vllm` in place of `trainer` behind a host, or no roles at all"
         )
     if len({machine.trains and machine.serves for machine in machines.all}) > 1:
         raise ConfigError(
-            f"{path}: some machines have both roles and others only one, so their GPUs would be divided differently:"
+            f"{source}: some machines have both roles and others only one, so their GPUs would be divided differently:"
             " give all machines both roles, or each exactly one"
         )
 

@@ -34,7 +34,8 @@ def changed_servers(
     ConfigError.
     """
     servers: Servers = content.get("vllm") or {}
-    serving = None if machines is THIS_ONE else len(machines.serving)
+    alone = machines is THIS_ONE or (bool(machines.ray) and not machines.several)
+    serving = None if alone else len(machines.serving)
     if serving is not None:
         _expect_several(content, machines)
         servers = on_machines(servers, serving)

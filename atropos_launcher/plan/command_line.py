@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
 from atropos_launcher.plan.changes import Sections, changed_environments, changed_servers, section_values, texts
 from atropos_launcher.plan.sections import SectionFlags
@@ -214,8 +215,9 @@ def read_command_line(
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
         bridge=check_kind(bridge) if bridge else None,
     )
-    machines = _machines(given, "dry_run" in typed)
     content = read_run(source, choice)
+    layout = (content.get("layout") or {}) | texts(line.sections["layout"])
+    machines = _machines(given, layout.get("ray"), "dry_run" in typed)
     content, sections = _changed(content, line.sections, given, models, machines)
     run = validated(content, source.name)
     view = given.view is not False
@@ -256,9 +258,17 @@ def _keys_of_programs() -> dict[str, list[Key]]:
     return {program: list(keys_of(tree)) for program, tree in programs.items()}
 
 
-def _machines(given: RunFlags, dry_run: bool) -> Machines:
-    """Read the machines of --hosts; without it, take this one."""
-    if not isinstance(given, TrainFlags) or given.hosts is None:
+def _machines(given: RunFlags, ray: object, dry_run: bool) -> Machines:
+    """Read the machines of --hosts, or of the Ray cluster; without them, take this one."""
+    if not isinstance(given, TrainFlags):
+        return THIS_ONE
+    if address := given.ray or ray:
+        if given.hosts is not None:
+            raise ConfigError(f"--hosts {given.hosts} and --ray {address} both name the machines: give one of them")
+        return ray_cluster.connect(str(address), given.ray_nodes, given.host_timeout, dry_run)
+    if given.ray_nodes is not None:
+        raise ConfigError(f"--ray-nodes {given.ray_nodes} is only for --ray: give that, too, or leave this out")
+    if given.hosts is None:
         return THIS_ONE
     return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
 

@@ -1,4 +1,4 @@
-"""A service as it runs on a machine of --hosts: as it is on this one, by services/remote_client.py on another."""
+"""A service as it runs on a machine of --hosts, or by --ray on any: by services/remote_client.py."""
 
 import shlex
 import sys
@@ -18,18 +18,22 @@ def on_machine(
     already, each with what to do where it is not. Raises ConfigError for paths that a remote shell would change.
     """
     machines = site.machines
-    if not machines.elsewhere(host):
+    if not machines.ray and not machines.elsewhere(host):
         return service
     for path in (sys.executable, remote_agent.__file__):
-        if shlex.quote(path) != path:
+        if shlex.quote(path) != path and not machines.ray:
             raise ConfigError(
                 f"--hosts: the shell on {host} would not take the path {path!r} literally: install Atropos under a path"
                 " without spaces and special characters"
             )
-    flags = ["--host", host, "--name", service.name, "--remote-command", machines.remote]
+    flags = ["--host", host, "--name", service.name]
+    if machines.ray:
+        flags += ["--ray", machines.ray, "--group", machines.group_of(machines.index_of(host))]
+    else:
+        flags += ["--remote-command", machines.remote]
     flags += ["--silence-s", f"{machines.silence_s:g}", "--folder", str(site.run_dir)]
     flags += ["--variables", ",".join(sorted(service.environment)), "--cores", ",".join(map(str, service.cores))]
     flags += [word for name in files for word in ("--file", str(site.run_dir / name))]
     flags += [word for path, remedy in (sees or {}).items() for word in ("--sees", path, remedy)]
     command = (sys.executable, "-u", "-m", "atropos_launcher.services.remote_client", *flags, "--", *service.command)
-    return replace(service, command=command, cores=(), host=host)
+    return replace(service, command=command, cores=(), host=machines.elsewhere(host))

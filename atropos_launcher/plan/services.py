@@ -6,6 +6,7 @@ RunFile ──▶ sections.py: what each program is told ──▶ here: command
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from atropos_launcher.paths import PACKAGES
@@ -147,7 +148,7 @@ def services(
                 restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
                 cores=site.cores.vllm[index],
             )
-            made.append(on_machine(serving, site.machines.serving[index], site) if site.machines.several else serving)
+            made.append(on_machine(serving, site.machines.host_of_server(index), site))
     made += teachers(run, site, trainer, shared)
     made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
     mine = site.cores.environments
@@ -190,7 +191,8 @@ def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], share
     hosts, python = site.machines.training, (sys.executable, "-u")
     environment, cores = {**shared, **seen(site.placement.trainer)}, site.cores.trainer
     if len(hosts) == 1:
-        return [Service(TRAINER, (*python, *program), environment, may_end=True, cores=cores)]
+        alone = Service(TRAINER, (*python, *program), environment, may_end=True, cores=cores)
+        return [on_machine(alone, hosts[0], site)]
     made = []
     for number, host in enumerate(hosts):
         agent = {
@@ -239,19 +241,38 @@ def machine_lines(plan: Plan) -> list[str]:
     """Who runs where, and by which command, of a run on several machines."""
     site = plan.site
     machines = site.machines
-    if not machines.several:
+    if not machines.several and not machines.ray:
         return []
     where: dict[str, list[str]] = {machine.host: [] for machine in machines.all}
-    for index, host in enumerate(machines.serving):
-        where[host].append(f"{server_name(index, len(machines.serving))} on port {site.vllm_ports[index]}")
+    for index, port in enumerate(site.vllm_ports):
+        where[machines.host_of_server(index)].append(f"{server_name(index, len(site.vllm_ports))} on port {port}")
     each = ranks_of_a_machine(plan.trainer, site)
     for number, host in enumerate(machines.training):
         ranks = f"ranks {number * each} to {(number + 1) * each - 1}" if each > 1 else f"rank {number}"
         where[host].append(f"trainer {ranks} of {each * len(machines.training)}")
     where[machines.first].append(f"batching API on {LOOPBACK}:{site.api_port}, environments")
     lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
+    if machines.ray:
+        lines = [
+            f"{line}; Ray reserves {bundle['CPU']} CPUs and {bundle['GPU']} GPUs"
+            for line, bundle in zip(lines, reservations(plan), strict=True)
+        ]
     if len(machines.training) > 1:
         lines.append(
             f"Trainer ranks meet at {machines.first}:{site.meeting_port} within {plan.trainer.dist_timeout_s:.0f} s"
         )
     return lines
+
+
+def reservations(plan: Plan) -> list[dict[str, int]]:
+    """What Ray is to reserve on each machine: a CPU for each service that it starts, and the GPUs of the plan."""
+    site, machines = plan.site, plan.site.machines
+    placement, hosts = site.placement, [machines.host_of_server(index) for index in range(len(site.vllm_ports))]
+    serving = [] if MODES[plan.run.kind].owns_vllm else hosts
+    found = []
+    for machine in machines.all:
+        gpus = {*placement.trainer} if machine.trains else set()
+        served = [server.gpus for host, server in zip(hosts, placement.servers, strict=True) if host == machine.host]
+        gpus |= {*chain(*served)}
+        found.append({"CPU": serving.count(machine.host) + machine.trains, "GPU": len(gpus)})
+    return found

@@ -71,6 +71,7 @@ class Layout(Config):
     )
     trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
     teacher: Gpus = Field("auto", description="the teacher's GPUs, where it is started; by default the last ones")
+    ray: str | None = Field(None, min_length=1, description="Ray cluster that places services, as --ray names it")
     cores: CoreLayout = CoreLayout()
 
     @property

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from atropos_launcher.placement.machines import remote_words
-from atropos_launcher.services import remote_agent
+from atropos_launcher.services import ray_client, remote_agent
 
 FIRST_S = 60.0  # until the first sign of life
 LEAVE_S = 4.0  # for the far end to end the service in order, once we have been asked to end
@@ -38,6 +38,8 @@ class Asked(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service and copy its output. Returns its exit status; 1 where the machine cannot be reached."""
     asked = parser().parse_args(argv)
+    if asked.ray:
+        return ray_client.run(asked, job_of(asked, os.environ))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _ask)
     try:
@@ -87,7 +89,9 @@ def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(prog="remote", description=__doc__, allow_abbrev=False)
     arguments.add_argument("--host", required=True)
     arguments.add_argument("--name", required=True)
-    arguments.add_argument("--remote-command", required=True)
+    arguments.add_argument("--remote-command")
+    arguments.add_argument("--ray", help="address of the cluster that starts it")
+    arguments.add_argument("--group", help="placement group in which Ray starts it")
     arguments.add_argument("--silence-s", type=float, required=True)
     arguments.add_argument("--folder", required=True)
     arguments.add_argument("--variables", default="")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("atropos_launcher", "atroposlib", "environments", "example_trainer", "sampler_doctor", "vllm_patching")
 TORCHLESS = ("atroposlib", "environments", "atropos_launcher")  # a plain install runs all of it
-EXTRAS_OF_TORCHLESS = {"mcp", "wandb", "reasoning-gym"}  # asked for late, with a line that names the extra
+EXTRAS_OF_TORCHLESS = {"mcp", "ray", "reasoning-gym", "wandb"}  # asked for late, with a line that names the extra
 BROUGHT_ALONG = {
     "bitsandbytes",  # --optimizer adamw_8bit asks for it
     "mcp-types",  # of mcp

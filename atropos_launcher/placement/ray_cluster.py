@@ -1,0 +1,232 @@
+"""A Ray cluster as the machines of a run (`--ray`): who they are, whether they suit it, and what it reserves there.
+
+    connect: the nodes, this one first ──▶ Machines ──▶ plan ──▶ expect_ready: Python, checkout, model on each
+                                                             └─▶ reserve: a placement group on each node
+
+All of it runs before the first service starts, and names the node, the value and the remedy where something is missing.
+The launcher holds the placement groups: Ray frees them when it ends. A cluster by `--ray local` ends with it, too.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atropos_launcher.paths import PACKAGES
+from atropos_launcher.placement.machines import LOOPBACK, Machine, Machines, check_roles
+from atroposlib import extras
+from atroposlib.flags import ConfigError
+
+LOCAL, AUTO = "local", "auto"
+NAMESPACE = "atropos"  # in which services find the run's placement groups
+LABEL = "atropos"  # of a node that has one role: ray start --labels atropos=vllm
+JOIN_S = 600.0  # for the nodes that --ray-nodes asks for
+PROBE_S = 120.0  # Ray starts a process on each node for it
+RESERVE_S = 20.0
+REACH_S = 5.0
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # of ray/_private/ray_constants.py: no other machine joins
+STORE_BYTES = 80_000_000  # the least that Ray takes: nothing large travels in it
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node says of itself."""
+
+    python: str
+    ray: str
+    has_python: bool  # the launcher's, under the same path
+    has_checkout: bool
+    has_model: bool
+
+
+def join(address: str, local: bool = False) -> Any:
+    """Connect this process to a cluster, or start one here. Returns the module `ray`. Raises ConfigError."""
+    extras.need("ray", "--ray", "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # GPUs are the memory plan's affair
+    if local:  # whoever reaches a cluster can run code in it
+        os.environ |= {**ON_LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    import ray
+
+    here = {"include_dashboard": False, "object_store_memory": STORE_BYTES} if local else {"address": address}
+    try:
+        ray.init(**here, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ConnectionError, ValueError) as error:
+        raise ConfigError(f"--ray {address}: {_remedied(str(error))}") from None
+    return ray
+
+
+def _remedied(error: str) -> str:
+    if "ersion mismatch" in error:
+        return f"{' '.join(error.split())}; install the cluster's versions here, or these there"
+    first = error.strip().splitlines()[0] if error.strip() else "no answer"
+    return f"{first}: start a node of the cluster on this machine (`ray start`), or give --ray local"
+
+
+def connect(address: str, nodes: int | None, silence_s: float, dry_run: bool) -> Machines:
+    """The machines of a cluster, this one first; a dry run starts none for `local`. Raises ConfigError."""
+    own = Machines(silence_s=silence_s, ray=address, group=f"atropos-{os.getpid()}")
+    if address == LOCAL and dry_run:
+        return own
+    expect_reachable(address)
+    ray = join(address, local=address == LOCAL)
+    context = ray.get_runtime_context()
+    found = _nodes(ray, nodes, address)
+    mine = context.get_node_id()
+    found.sort(key=lambda node: (node["NodeID"] != mine, node["NodeManagerAddress"]))
+    if nodes is not None:
+        found = found[:nodes]
+    own = Machines((Machine(LOOPBACK),), silence_s=silence_s, ray=context.gcs_address, group=own.group)
+    if len(found) == 1:
+        return own
+    listed = tuple(_machine(node) for node in found)
+    several = Machines(listed, silence_s=silence_s, ray=own.ray, group=own.group)
+    check_roles(several, f"--ray {address}")
+    return several
+
+
+def _machine(node: Mapping[str, Any]) -> Machine:
+    role = (node.get("Labels") or {}).get(LABEL, "")
+    if role not in ("", "trainer", "vllm"):
+        raise ConfigError(
+            f"--ray: node {node['NodeManagerAddress']} has the label {LABEL}={role}: it is `trainer` or `vllm`, or"
+            " leave it out for both"
+        )
+    return Machine(node["NodeManagerAddress"], role in ("", "trainer"), role in ("", "vllm"))
+
+
+def _nodes(ray: Any, nodes: int | None, address: str) -> list[dict[str, Any]]:
+    """The nodes that live. Waits for those that `nodes` asks for."""
+    deadline, told = time.monotonic() + JOIN_S, False
+    while True:
+        found = [node for node in ray.nodes() if node["Alive"]]
+        if len(found) >= (nodes or 1):
+            return found
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"--ray-nodes {nodes}: after {JOIN_S:.0f} s the cluster {address} has {len(found)}: start Ray on the"
+                " others (`ray start --address`), or ask for fewer"
+            )
+        if not told:
+            print(f"Waiting at most {JOIN_S:.0f} s for {nodes} Ray nodes; {len(found)} there", flush=True)
+            told = True
+        time.sleep(0.5)
+
+
+def expect_reachable(address: str) -> None:
+    """Raise ConfigError unless something listens at HOST:PORT; Ray itself takes a minute to say so."""
+    if address in (LOCAL, AUTO):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray {address} is no address: give HOST:PORT as `ray start` says it, auto or local")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--ray {address} cannot be reached within {REACH_S:.0f} s ({error.strerror or error}): start the cluster"
+            " (`ray start --head`), or give --ray local"
+        ) from None
+
+
+def expect_ready(machines: Machines, model: str) -> None:
+    """Raise ConfigError that names a node without what a service needs there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def facts(executable: str, checkout: str, model: str) -> dict[str, Any]:  # sent by value
+        import os
+        import platform
+
+        import ray
+
+        return {
+            "python": platform.python_version(),
+            "ray": ray.__version__,
+            "has_python": os.access(executable, os.X_OK),
+            "has_checkout": os.path.isfile(checkout),
+            "has_model": not os.path.isabs(model) or os.path.isfile(os.path.join(model, "config.json")),
+        }
+
+    checkout = str(PACKAGES / "atropos_launcher" / "services" / "ray_actor.py")
+    asked = {
+        host: ray.remote(num_cpus=0)(facts)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote(sys.executable, checkout, model)
+        for host, node in _by_host(machines).items()
+    }
+    for host, answer in asked.items():
+        try:
+            expect_suits(host, Facts(**ray.get(answer, timeout=PROBE_S)), model)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise ConfigError(
+                f"--ray: node {host} does not run a task ({str(error).strip().splitlines()[0]}): see `ray list nodes`"
+                " and the node's /tmp/ray/session_latest/logs"
+            ) from None
+
+
+def expect_suits(host: str, facts: Facts, model: str) -> None:
+    """Raise ConfigError for a node that differs from this one, or lacks something."""
+    import platform
+
+    import ray
+
+    for what, there, here in (
+        ("Ray", facts.ray, ray.__version__),
+        ("Python", facts.python, platform.python_version()),
+    ):
+        if there != here:
+            raise ConfigError(f"--ray: node {host} has {what} {there}, and this one {here}: install the same on both")
+    for has, what in (
+        (facts.has_python, f"this Python, {sys.executable}: install Atropos there under the same path"),
+        (facts.has_checkout, f"Atropos in {PACKAGES}: install it there under the same path"),
+        (facts.has_model, f"the model {model}: copy it there to the same path, or give a hub id"),
+    ):
+        if not has:
+            raise ConfigError(f"--ray: node {host} lacks {what}")
+
+
+def reserve(machines: Machines, wanted: Sequence[Mapping[str, float]]) -> None:
+    """Hold `wanted`, CPUs and GPUs, on each machine until this process ends. Raises ConfigError that names a node which
+    has too few, or on which others hold them.
+    """
+    from ray.util import placement_group
+
+    for index, (node, bundle) in enumerate(zip(_by_host(machines).values(), wanted, strict=True)):
+        host = node["NodeManagerAddress"]
+        for kind, number in bundle.items():
+            has = node["Resources"].get(kind, 0)
+            if has < number:
+                raise ConfigError(
+                    f"--ray: node {host} has {has:g} {kind}s, and this run needs {number:g} there: start its Ray with"
+                    f" --num-{kind.lower()}s, or use fewer (--layout.vllm, --trainer-ranks)"
+                )
+        group = placement_group([{**bundle, f"node:{host}": 0.001}], name=machines.group_of(index))
+        if not group.wait(RESERVE_S):
+            raise ConfigError(
+                f"--ray: node {host} is full: {_shown(bundle)} were not free within {RESERVE_S:.0f} s of the"
+                f" {_shown({kind: node['Resources'].get(kind, 0) for kind in bundle})} that it has: end what holds them"
+                " (`ray status -v`), or wait"
+            )
+
+
+def _shown(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {kind}s" for kind, number in bundle.items())
+
+
+def _by_host(machines: Machines) -> dict[str, dict[str, Any]]:
+    """The nodes of the run, in the order of its machines."""
+    import ray
+
+    alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    if not machines.several:
+        mine = ray.get_runtime_context().get_node_id()
+        return {LOOPBACK: next(node for node in ray.nodes() if node["NodeID"] == mine)}
+    if gone := [machine.host for machine in machines.all if machine.host not in alive]:
+        raise ConfigError(f"--ray: node {gone[0]} has left the cluster: start Ray there again")
+    return {machine.host: alive[machine.host] for machine in machines.all}
