@@ -56,7 +56,7 @@ def join(address: str, local: bool = False) -> Any:
     here = {"include_dashboard": False, "object_store_memory": STORE_BYTES} if local else {"address": address}
     try:
         ray.init(**here, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (RuntimeError, ConnectionError, ValueError) as error:
+    except (ray.exceptions.RayError, RuntimeError, ConnectionError, ValueError) as error:
         raise ConfigError(f"--ray {address}: {_remedied(str(error))}") from None
     return ray
 

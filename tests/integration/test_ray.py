@@ -21,11 +21,16 @@ from tests.integration.conftest import REPOSITORY
 from tests.integration.namespaces import Host, entering, tied
 
 SILENCE_S = 6
-START_S = 240.0
+START_S = 90.0
 PORT = 6379
 RAY = str(Path(sys.executable).with_name("ray"))
 SECRET = f"secret-{uuid.uuid4().hex}"
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(REPOSITORY)}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": str(REPOSITORY),
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
+}
 
 
 def program(text: str) -> list[str]:
@@ -103,7 +108,7 @@ def launched(folder: Path, namespace: str | None, services: list[str], **plan: o
 def node(host: Host, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Ray on one of the two hosts, for as long as the block runs. All of its processes are in one session."""
     words = [RAY, "start", "--block", f"--node-ip-address={host.address}", "--num-cpus=2", "--num-gpus=0", *flags]
-    words += ["--object-store-memory=80000000", "--include-dashboard=false"]
+    words += ["--object-store-memory=80000000"]
     process = subprocess.Popen(
         entering(host.namespace, tied(words, "TERM")),
         stdout=subprocess.DEVNULL,
@@ -128,9 +133,9 @@ def with_no_error_if_gone(process: psutil.Process) -> None:
         return
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # a new one each: a cluster believes for a while that a killed node lives
 def head(hosts: tuple[Host, Host]) -> Iterator[Host]:
-    with node(hosts[0], "--head", f"--port={PORT}"):
+    with node(hosts[0], "--head", f"--port={PORT}", "--include-dashboard=false"):
         deadline = time.monotonic() + START_S
         probe = entering(hosts[0].namespace, [RAY, "health-check", f"--address={hosts[0].address}:{PORT}"])
         while subprocess.run(probe, capture_output=True, env={**os.environ, **QUIET}).returncode != 0:
