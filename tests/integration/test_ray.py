@@ -1,5 +1,5 @@
 """Services that Ray starts: on a cluster of this machine, and on two nodes that are network namespaces. What is lost
-is named, and nothing runs on: a cut cable, a killed raylet, a killed launcher; a node that comes late is waited for.
+is named, and nothing runs on: a cut cable, a killed launcher; a node that comes late is waited for.
 """
 
 import json
@@ -201,23 +201,6 @@ def test_a_late_node_is_waited_for_and_a_cut_cable_ends_the_run_on_both_sides(
             assert f"no sign of life for {SILENCE_S} s from {far.address}" in run.said, run.said
             assert f"service-2 on {far.address} (pid" in run.said
             run.expect_all_gone(SILENCE_S + 30)
-
-
-@pytest.mark.slow
-@pytest.mark.services
-def test_a_killed_raylet_is_named_and_its_service_ends(head: Host, far: Host, tmp_path: Path) -> None:
-    address = f"{head.address}:{PORT}"
-    with (
-        node(far, f"--address={address}") as there,
-        launched(tmp_path, head.namespace, [WAITS, WAITS], address=address, nodes=2) as run,
-    ):
-        run.says("up", run.run / "service-2.log")
-        (raylet,) = (each for each in psutil.Process(there.pid).children(recursive=True) if each.name() == "raylet")
-        raylet.kill()
-        run.ends(1, within_s=60)
-        assert f"service-2 on {far.address} (pid" in run.said, run.said
-        assert f"from {far.address}" in run.said
-        run.expect_all_gone(20)
 
 
 @pytest.mark.slow
