@@ -8,6 +8,7 @@ from example_trainer.settings.cpu_cores import Cores
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # of its log and its record, so no path
 TRAINER = "trainer"
+AGENTS = "agent-endpoint"
 _TRAINERS = re.compile(rf"{TRAINER}(-[1-9]\d*)?")
 LAUNCHER = "launcher"  # the name of the launcher's own record
 

@@ -9,27 +9,39 @@ The command gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_
 file of tasks is {"task": ..., "answer": ..., "files": {name: text}}; without a file, the tasks are sums. The score is 1
 if the last number (or, if the answer is none, the text) that it prints is the answer, or what `score_command` says,
 which runs in the directory afterwards. An agent that crashes, is late or calls no model is a failed rollout.
+
+The endpoint is a process of its own where --env.agent_endpoint names one, as in a run of the launcher. A session is
+there until its group is at the batching API, under an id that this environment finds again: started anew, it first
+finishes what it had begun, and the calls that an agent made before get the replies that they had.
 """
 
 import asyncio
+import hashlib
+import itertools
 import json
 import os
+import re
 import shlex
 import tempfile
+import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 
+from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.program import ProgramLimits, Ran, run_program
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.payloads import Groups, Item, ScoredDataGroup
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.request_seeds import current_sample, with_seed
 from atroposlib.grading import last_number
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -37,13 +49,13 @@ from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause
 
 if TYPE_CHECKING:
-    from atroposlib.agents.serve import Listening
-    from atroposlib.agents.sessions import Session
+    from atroposlib.agents.client import EndpointClient, OpenSession, SessionState
 
 log = get_logger(__name__)
 
 SUM = 9  # the largest number of a task, without a file of tasks
 TASK = "{task}"
+DAY_S = 86400.0  # after which a session whose environment has gone ends; agents have limits of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,7 @@ class AgentTask:
     task: str
     answer: str | None = None
     files: dict[str, str] = field(default_factory=dict)
+    number: int = 0  # among the items of training
 
 
 class AgentConfig(QuestionEnvConfig):
@@ -60,6 +73,12 @@ class AgentConfig(QuestionEnvConfig):
 
     command: str = Field(
         default="", description="The agent: a command, without a shell; {task} in it becomes the task's text."
+    )
+    agent_endpoint: str = Field(
+        default="", description="Address of the agent endpoint; default: the run's own, or one in this process."
+    )
+    agent_endpoint_token: SecretStr = Field(
+        default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
     tasks_path: str | None = Field(default=None, description="JSONL file of tasks; default: sums.")
     score_command: str = Field(
@@ -95,17 +114,15 @@ class AgentEnv(QuestionEnv):
     def __init__(self, config: AgentConfig, *others: Any, **named: Any) -> None:
         super().__init__(config, *others, **named)
         self._open = AsyncExitStack()
-        self._endpoint: Listening | None = None
+        self._endpoint: EndpointClient | None = None
+        self._unended: defaultdict[int, list[OpenSession]] = defaultdict(list)  # of groups in work, by item
+        self._begun_before: list[int] = []  # items that an earlier process had begun, the last one first
         self._slots = asyncio.Semaphore(config.agents_at_once)
         self._command = words_of(config.command)
         self.tasks: list[AgentTask] = []
 
     async def setup(self) -> None:
-        """Read the tasks, hold some out, and start the endpoint, whose packages the help does not load."""
-        from atroposlib.agents.endpoint import ANY_MODEL, EndpointSettings
-        from atroposlib.agents.serve import listening
-        from atroposlib.agents.sessions import Sessions
-
+        """Read the tasks, hold some out, and find the endpoint."""
         config = self.config
         if not config.command:
             raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
@@ -116,58 +133,147 @@ class AgentEnv(QuestionEnv):
             Random(config.seed).shuffle(tasks)
             held = min(config.held_out_limit, len(tasks) // 2)
             self.held_out, self.tasks = tasks[:held], tasks[held:]
+        self._endpoint = await self._found_endpoint()
+        log.info("Agents call the model at %s", self._endpoint.url)
+        await self._endpoint.end(await self._endpoint.unended(self._prefix("eval")))
+        begun = await self._endpoint.unended(self._prefix("train"))
+        self._begun_before = sorted({int(each.split("~")[2]) for each in begun}, reverse=True)
+
+    async def _found_endpoint(self) -> "EndpointClient":
+        """The endpoint that the settings name, else one in this process, whose packages the help does not load."""
+        from atroposlib.agents.client import EndpointClient
+        from atroposlib.agents.endpoint import ANY_MODEL, EndpointSettings
+        from atroposlib.agents.serve import listening
+        from atroposlib.agents.sessions import Sessions
+
+        config, token = self.config, self.config.agent_endpoint_token.get_secret_value()
+        if config.agent_endpoint:
+            return EndpointClient(config.agent_endpoint, token, config.startup_timeout)
         server = self.server.servers[0]
         tokenizer = self.tokenizer or load_tokenizer(server.tokenizer_id)
         sessions = Sessions(self.server, tokenizer, context=await server.context_length())
-        settings = EndpointSettings(server.model_name, (ANY_MODEL,))
-        self._endpoint = await self._open.enter_async_context(listening(sessions, settings))
-        log.info("Agents call the model at %s", self._endpoint.url)
+        settings = EndpointSettings(server.model_name, (ANY_MODEL,), token)
+        return EndpointClient((await self._open.enter_async_context(listening(sessions, settings))).url, token)
 
     async def close(self) -> None:
-        """End the endpoint."""
+        """End the endpoint, if it is in this process."""
         await self._open.aclose()
+
+    async def get_next_item(self) -> AgentTask:
+        """What an earlier process had begun, then the next task."""
+        if self._begun_before:
+            number = self._begun_before.pop()
+            self.taken = max(self.taken, number + 1)
+            return await self.training_item(number)
+        item: AgentTask = await super().get_next_item()
+        return item
 
     async def training_item(self, number: int) -> AgentTask:
         """The tasks of the file again and again, or sums."""
         if self.tasks:
-            return self.tasks[number % len(self.tasks)]
-        return make_sum(Random(f"{self.config.seed} {number}"))
+            return replace(self.tasks[number % len(self.tasks)], number=number)
+        return replace(make_sum(Random(f"{self.config.seed} {number}")), number=number)
 
     def prompt(self, item: AgentTask) -> Messages:
         """The task; how it is put to the model is the agent's affair."""
         return [{"role": "user", "content": item.task}]
+
+    async def collect_trajectories(self, item: AgentTask) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """The group, which the API stores once even if another process posts it again after this one has died."""
+        try:
+            group, more = await super().collect_trajectories(item)
+        except Exception:
+            await self._end(item.number)
+            raise
+        if group:
+            keys = sorted(each.key for each in self._unended[item.number])
+            group["idempotency_key"] = hashlib.sha256(repr(keys).encode()).hexdigest()
+        return group, more
+
+    async def handle_send_to_api(
+        self, scored_data: Groups, item: Any = None, do_send_to_api: bool = True, *others: Any, **named: Any
+    ) -> None:
+        """Send the group, and end its sessions then: they are what it can be made of again."""
+        try:
+            await super().handle_send_to_api(scored_data, item, do_send_to_api, *others, **named)
+        except Exception:
+            await self._end(item.number)
+            raise
+        await self._end(item.number)
+
+    async def _end(self, number: int) -> None:
+        assert self._endpoint is not None
+        await self._endpoint.end(each.id for each in self._unended.pop(number, []))
 
     async def rollouts(self, item: AgentTask, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
         """`n` runs of the agent, each with a session and a directory of its own."""
         return await gather_or_cancel([self._run(item, split, temperature, top_p) for _ in range(n)])
 
     async def _run(self, item: AgentTask, split: Split, temperature: float, top_p: float) -> Rollout:
-        from atroposlib.agents.sessions import Limits, SessionSettings
-
         endpoint, config = self._endpoint, self.config
         assert endpoint is not None
-        settings = SessionSettings(
-            split=split,
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=config.max_new_tokens,
-            limits=Limits(turns=config.max_turns, time_s=config.agent_limit_s, idle_s=config.agent_limit_s),
-        )
+        settings = {
+            "split": split,
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": config.max_new_tokens,
+            "limits": {"turns": config.max_turns, "time_s": DAY_S, "idle_s": DAY_S},
+            **with_seed({}),
+        }
         async with self._slots:
-            session = await endpoint.sessions.create(settings)
+            session = await endpoint.open(settings, self._identity_of(item, split))
+            is_kept = False
             try:
-                return await self._rollout(item, endpoint, session)
+                rollout = await self._rollout(item, endpoint, session)
+                is_kept = split == "train"
+            except asyncio.CancelledError:  # this process ends, and the next one goes on with the session
+                is_kept = split == "train"
+                raise
             finally:
-                await endpoint.sessions.end(session)
+                if is_kept:
+                    self._unended[item.number].append(session)
+                else:
+                    await endpoint.end([session.id])
+        return rollout
 
-    async def _rollout(self, item: AgentTask, endpoint: "Listening", session: "Session") -> Rollout:
+    def _prefix(self, split: Split) -> str:
+        name = re.sub("[^A-Za-z0-9_.-]", "-", self.config.wandb_name or self.name)
+        return f"{name}~{split}~"
+
+    def _identity_of(self, item: AgentTask, split: Split) -> str:
+        """An id that the next process finds. A task that is asked again, or evaluated, is another session."""
+        if split == "eval" or self.config.repeat_share:
+            return f"{self._prefix('eval')}{uuid.uuid4()}"
+        return f"{self._prefix('train')}{item.number}~{current_sample()}"
+
+    async def _rollout(self, item: AgentTask, endpoint: "EndpointClient", session: "OpenSession") -> Rollout:
         with tempfile.TemporaryDirectory(prefix="atropos-agent-", ignore_cleanup_errors=True) as area:
-            folder = work_folder(area, item.files)
-            command = [word.replace(TASK, item.task) for word in self._command]
-            ran = await self._ran(command, folder, _addresses(endpoint.url, session, item.task))
-            self._expect_whole(ran, session)
+            folder, ran, state = await self._ran_whole(item, endpoint, session, Path(area))
+            for node in state.nodes:
+                node.note_in(self.server.ledger)
             reward = await self._scored_folder(folder)
-        return Rollout(ran.output, _messages(session), session.nodes, state={"reward": reward})
+        return Rollout(ran.output, state.messages, state.nodes, state={"reward": reward})
+
+    async def _ran_whole(
+        self, item: AgentTask, endpoint: "EndpointClient", session: "OpenSession", area: Path
+    ) -> tuple[Path, Ran, "SessionState"]:
+        """The agent's directory, its run and its session. An agent that fails while the endpoint is killed starts
+        again in the same session. Raises RolloutFailed.
+        """
+        command = [word.replace(TASK, item.task) for word in self._command]
+        for number in itertools.count():
+            process, folder = await endpoint.process(), work_folder(str(area / str(number)), item.files)
+            ran = await self._ran(command, folder, _addresses(endpoint.url, session, item.task))
+            state = await endpoint.state(session)
+            try:
+                _expect_whole(ran, state)
+            except RolloutFailed as error:
+                if process == await endpoint.process() or state.failed is not None:
+                    raise
+                log.warning("An agent starts again, because the endpoint did: %s", error)
+            else:
+                break
+        return folder, ran, state
 
     async def _ran(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> Ran:
         config = self.config
@@ -178,16 +284,6 @@ class AgentEnv(QuestionEnv):
             return await run_program(command, folder, environment, limits, is_confined=config.agent_sandbox == "auto")
         except OSError as error:
             raise RolloutFailed(f"{command[0]} cannot be started: {error}", "infrastructure") from error
-
-    @staticmethod
-    def _expect_whole(ran: Ran, session: "Session") -> None:
-        """Raises RolloutFailed for an agent that crashed, was late, broke a limit, or called no model."""
-        late = ran.broken is not None and "longer" in ran.broken
-        cause: Cause = "timeout" if late else "environment"
-        if (why := session.record.failed or ran.why()) is not None:
-            raise RolloutFailed(f"the agent failed after {len(session.turns)} calls of the model: {why}", cause)
-        if not session.nodes:
-            raise RolloutFailed("the agent called no model: does it read OPENAI_BASE_URL?", cause)
 
     async def _scored_folder(self, folder: Path) -> float | None:
         """What `score_command` says; None without one. Raises RolloutFailed where it says nothing."""
@@ -247,7 +343,7 @@ def read_tasks(path: Path) -> list[AgentTask]:
 def work_folder(area: str, files: Mapping[str, str]) -> Path:
     """The agent's new directory, with the task's files."""
     folder = Path(area).resolve() / "work"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -269,8 +365,18 @@ def reward_of(ran: Ran) -> float | None:
     return {0: 1.0, 1: 0.0}.get(ran.status)
 
 
-def _addresses(url: str, session: "Session", task: str) -> dict[str, str]:
-    key = session.record.key
+def _expect_whole(ran: Ran, session: "SessionState") -> None:
+    """Raise RolloutFailed for an agent that crashed, was late, broke a limit, or called no model."""
+    late = ran.broken is not None and "longer" in ran.broken
+    cause: Cause = "timeout" if late else "environment"
+    if (why := session.failed or ran.why()) is not None:
+        raise RolloutFailed(f"the agent failed after {session.turns} calls of the model: {why}", cause)
+    if not session.nodes:
+        raise RolloutFailed("the agent called no model: does it read OPENAI_BASE_URL?", cause)
+
+
+def _addresses(url: str, session: "OpenSession", task: str) -> dict[str, str]:
+    key = session.key
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
@@ -278,12 +384,6 @@ def _addresses(url: str, session: "Session", task: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "AGENT_TASK": task,
     }
-
-
-def _messages(session: "Session") -> Messages:
-    """The last conversation of the session, for people who read the samples."""
-    turns = sorted(session.turns.values(), key=lambda turn: turn.order)
-    return with_reply(turns[-1].asked["messages"], turns[-1].reply.answers[0].text) if turns else []
 
 
 if __name__ == "__main__":

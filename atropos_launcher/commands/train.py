@@ -56,6 +56,7 @@ from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
 from atroposlib import extras
+from atroposlib.agents.flags import PORT as AGENTS_PORT
 from atroposlib.errors import AtroposError
 from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
@@ -64,7 +65,8 @@ from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import GIB, amount
 from example_trainer.settings.cpu_cores import shown_cores
 
-PORTS = {"api": 8000, "vllm": 9001, "trainer": 29500}  # the last where ranks of several machines meet
+# "trainer" is where ranks of several machines meet
+PORTS = {"api": 8000, "vllm": 9001, "agents": AGENTS_PORT, "trainer": 29500}
 AUTO = "auto"  # the largest of these that fits the GPUs
 MODELS = (
     "Qwen/Qwen2.5-14B-Instruct",
@@ -142,13 +144,14 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)} if machines.several else {}  # of this start alone
     environ = {**os.environ, **key}
     (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
+    (agents_port,) = choose_ports("agents", [None], ports, asked.dry_run)
     anywhere = Placement((ServerPlace(),) * len(run.servers))
     sites = [
         Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
         for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
     ]
     teacher = find_teacher(asked, mine, ports, vllm_ports)
-    placed = [replace(_placed(asked, site), teacher=teacher) for site in sites]
+    placed = [replace(_placed(asked, site), teacher=teacher, agents_port=agents_port) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
 
 

@@ -39,6 +39,12 @@ class Site:
     # what the memory plan decides for a trainer that vLLM leaves a part of its GPU: --offload auto, sizes not given
     settled: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherPlace | None = None
+    agents_port: int = 0  # of the agent endpoint, for environments that ask for one
+
+    @property
+    def agents(self) -> str:
+        """The address of the agent endpoint."""
+        return f"http://{HOST}:{self.agents_port}"
 
     @property
     def api(self) -> str:

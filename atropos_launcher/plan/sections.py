@@ -37,6 +37,7 @@ C = TypeVar("C", bound=Config)
 VLLM_START_S = 1800.0
 CHECK_LIMIT_S = 120.0
 KEY = "VLLM_API_KEY"  # with which a vLLM server opens to other machines
+AGENT_ENDPOINT = "agent_endpoint"  # the setting of an environment whose agents call one
 TIED = {  # settings of the trainer that the run decides, and where
     "model_name": "model",
     "training_steps": "steps",
@@ -203,6 +204,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
             "held_out_path": str(site.run_dir / "held_out.jsonl"),
             **({"run_record_path": str(site.run_dir / "run.json")} if "run_record_path" in known["env"] else {}),
+            **({AGENT_ENDPOINT: site.agents} if AGENT_ENDPOINT in known["env"] else {}),
             "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
             "keep_samples": run.keep_samples,
             **({"wandb_name": service} if several else {}),

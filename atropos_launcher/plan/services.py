@@ -3,8 +3,9 @@
 RunFile ──▶ sections.py: what each program is told ──▶ here: commands, variables, GPUs, health, when each may end
 """
 
+import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,6 +25,8 @@ from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.placement.teacher import teacher_flags
 from atropos_launcher.plan.on_machine import on_machine
 from atropos_launcher.plan.sections import (
+    AGENT_ENDPOINT,
+    KEY,
     VLLM_START_S,
     EnvironmentPlan,
     SectionFlags,
@@ -36,7 +39,8 @@ from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_file.teacher import TEACHER
-from atropos_launcher.service import TRAINER, Service, trainer_name
+from atropos_launcher.service import AGENTS, TRAINER, Service, trainer_name
+from atroposlib.agents.flags import SERVER_KEY, TOKEN
 from atroposlib.config import config_yaml
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import LATEST, MANIFEST
@@ -151,19 +155,69 @@ def services(
             made.append(on_machine(serving, site.machines.host_of_server(index), site))
     made += teachers(run, site, trainer, shared)
     made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
+    endpoint, token = agent_endpoints(site, environments, shared)
+    made += endpoint
     mine = site.cores.environments
     for service, plan in environments.items():
         made.append(
             Service(
                 name=service,
                 command=(*python, *plan.program, "serve", "--config", str(config / f"{service}.yaml")),
-                environment={**shared, **({"OMP_NUM_THREADS": str(len(mine))} if mine else {})},
+                environment={**shared, **token, **({"OMP_NUM_THREADS": str(len(mine))} if mine else {})},
                 may_end=True,
                 restarts=ENVIRONMENT_RESTARTS,
                 cores=mine,
             )
         )
     return made
+
+
+def agent_endpoints(
+    site: Site, environments: Mapping[str, EnvironmentPlan], shared: Mapping[str, str]
+) -> tuple[list[Service], dict[str, str]]:
+    """The agent endpoint, if an environment uses the run's, and the variable with its token for who may open all of
+    it. Raises ConfigError for an environment whose agents are to call another model.
+    """
+    using = [plan for plan in environments.values() if plan.resolved["env"].get(AGENT_ENDPOINT) == site.agents]
+    if not using:
+        return [], {}
+    for plan in using:
+        told = plan.resolved["openai"]
+        servers = told if isinstance(told, list) else [told]
+        if any(each["base_url"].removesuffix("/v1") not in site.vllm for each in servers):
+            raise ConfigError(
+                f"environments.{plan.name}: its openai.base_url is not a server of this run, whose agent endpoint calls"
+                " the model in training: start `atropos agent-endpoint` for that server, and give --env.agent_endpoint"
+            )
+    token = {TOKEN: secrets.token_urlsafe(32)}
+    words = [word for url in site.vllm for word in ("--server", f"{url}/v1")]
+    words += ["--model", site.model, "--also-model", "*", *_rendering(using)]
+    words += ["--port", str(site.agents_port), "--journal", str(site.run_dir / "agents.journal")]
+    key = {SERVER_KEY: site.environ[KEY]} if site.machines.several else {}
+    endpoint = Service(
+        name=AGENTS,
+        command=(sys.executable, "-u", "-m", "atroposlib.agents.serve", *words),
+        environment={**shared, **token, **key},
+        health=f"{site.agents}/health",
+        start_limit_s=VLLM_START_S,  # it asks a server for its context
+        restarts=SERVER_RESTARTS,
+        cores=site.cores.environments,
+    )
+    return [endpoint], token
+
+
+def _rendering(using: Sequence[EnvironmentPlan]) -> list[str]:
+    """The endpoint's flags for the chat template. Raises ConfigError for environments that have different ones."""
+    told = [
+        argv({name: plan.resolved["env"].get(name) or None for name in ("chat_template", "chat_template_kwargs")})
+        for plan in using
+    ]
+    if any(each != told[0] for each in told):
+        raise ConfigError(
+            "environments whose agents share the run's endpoint have different chat_template or chat_template_kwargs:"
+            " give them the same, or start an `atropos agent-endpoint` for one of them and give --env.agent_endpoint"
+        )
+    return list(told[0])
 
 
 def teachers(run: RunFile, site: Site, trainer: TrainerConfig, shared: Mapping[str, str]) -> list[Service]:

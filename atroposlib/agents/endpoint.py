@@ -2,7 +2,8 @@
 
     POST /v1/chat/completions  /v1/responses  /v1/messages        a call of the model, as a whole or as a stream
     POST /v1/messages/count_tokens  /v1/responses/input_tokens    GET /v1/models  /v1/models/NAME  /health
-    POST /sessions   GET, DELETE /sessions/ID   GET /sessions/ID/nodes   POST /sessions/ID/reward
+    GET, POST /sessions   GET, DELETE /sessions/ID   GET /sessions/ID/nodes   POST /sessions/ID/reward
+    DELETE /sessions?id=ID&id=ID
 
 A call names its session by its key, by the header X-Session-Id or proxy_x_session_id, or by the address: all of /v1 is
 at /sessions/ID/v1, too. With X-Parent-Session-Id, the session is a child of that one, and its first call makes it.
@@ -12,6 +13,7 @@ Errors have the form of the API that was called.
 import asyncio
 import hmac
 import json
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -79,6 +81,7 @@ class SessionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     id: str | None = None
+    reopen: bool = False  # the session of this id, if it has not ended
     settings: SessionSettings = SessionSettings()
 
 
@@ -98,6 +101,7 @@ class Endpoint:
 
     sessions: Sessions
     settings: EndpointSettings
+    process: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -127,6 +131,7 @@ class Endpoint:
             ("GET", "/health", self._health),
             ("POST", "/sessions", self._create),
             ("GET", "/sessions", self._list),
+            ("DELETE", "/sessions", self._end_all),
             ("GET", "/sessions/{session}", self._show),
             ("GET", "/sessions/{session}/nodes", self._nodes),
             ("POST", "/sessions/{session}/reward", self._reward),
@@ -191,14 +196,22 @@ class Endpoint:
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "model": self.settings.model, "sessions": len(self.sessions.by_id)})
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": self.settings.model,
+                "sessions": len(self.sessions.by_id),
+                "process": self.process,
+            }
+        )
 
     async def _create(self, request: Request) -> Response:
         self._check_token(request)
         body, _ = await self._body(request, may_be_empty=True)
         asked = SessionRequest.model_validate(body)
-        session = await self.sessions.create(asked.settings, asked.id)
-        return JSONResponse(session.description() | {"key": session.record.key}, 201)
+        known = self.sessions.by_id.get(asked.id) if asked.reopen and asked.id is not None else None
+        session = known or await self.sessions.create(asked.settings, asked.id)
+        return JSONResponse(session.description() | {"key": session.record.key}, 200 if known else 201)
 
     async def _list(self, request: Request) -> Response:
         self._check_token(request)
@@ -210,7 +223,8 @@ class Endpoint:
     async def _nodes(self, request: Request) -> Response:
         self._check_token(request)
         session = self.sessions.get(request.path_params["session"])
-        return JSONResponse(session.description() | {"nodes": nodes_as_json(session.nodes)})
+        told = {"nodes": nodes_as_json(session.nodes), "messages": session.conversation}
+        return JSONResponse(session.description() | told)
 
     async def _reward(self, request: Request) -> Response:
         self._check_token(request)
@@ -225,8 +239,16 @@ class Endpoint:
     async def _end(self, request: Request) -> Response:
         self._check_token(request)
         session = self.sessions.get(request.path_params["session"])
-        await self.sessions.end(session)
+        await self.sessions.end([session])
         return JSONResponse(session.description())
+
+    async def _end_all(self, request: Request) -> Response:
+        """End those that are named, all or none. One that has ended before is no error: a request may be repeated."""
+        self._check_token(request)
+        named = [self.sessions.by_id.get(each) for each in request.query_params.getlist("id")]
+        there = [session for session in named if session is not None]
+        await self.sessions.end(there)
+        return JSONResponse({"ended": [session.record.id for session in there]})
 
     # --- who may do what ---------------------------------------------------------------------------------------------
 

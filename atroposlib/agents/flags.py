@@ -1,14 +1,17 @@
 """The flags of `atropos agent-endpoint`, apart from what serves: help loads neither tokenizers nor servers."""
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from atroposlib.config import Config
 from atroposlib.http_guard import HostName
 
 PROG = "atropos agent-endpoint"
 PORT = 9200
+SERVER_KEY = "ATROPOS_AGENT_ENDPOINT_SERVER_KEY"
+TOKEN = "ATROPOS_AGENT_ENDPOINT_TOKEN"
 BODY_MB = 32
 KEEP_ALIVE_S = 5.0
 
@@ -19,9 +22,18 @@ class AgentEndpointConfig(Config):
     server: list[str] = Field(
         default=["http://127.0.0.1:9001/v1"], description="Address of a vLLM server with /v1; repeatable."
     )
-    server_key: str = Field(default="", repr=False, description="API key of the servers.")
+    server_key: SecretStr = Field(
+        default=SecretStr(""), description="API key of the servers.", json_schema_extra={"env": SERVER_KEY}
+    )
     model: str = Field(default="default", description="Name of the served model; also a directory of its tokenizer.")
     tokenizer: str = Field(default="", description="Name or directory of the tokenizer, if it is not that of --model.")
+    chat_template: str | None = Field(
+        default=None, description="Jinja file with which conversations become prompts; default: the tokenizer's."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description='Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
+    )
+    wait_s: float = Field(default=1800.0, gt=0, description="Seconds to wait at the start until a server answers.")
     also_model: list[str] = Field(
         default=[], description="Another name of the model that agents may use; repeatable; '*' for any."
     )
@@ -30,7 +42,11 @@ class AgentEndpointConfig(Config):
         default=[], description="Another host name under which agents may address it; repeatable."
     )
     port: int = Field(default=PORT, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
-    token: str = Field(default="", repr=False, description="Key that opens everything; a session's opens that one.")
+    token: SecretStr = Field(
+        default=SecretStr(""),
+        description="Key that opens everything; a session's opens that one.",
+        json_schema_extra={"env": TOKEN},
+    )
     journal: Path | None = Field(
         default=None, description="File in which each turn is kept before its reply leaves; none: turns die with it."
     )

@@ -13,7 +13,11 @@ from atroposlib.agents.endpoint import EndpointSettings, create_app
 from atroposlib.agents.flags import PROG, AgentEndpointConfig
 from atroposlib.agents.sessions import Sessions
 from atroposlib.agents.turn_journal import TurnJournal
+from atroposlib.clients.waiting import NotYet
 from atroposlib.config import load_config
+from atroposlib.envs.limits.waits import wait_for_peer
+from atroposlib.envs.sampling.chat_template import with_template
+from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import AtroposError, one_line_errors
@@ -69,8 +73,21 @@ async def listening(
         await task
 
 
+async def _context_of(server: APIServer, wait_s: float) -> int | None:
+    """The tokens of the server's context, once it answers. Raises PeerError."""
+
+    async def attempt() -> int | None:
+        if (problem := await server.probe()) is not None:
+            raise NotYet(str(problem))
+        return await server.context_length()
+
+    return await wait_for_peer(
+        "answer of the inference server", server.name, attempt, timeout_s=wait_s, remedy="start it, or correct --server"
+    )
+
+
 async def _serve(config: AgentEndpointConfig) -> None:
-    key = {"api_key": config.server_key} if config.server_key else {}
+    key = {"api_key": config.server_key.get_secret_value()}
     tokenizer = config.tokenizer or config.model
     manager = ServerManager(
         [
@@ -82,14 +99,17 @@ async def _serve(config: AgentEndpointConfig) -> None:
     settings = EndpointSettings(
         model=config.model,
         models=tuple(config.also_model),
-        token=config.token,
+        token=config.token.get_secret_value(),
         hosts=OwnHosts.of(config.host, config.allowed_host),
         body_bytes=int(config.max_body_mb * 2**20),
         keep_alive_s=config.keep_alive_s,
     )
     async with contextlib.aclosing(manager):
-        context = await manager.servers[0].context_length()
-        sessions = Sessions(manager, load_tokenizer(manager.servers[0].tokenizer_id), journal, context)
+        context = await _context_of(manager.servers[0], config.wait_s)
+        tokenizer = load_tokenizer(manager.servers[0].tokenizer_id)
+        if config.chat_template is not None or config.chat_template_kwargs:
+            tokenizer = with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
+        sessions = Sessions(manager, tokenizer, journal, context)
         async with listening(sessions, settings, config.host, config.port) as endpoint:
             log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
             try:
@@ -103,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Returns the exit status."""
     config = load_config(AgentEndpointConfig, argv, prog=PROG)
     configure_logging("agents")
-    if not is_loopback(config.host) and not config.token:
+    if not is_loopback(config.host) and not config.token.get_secret_value():
         raise SystemExit(
             f"{PROG}: --host {config.host} is reachable by other machines: give --token, or listen on 127.0.0.1"
         )

@@ -14,7 +14,8 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from atroposlib.agents.tape import Tape, TapedRoute, playing, recording
 from atroposlib.agents.turn_journal import SessionRecord, Turn, TurnJournal
 from atroposlib.api.journal.journal_file import JournalError
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
+from atroposlib.envs.server_handling.request_seeds import RequestSeeds, seeded
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import Tokenizer
@@ -67,6 +69,7 @@ class SessionSettings(BaseModel):
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 1024
+    seed: int | None = None  # from which a request without one gets its own
     limits: Limits = Limits()
 
 
@@ -94,6 +97,14 @@ class Session:
     def nodes(self) -> list[SequenceNode]:
         """Its sequences, then those of its children."""
         return [*self.managed.current_nodes, *(node for child in self.children for node in child.nodes)]
+
+    @property
+    def conversation(self) -> Messages:
+        """The messages of its last turn, with the first answer to them; for people who read the samples."""
+        if not self.turns:
+            return []
+        last = max(self.turns.values(), key=lambda turn: turn.order)
+        return [*last.asked["messages"], {"role": "assistant", "content": last.reply.answers[0].text}]
 
     async def answer(self, call: ModelCall, nbytes: int = 0) -> ModelReply:
         """The reply to a call, which is on disk by then. Raises Refused, ServerError, ValueError, JournalError."""
@@ -181,7 +192,9 @@ class Session:
         place = call.place()
         asked = self._asked(call)
         tape = Tape()
-        with recording(tape):
+        seed = self.settings.seed
+        seeds = seeded(RequestSeeds(seed)) if seed is not None else nullcontext()
+        with recording(tape), seeds:
             completion = await self.managed.chat_completion(**asked)
         reply = reply_of(completion, asked.get("stop") or ())
         turn = Turn(order, key, place, asked, call.shown.get("said", []), tape, reply)
@@ -308,14 +321,14 @@ class Sessions:
             raise Refused(NOT_FOUND, f"no session {identity!r:.80}: it was never created, or has ended")
         return self.by_id[identity]
 
-    async def end(self, session: Session) -> None:
-        """Forget a session and its children, here and on disk."""
-        family = list(_family(session))
+    async def end(self, sessions: Iterable[Session]) -> None:
+        """Forget sessions and their children, here, and all at once on disk."""
+        family = [each for session in sessions for each in _family(session)]
         for each in family:
             self.by_id.pop(each.record.id, None)
             self.by_key.pop(each.record.key, None)
-        if (parent := self.by_id.get(session.record.parent or "")) is not None:
-            parent.children.remove(session)
+            if (parent := self.by_id.get(each.record.parent or "")) is not None:
+                parent.children.remove(each)
         if self.journal is not None:
             await self.journal.end(each.record.id for each in family)
 

@@ -57,6 +57,7 @@ WIRE_FIELDS = (
     "overrides",
     "group_overrides",
     "ordinal",
+    "idempotency_key",
 )
 
 
@@ -86,6 +87,7 @@ class ScoredDataGroup(TypedDict, total=False):
     finish_reasons: list[str] | None
     routed_experts: list[str] | None  # of a mixture-of-experts model: atroposlib/routing.py
     ordinal: tuple[str, int, int] | None  # of a run that can be repeated: atroposlib/envs/run/order.py
+    idempotency_key: str | None  # under which the API stores it once, also if a later process posts it again
     failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
     rewards: list[dict[str, float]] | None  # named rewards before their weights; for people, never sent
 

@@ -106,8 +106,11 @@ class ApiLink:
         return await self._answered("the W&B project", routes.WANDB_INFO)
 
     async def post_groups(self, groups: Sequence[PostedData]) -> None:
-        """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API does not answer."""
-        key = uuid.uuid4().hex  # of all tries together
+        """Hand over groups, whose env_id is filled in. One that has a key of its own is stored once, also if an earlier
+        process has posted it. Raises ApiRefused, or PeerError when the API does not answer.
+        """
+        own = groups[0].idempotency_key if len(groups) == 1 else None
+        key = own or uuid.uuid4().hex  # of all tries together
 
         def bodies() -> list[PostedData]:  # an environment that had to register again has another id
             return [replace(group, env_id=self.env_id) for group in groups]

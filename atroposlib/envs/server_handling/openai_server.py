@@ -48,11 +48,11 @@ Reply = TypeVar("Reply", ChatCompletion, Completion)
 async def replied(
     session: aiohttp.ClientSession, method: str, url: str, **options: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """A reply of 200 to one request, for as long as it is read. Raises a ServerError for any other."""
+    """A reply of 200 or 201 to one request, for as long as it is read. Raises a ServerError for any other."""
     options["headers"] = {**session_headers(), **(options.get("headers") or {})}
     try:
         async with session.request(method, url, allow_redirects=False, **options) as reply:
-            if reply.status != 200:
+            if reply.status not in (200, 201):
                 raise status_error(url, reply.status, (await reply.read()).decode(errors="replace"), reply.headers)
             yield reply
     except ReplyTooLong as error:

@@ -55,6 +55,11 @@ async def for_sample(number: int, work: Awaitable[T]) -> T:
     return await work
 
 
+def current_sample() -> int:
+    """The number of the item's sample that this task works on; 0 where it works on none."""
+    return _sample.get()
+
+
 def with_seed(request: dict[str, Any]) -> dict[str, Any]:
     """The request with its seed; as it is outside of `seeded`, and where it has one."""
     seeds = _seeds.get()

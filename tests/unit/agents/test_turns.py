@@ -105,6 +105,35 @@ async def test_a_session_that_ended_leaves_the_journal_and_others_stay(
     reading.close()
 
 
+async def test_a_session_is_opened_again_by_its_id_and_several_end_at_once(tmp_path: Path) -> None:
+    asked = {"id": "env~train~7~0", "reopen": True}
+    async with running(journal=tmp_path / "turns.journal") as started:
+        first = await started.post("/sessions", asked)
+        await started.post(CHAT, body("a"), x_api_key=first.json()["key"])
+        refused = await started.post("/sessions", {"id": asked["id"]})
+        assert (first.status_code, refused.status_code) == (201, 409)
+        other, _ = await started.session()
+    async with running(journal=tmp_path / "turns.journal") as started:
+        again = await started.post("/sessions", asked)
+        assert (again.status_code, again.json()["key"], again.json()["turns"]) == (200, first.json()["key"], 1)
+        for ended in ([asked["id"], other], []):  # the second request is a repeated one
+            reply = await started.http.delete("/sessions", params={"id": [asked["id"], other]})
+            assert reply.json() == {"ended": ended}
+        assert (await started.http.get("/sessions")).json() == {"sessions": []}
+
+
+async def test_the_seed_of_a_session_gives_each_of_its_requests_one() -> None:
+    async with running() as started:
+        seeds = []
+        for seed in (5, 5, 6):
+            _, key = await started.session(seed=seed)
+            for text in "ab":
+                await started.post(CHAT, body(text), x_api_key=key)
+                seeds.append(started.server.requests[-1][1]["seed"])
+        assert seeds[:2] == seeds[2:4]
+        assert len(set(seeds)) == 4
+
+
 async def test_a_reply_that_is_not_on_disk_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(journal=tmp_path / "turns.journal") as started:
         session, key = await started.session()
