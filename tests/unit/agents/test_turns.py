@@ -106,18 +106,19 @@ async def test_a_session_that_ended_leaves_the_journal_and_others_stay(
 
 
 async def test_a_session_is_opened_again_by_its_id_and_several_end_at_once(tmp_path: Path) -> None:
-    asked = {"id": "env~train~7~0", "reopen": True}
+    identity = "env~train~7~0"
+    asked = {"id": identity, "reopen": True}
     async with running(journal=tmp_path / "turns.journal") as started:
         first = await started.post("/sessions", asked)
         await started.post(CHAT, body("a"), x_api_key=first.json()["key"])
-        refused = await started.post("/sessions", {"id": asked["id"]})
+        refused = await started.post("/sessions", {"id": identity})
         assert (first.status_code, refused.status_code) == (201, 409)
         other, _ = await started.session()
     async with running(journal=tmp_path / "turns.journal") as started:
         again = await started.post("/sessions", asked)
         assert (again.status_code, again.json()["key"], again.json()["turns"]) == (200, first.json()["key"], 1)
-        for ended in ([asked["id"], other], []):  # the second request is a repeated one
-            reply = await started.http.delete("/sessions", params={"id": [asked["id"], other]})
+        for ended in ([identity, other], []):  # the second request is a repeated one
+            reply = await started.http.delete("/sessions", params={"id": [identity, other]})
             assert reply.json() == {"ended": ended}
         assert (await started.http.get("/sessions")).json() == {"sessions": []}
 
