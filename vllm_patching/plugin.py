@@ -2,7 +2,8 @@
 
 It escapes control characters in vLLM's logs, which contain names and prompts of requests.
 
-It installs batch-invariant arithmetic if the launcher asked for it, before a model exists.
+It installs batch-invariant arithmetic, and salts by policy version, if the launcher asked for them, before a model
+exists.
 
 When vLLM's API process exits normally, it ends its engine and workers. When it is killed, they keep running, with their
 ports and memory. So each child asks the kernel for a SIGTERM when its parent dies. One that cannot take the signal, as
@@ -17,6 +18,7 @@ import sys
 from atroposlib.logs import escape_records
 from atroposlib.processes.exec_child import die_with, kill_after
 from vllm_patching.batch_invariant import switch
+from vllm_patching.kv_cache import SALTED
 
 GRACE_S = 15.0  # in which an engine ends by itself when its API process has died
 
@@ -33,6 +35,8 @@ def register() -> None:
     if compat.on_cpu():
         compat.accept_routed_experts()
         compat.take_back_discarded_draws()
+    if os.environ.get(SALTED) == "1":
+        compat.salt_requests()
     parent = multiprocessing.parent_process()
     if parent is not None:  # the API process has none
         compat.end_engine_with_its_threads()

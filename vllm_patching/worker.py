@@ -1,5 +1,5 @@
 """vLLM's worker, extended to receive weights; `--worker-cls` selects it. BridgeWorker receives whole weights, with an
-arena and an updater thread. AdapterWorker loads LoRA adapters (--enable-lora). RoutingWorker is both without a bridge.
+arena and an updater thread. AdapterWorker loads LoRA adapters (--enable-lora). ProbedWorker is both without a bridge.
 
 Their `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
 forward steps, in the same order on all ranks, which is what makes a commit atomic. They return an error as {"failed":
@@ -62,7 +62,7 @@ def _answered(method: Callable[..., object]) -> Callable[..., object]:
     return answer
 
 
-class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
+class ProbedWorker(compat.worker_class()):  # type: ignore[misc]
     """Keeps the logits of a trainer's probe (decode_watch.py). On CPUs it records the experts of each token, if the
     server returns them. CUDA's model runner does so itself.
     """
@@ -109,7 +109,7 @@ class RoutingWorker(compat.worker_class()):  # type: ignore[misc]
         return {} if self._watch is None else self._watch.taken()
 
 
-class BridgeWorker(RoutingWorker):
+class BridgeWorker(ProbedWorker):
     """Loads the model with plain weights, exports its mapping, and starts `WeightUpdater_TP{rank}`."""
 
     def load_model(self, **kwargs: object) -> None:
@@ -312,7 +312,7 @@ class BridgeWorker(RoutingWorker):
         return path
 
 
-class AdapterWorker(RoutingWorker):
+class AdapterWorker(ProbedWorker):
     """Loads adapters beside the one that is served."""
 
     def load_model(self, **kwargs: object) -> None:

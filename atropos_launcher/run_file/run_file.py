@@ -37,6 +37,7 @@ from atroposlib.flags import ConfigError, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.distillation import DistillationSettings
+from vllm_patching.kv_cache import ON_SYNC
 
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
@@ -209,6 +210,22 @@ class RunFile(Config):
                 raise ValueError(
                     f"vllm.bridge_staging host: with bridge {mode.shown()} vLLM receives no weights beside its own:"
                     " drop it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _kv_cache_may_outlive_a_sync(self) -> "RunFile":
+        mode = LAUNCHED[self.kind]
+        for kept in {server.get("kv_on_sync") for server in self.servers} - {None, "reset"}:
+            if kept not in ON_SYNC:
+                raise ValueError(f"vllm.kv_on_sync {kept}: expected one of {', '.join(ON_SYNC)}")
+            if not mode.switched:
+                why = "each policy version is another adapter" if mode.adapters else "each starts vLLM again"
+                raise ValueError(f"vllm.kv_on_sync {kept}: bridge {mode.shown()} keeps no KV cache, as {why}: drop it")
+            if self.batch_invariant:
+                raise ValueError(
+                    f"vllm.kv_on_sync {kept}: keys and values of an older version are not the bits that the trainer"
+                    " computes (batch_invariant): drop one of the two"
                 )
         return self
 

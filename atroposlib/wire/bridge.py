@@ -220,9 +220,12 @@ class WorkerStatus(Struct):
 
 
 class ServerActivity(Struct):
-    """GET /v1/bridge/activity: seconds since the server's start in which at least one request was generating."""
+    """GET /v1/bridge/activity: what a server has done since its start."""
 
-    generating_s: float
+    generating_s: float  # in which at least one request was generating
+    prompt_tokens: int = 0  # of requests
+    cached_tokens: int = 0  # of these, found in the KV cache
+    tokens_again: int = 0  # of sequences under way, read once more after a sync, or because the cache was full
 
 
 class ServerStatus(Struct):
@@ -237,6 +240,7 @@ class ServerStatus(Struct):
     tp_size: int = 1
     max_model_len: int | None = None  # of a server that says it
     batch_invariant: bool = False
+    kv_on_sync: str = "reset"  # what its KV cache keeps when it serves a new version
     paused: bool = False
     poisoned: str | None = None  # why the weights must not be served
     refusing: str | None = None  # why nothing is generated, for whatever cause

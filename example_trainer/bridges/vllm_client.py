@@ -142,9 +142,9 @@ class VllmClient(ServerClient):
         """Bridge status; raises NoAnswer while the server is not up, another BridgeError if it refuses us."""
         return self.ask(ServerStatus, "GET", "/v1/bridge/status", timeout_s=QUICK_S)
 
-    def generating_s(self) -> float:
-        """Seconds in which the server was generating, since its start."""
-        return self.ask(ServerActivity, "GET", "/v1/bridge/activity", timeout_s=GLANCE_S).generating_s
+    def activity(self) -> ServerActivity:
+        """What the server has done since its start."""
+        return self.ask(ServerActivity, "GET", "/v1/bridge/activity", timeout_s=GLANCE_S)
 
     def manifest(self) -> Manifest:
         return self.ask(Manifest, "GET", "/v1/bridge/manifest")

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 from torch.profiler import record_function
 
+from atroposlib.wire.bridge import ServerActivity
 from atroposlib.wire.step_seconds import StepSeconds
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
@@ -34,6 +35,11 @@ Phase = Literal[
 ]
 TRAINING: tuple[Phase, ...] = ("overlap", "forward and backward", "optimizer")
 STEP: tuple[Phase, ...] = ("sampling", *TRAINING, "sync", "report")  # fetch to sync
+READ = {  # column of a row -> what it sums over the servers
+    "prompt_tokens": "prompt_tokens",
+    "prompt_tokens_cached": "cached_tokens",
+    "tokens_read_again": "tokens_again",
+}
 
 
 class Timeline:
@@ -43,14 +49,14 @@ class Timeline:
         self._clients = clients
         self._now = now
         self._began = now()
-        self._looks: list[list[float] | None] = []  # what each server had generated, since the end of the last step
+        self._looks: list[list[ServerActivity] | None] = []  # at each server, since the end of the last step
         self._seconds: defaultdict[Phase, float] = defaultdict(float)  # of this step
         self._open: list[Phase] = []  # the innermost is the last
         self._counted = 0.0  # the time up to which the seconds are counted
 
     def begin(self) -> None:
         """The first step begins."""
-        self._began, self._looks = self._now(), [self._generating()]
+        self._began, self._looks = self._now(), [self._activity()]
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -66,11 +72,11 @@ class Timeline:
 
     def look(self) -> None:
         """Ask the servers before one is started again, since it then counts from 0."""
-        self._looks.append(self._generating())
+        self._looks.append(self._activity())
 
     def row(self) -> Row:
         """A step ends. The sampler's seconds are means over its servers, and null where a server does not tell."""
-        now, last, seconds = self._now(), self._generating(), self._seconds
+        now, last, seconds = self._now(), self._activity(), self._seconds
         elapsed_s = now - self._began
         looks = [look for look in (*self._looks, last) if look is not None]
         train_s = self._sum(TRAINING)
@@ -84,15 +90,16 @@ class Timeline:
             "trainer_idle_s": max(0.0, elapsed_s - train_s),
             "sampler_busy_s": None,
             "sampler_idle_s": None,
+            **dict.fromkeys(READ),
         }
         if len(looks) == len(self._looks) + 1:  # each was answered
-            spent = [
-                new - old if new >= old else new  # a server that was started again counts from 0
-                for before, after in pairwise(looks)
-                for old, new in zip(before, after, strict=True)
-            ]
-            row["sampler_busy_s"] = busy = sum(spent) / len(self._clients)
+            spent = ServerActivity(0.0)
+            for before, after in pairwise(looks):
+                for old, new in zip(before, after, strict=True):
+                    _add(spent, old, new)
+            row["sampler_busy_s"] = busy = spent.generating_s / len(self._clients)
             row["sampler_idle_s"] = max(0.0, elapsed_s - busy)
+            row |= {column: getattr(spent, field) for column, field in READ.items()}
         self._began, self._looks, self._seconds = now, [last], defaultdict(float)
         return row
 
@@ -106,8 +113,16 @@ class Timeline:
     def _sum(self, phases: Sequence[Phase]) -> float:
         return sum((self._seconds[phase] for phase in phases), 0.0)
 
-    def _generating(self) -> list[float] | None:
+    def _activity(self) -> list[ServerActivity] | None:
         try:
-            return [client.generating_s() for client in self._clients]
+            return [client.activity() for client in self._clients]
         except BridgeError:  # an older server, or another kind: the bridge notices one that is gone
             return None
+
+
+def _add(spent: ServerActivity, old: ServerActivity, new: ServerActivity) -> None:
+    """Add what a server has done between two looks; one that was started again counts from 0."""
+    restarted = new.generating_s < old.generating_s
+    for name in ServerActivity.__struct_fields__:
+        value = getattr(new, name) - (0 if restarted else getattr(old, name))
+        setattr(spent, name, getattr(spent, name) + value)

@@ -2,8 +2,9 @@
 is told.
 
 python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S [DEVICE BACKEND [FOLDER]]]
-ACT: sync | save (to FOLDER, after a sync) | idle | many | changes (with --bridge-delta) | kill-before-transfer |
-kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
+ACT: sync | told (one for each line of its input) | save (to FOLDER, after a sync) | idle | many |
+changes (with --bridge-delta) | kill-before-transfer | kill-mid-transfer | freeze-mid-transfer | kill-after-ack |
+kill-during-commit
 """
 
 import http.client
@@ -49,17 +50,16 @@ def main(
     bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, **settings)
     if act == "idle":
         time.sleep(300)
-    if act == "many":
-        sync_many(bridge, model)
-    elif act == "changes":
-        sync_changes(bridge, model)
+    several = {"many": sync_many, "told": sync_when_told, "changes": sync_changes}.get(act)
+    if several is not None:
+        several(bridge, model)
     elif act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
     elif act == "kill-after-ack":
         _link(bridge).vllm.commit = _die
     elif act == "kill-during-commit":
         _link(bridge).vllm.commit = partial(_send_commit_and_die, port)
-    if act not in ("many", "changes"):
+    if several is None:
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     prove(bridge, _link(bridge).vllm)
     bridge.close()
@@ -126,6 +126,13 @@ def sync_changes(bridge: WeightBridge, model: PreTrainedModel) -> None:
         assert report.bytes_whole is not None
         print(f"SENT {version} {report.bytes_moved / report.bytes_whole} {report.words_changed}", flush=True)
         assert bridge.differing_tensors(version) == []
+
+
+def sync_when_told(bridge: WeightBridge, model: PreTrainedModel) -> None:
+    """The next version for each line that comes, with other weights."""
+    for version, _ in enumerate(sys.stdin, start=1):
+        bridge.sync(version, partial(change, model))
+        print(f"SYNCED {version}", flush=True)
 
 
 def _link(bridge: Any) -> Any:

@@ -108,8 +108,7 @@ def test_a_rank_that_is_lost_while_it_sends_its_rows_leaves_the_last_version_ser
         return server.log.read_text().rpartition("Joined session")[2]
 
     wait_until(lambda: f"failed (trainer rank {drill[0]} of 2: " in of_session())  # the server sees it when it can
-    assert "Receiving policy version 1 " in of_session()
-    assert "Staged policy version 1 " not in of_session()
+    assert "; receiving policy version 1)" in of_session()  # lines that repeat themselves may be left out
     expect_serving(server)
     assert server.status()["policy_version"] == 0
     client = VllmClient(server.host, server.port, API_KEY, 120.0)

@@ -29,6 +29,7 @@ from atroposlib.wire.bridge import (
 )
 from vllm_patching import compat, vllm_types
 from vllm_patching.http.gate import Gate
+from vllm_patching.kv_cache import OnSync
 
 log = logging.getLogger("vllm.atropos_bridge")  # of all engines and receivers
 
@@ -76,6 +77,7 @@ class Serving:
         max_model_len: int | None = None,
         max_lora_rank: int | None = None,
         models: vllm_types.ServedModels = None,
+        kv_on_sync: OnSync = "reset",
     ) -> None:
         self.client = client
         self.gate = gate
@@ -86,7 +88,9 @@ class Serving:
         self.max_model_len = max_model_len  # tokens of a prompt with its answer, at most
         self.max_lora_rank = max_lora_rank  # None: they take no adapters
         self.models = models
+        self.kv_on_sync = kv_on_sync
         self.policy_version = 0
+        self._cache_of: str | None = None  # the session whose versions the KV cache was computed with
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -145,7 +149,7 @@ class Serving:
             )
         log.info("Committing policy version %d: pausing generation, at most %.0f s", version, RPC_DEADLINE_S)
         start = time.perf_counter()
-        await compat.pause(self.client)
+        await self.pause(session)
         paused = time.perf_counter()
         try:
             seconds = await self.rpc("bridge_apply", session, version)
@@ -157,6 +161,12 @@ class Serving:
         stall = time.perf_counter() - start
         log.info("Committed policy version %d: stall %.1f ms, apply %.1f ms", version, stall * 1e3, max(seconds) * 1e3)
         return Committed(version, stall, paused - start, max(seconds), swapped - paused)
+
+    async def pause(self, session: str) -> None:
+        """Pause for the next version of `session`. What the KV cache has of another trainer's versions always goes."""
+        keep = self.kv_on_sync != "reset" and self._cache_of == session
+        await compat.pause(self.client, keep_cache=keep)
+        self._cache_of = session
 
     async def serve(self, version: int) -> None:
         """Label the live weights as `version`, which every rank has completely, and let generation continue."""
@@ -176,6 +186,7 @@ class Serving:
         """
         log.error("Generation is refused: %s", reason)
         self.gate.close(cause, reason)
+        self._cache_of = None
         await self.client.pause_generation(mode="abort", clear_cache=True)
 
     async def allow_generation(self, cause: str) -> None:
@@ -277,6 +288,7 @@ class Receiver:
     """
 
     over = False  # set once the trainer has said goodbye
+    arriving: int | None = None  # the version that is being received
     base: int | None = None  # the version whose words `fill` must find in its buffer
     on_device = False  # whether `fill` writes only to the device that vLLM computes on
     bucket_bytes = 64 << 20  # received in pieces of this size

@@ -77,6 +77,7 @@ class Sessions:
             tp_size=serving.tp_size,
             max_model_len=serving.max_model_len,
             batch_invariant=switch.is_on(),
+            kv_on_sync=serving.kv_on_sync,
             policy_version=serving.policy_version,
             paused=await serving.client.is_paused(),
             poisoned=serving.gate.reason(WEIGHTS),

@@ -93,7 +93,7 @@ class SingleCopyEngine(Engine):
             version,
             deadline_s,
         )
-        await compat.pause(self.serving.client)
+        await self.serving.pause(session.offer.session)
         if not compat.on_cpu():  # vLLM before 0.29 ends a pause with kernels still running, by its source
             await self.serving.rpc("bridge_quiesce")
         still = time.perf_counter()

@@ -137,6 +137,7 @@ class WeightUpdater:
             len(buckets),
             offer.trainer,
         )
+        receiver.arriving = version
         begun = time.perf_counter()
         under_way: deque[tuple[int, Callable[[], None]]] = deque()  # the start of a bucket, and what completes it
         for bucket in buckets:
@@ -159,6 +160,7 @@ class WeightUpdater:
                 raise RuntimeError(f"session {offer.session} was replaced while it was receiving")
             self._staged = staging
             self.status = WorkerStatus(rank, "staged", offer.session, version, round(seconds, 4))
+        receiver.arriving = None
         log.info("Staged policy version %d after %.3f s", version, seconds)
         receiver.staged(seconds)
 
@@ -175,6 +177,8 @@ class WeightUpdater:
 
     def _fail(self, receiver: Receiver, reason: str) -> None:
         offer = receiver.offer
+        if receiver.arriving is not None:
+            reason = f"{reason}; receiving policy version {receiver.arriving}"
         log.warning(
             "Session %s of trainer %s failed (%s); serving continues with the last committed weights, a new trainer may"
             " join",

@@ -40,7 +40,9 @@ class Probing:
             params = sampling_params(
                 {"temperature": 0.0, "max_tokens": probe.answer_tokens, "ignore_eos": True, "detokenize": False}
             )
-            prompts = [{"prompt_token_ids": prompt, "cache_salt": probe.cache_salt} for prompt in probe.prompts]
+            kept = serving.kv_on_sync == "keep"  # then an old version's keys and values are no fault
+            salt = f"{probe.cache_salt}:{version}" if kept else probe.cache_salt
+            prompts = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in probe.prompts]
             ids = [f"probe-{uuid.uuid4().hex}" for _ in probe.prompts]
             watched = zip(ids, probe.prompts, probe.steps, strict=True)
             await serving.rpc("bridge_watch", {sent: (len(prompt), steps) for sent, prompt, steps in watched})

@@ -24,8 +24,8 @@ from vllm_patching import compat
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
+from vllm_patching.kv_cache.session import LONGEST_SESSION_ID, session_of
 
-LONGEST_SESSION_ID = 128
 CALLS_KEPT = 65_536
 UNFINISHED = {"abort", "error"}  # finish reasons of sequences that vLLM gave up
 
@@ -73,8 +73,8 @@ class _Asked(Struct):
 
 async def run_token_route(request: Request, sessions: Sessions, conversations: Conversations) -> Response:
     """vLLM's reply, with the fields that renderers reads; keeps its versions. Raises Refused."""
-    session = request.headers.get(SESSION_HEADER)
-    if session is not None and not (0 < len(session) <= LONGEST_SESSION_ID and session.isprintable()):
+    session = session_of(request.scope)
+    if session is None and SESSION_HEADER in request.headers:
         raise Refused(f"{SESSION_HEADER}: expected 1 to {LONGEST_SESSION_ID} printable characters", 400)
     body = await request.body()
     started = _served_version(sessions, body)

@@ -4,7 +4,7 @@
     GET    /v1/bridge/manifest                the weights that vLLM has, in wire order
     GET    /v1/bridge/digest                  a checksum of every live tensor, rank by rank
     POST   /v1/bridge/decode                  answers prompts greedily, with whole distributions (decode.py)
-    GET    /v1/bridge/activity                seconds in which the server was generating
+    GET    /v1/bridge/activity                seconds of generating, tokens read
     POST   /v1/bridge/session                 a trainer offers a session           409 if another one is open
     POST   /v1/bridge/session/{id}/heartbeat  renews the lease                     404 if it is not the current one
     DELETE /v1/bridge/session/{id}            ends the session
@@ -85,7 +85,8 @@ async def decode(request: Request, sessions: Server, body: Annotated[object, Bod
 
 @router.get("/v1/bridge/activity", tags=BRIDGE)
 async def activity(request: Request) -> Response:
-    return _json(ServerActivity(request.app.state.generating.seconds))
+    read = request.app.state.read_tokens
+    return _json(ServerActivity(request.app.state.generating.seconds, read.prompt, read.cached, read.again))
 
 
 @router.post("/v1/bridge/session/{session}/heartbeat", tags=BRIDGE)

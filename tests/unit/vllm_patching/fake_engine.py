@@ -90,6 +90,8 @@ class FakeEngine:
         )
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
         self.renderer = self.engine_core = self
+        self.stats: list[Any] = []  # of each step, that vLLM's own loggers got
+        self.logger_manager = SimpleNamespace(record=lambda scheduler_stats, **_: self.stats.append(scheduler_stats))
 
     def stage(self, session: str, version: int, *ranks: int) -> None:
         """As when a trainer has sent it, to these ranks alone."""
@@ -106,6 +108,9 @@ class FakeEngine:
     async def is_paused(self) -> bool:
         return self.paused
 
+    async def add_request_async(self, request: Any) -> None:
+        self.events.append(f"request with {request.cache_salt}")
+
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._pause(mode, clear_cache)
 
@@ -115,9 +120,8 @@ class FakeEngine:
             await self.during.pop("pause")()
 
     def _pause(self, mode: str, clear_cache: bool) -> None:
-        assert clear_cache, "what caches hold of the old weights must go"
         self.paused = True
-        self.events.append(f"pause {mode}")
+        self.events.append(f"pause {mode}" if clear_cache else f"pause {mode} with its cache")
 
     async def clear_mm_cache_async(self) -> None:
         """There is none."""

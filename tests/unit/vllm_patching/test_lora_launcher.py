@@ -1,10 +1,20 @@
 """What the launcher makes of --enable-lora, without starting vLLM."""
 
+import os
 from argparse import Namespace
 
 import pytest
 
-from example_trainer.vllm_api_server import LORA_WORKER, LaunchError, _configure_bridge, _with_defaults
+from example_trainer.vllm_api_server import (
+    LORA_WORKER,
+    PROBED_WORKER,
+    SWITCH,
+    LaunchError,
+    _configure_bridge,
+    _keep_kv_cache,
+    _with_defaults,
+)
+from vllm_patching.kv_cache import SALTED
 
 
 def serve_arguments(**changes: object) -> Namespace:
@@ -67,3 +77,40 @@ def test_pipeline_stages_are_refused_before_vllm_starts_for_whole_weights_too(mo
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
     with pytest.raises(LaunchError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
         _configure_bridge(serve_arguments(enable_lora=False, pipeline_parallel_size=2), guarded=False)
+
+
+def test_a_server_without_a_bridge_answers_a_trainers_probe_unless_another_worker_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that mode restart starts does."""
+    monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
+    for given, chosen in (("auto", PROBED_WORKER), ("my.Worker", "my.Worker")):
+        arguments = serve_arguments(enable_lora=False, worker_cls=given)
+        _configure_bridge(arguments, guarded=False)
+        assert arguments.worker_cls == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact", "message"),
+    [
+        (dict(kv_on_sync="keep", enable_lora=False), "1", "--kv-on-sync keep with --batch-invariant: .* drop one of"),
+        (dict(kv_on_sync="salt"), "0", "--kv-on-sync salt with --enable-lora: .* each policy version is an adapter"),
+    ],
+)
+def test_a_cache_that_cannot_be_kept_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], exact: str, message: str
+) -> None:
+    monkeypatch.setenv(SWITCH, exact)
+    with pytest.raises(LaunchError, match=message):
+        _keep_kv_cache(serve_arguments(**changes))
+
+
+def test_every_process_of_a_server_learns_that_its_requests_are_salted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.delenv(SALTED, raising=False)
+    for kept in ("reset", "keep"):
+        _keep_kv_cache(serve_arguments(kv_on_sync=kept, enable_lora=False))
+        assert SALTED not in os.environ
+    monkeypatch.setenv(SALTED, "0")
+    _keep_kv_cache(serve_arguments(kv_on_sync="salt", enable_lora=False))
+    assert os.environ[SALTED] == "1"

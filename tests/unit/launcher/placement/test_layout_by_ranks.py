@@ -222,6 +222,29 @@ def test_staging_that_the_bridge_lacks_or_never_uses_is_refused(bridge: str, sta
         plan(*words)
 
 
+@pytest.mark.parametrize(
+    ("bridge", "kept", "more", "why"),
+    [
+        ("broadcast", "some", (), r"kv_on_sync some: expected one of reset, keep, salt"),
+        ("lora", "salt", (), r"kv_on_sync salt: bridge lora .* each policy version is another adapter: drop it"),
+        ("restart", "keep", (), r"kv_on_sync keep: bridge restart .* each starts vLLM again: drop it"),
+        ("broadcast", "keep", ("--batch-invariant",), r"kv_on_sync keep: .* not the bits .*batch_invariant"),
+        ("restart", "reset", (), None),
+        ("reload", "keep", (), None),
+        ("single_copy", "salt", (), None),
+    ],
+)
+def test_a_kv_cache_that_no_sync_leaves_is_not_kept(
+    bridge: str, kept: str, more: tuple[str, ...], why: str | None
+) -> None:
+    words = ("arithmetic", QWEN, "--bridge", bridge, "--vllm.kv-on-sync", kept, *more)
+    if why is None:
+        plan(*words)
+        return
+    with pytest.raises(ConfigError, match=why):
+        plan(*words)
+
+
 def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
     large = ("gsm8k_single_copy", "Qwen/Qwen2.5-7B-Instruct", "--tp-size", "2", "--gpus", "8x80", "--host-memory", "64")
     with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks") as raised:

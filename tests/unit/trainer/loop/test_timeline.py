@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from atroposlib.wire.bridge import ServerActivity
 from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.loop.timeline import Phase, Timeline
@@ -17,11 +18,11 @@ class Server(VllmClient):
     def __init__(self, *seconds: float | None) -> None:
         self._seconds = list(seconds)
 
-    def generating_s(self) -> float:
+    def activity(self) -> ServerActivity:
         found = self._seconds.pop(0)
         if found is None:
             raise BridgeError("no such route")
-        return found
+        return ServerActivity(found, prompt_tokens=int(10 * found), cached_tokens=int(found), tokens_again=3)
 
 
 def step(timeline: Timeline, clock: Clock, phases: Sequence[tuple[Phase, float]]) -> Row:
@@ -48,6 +49,14 @@ def test_what_a_server_generated_before_it_is_started_again_counts_too() -> None
     timeline.look()
     row = step(timeline, clock, [("sampling", 10)])
     assert (row["sampler_busy_s"], row["sampler_idle_s"]) == (9, 1)
+
+
+def test_a_step_has_the_tokens_that_all_servers_read_one_of_which_was_started_again() -> None:
+    clock = Clock()
+    timeline = Timeline([Server(100.0, 107.0), Server(50.0, 2.0)], clock)
+    timeline.begin()
+    row = step(timeline, clock, [("sampling", 10)])
+    assert (row["prompt_tokens"], row["prompt_tokens_cached"], row["tokens_read_again"]) == (70 + 20, 7 + 2, 0 + 3)
 
 
 UNKNOWN = (4, 6, None, None)

@@ -419,3 +419,73 @@ async def test_a_trainer_that_ends_between_steps_leaves_the_weights_whole_and_an
     assert (await client.status())["refusing"] is None
     assert (await client.order("attach", **single_copy("b"))).status_code == 200
     assert (await client.status())["policy_version"] == 3
+
+
+# --- what the KV cache keeps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kept", "second"), [("reset", "pause keep"), ("keep", "pause keep with its cache")])
+async def test_a_cache_outlives_the_syncs_of_one_trainer_where_it_is_kept(kept: str, second: str) -> None:
+    async with serving(FakeEngine(TP_SIZE), kv_on_sync=kept) as client:
+        assert (await client.status())["kv_on_sync"] == kept
+        await client.opened()
+        await client.committed(1)
+        await client.committed(2)
+        assert [event for event in client.engine.events if "pause" in event] == ["pause keep", second]
+
+
+async def test_what_was_computed_for_another_trainer_is_never_kept() -> None:
+    """It counts its versions from the start."""
+    async with serving(FakeEngine(TP_SIZE), kv_on_sync="salt") as client:
+        for session in ("a", "b"):
+            await client.opened(session)
+            await client.committed(1, session=session)
+            await client.committed(2, session=session)
+            await client.delete(f"/v1/bridge/session/{session}")
+        pauses = [event for event in client.engine.events if "pause" in event]
+        assert pauses == ["pause keep", "pause keep with its cache"] * 2
+
+
+async def test_a_single_copy_keeps_the_cache_of_its_trainer_too() -> None:
+    async with serving(FakeEngine(TP_SIZE), kv_on_sync="keep") as client:
+        assert (await client.order("attach", **single_copy())).status_code == 200
+        for version in (0, 1):
+            await client.paused(version)
+            await client.order("resume", session="a", policy_version=version)
+        pauses = [event for event in client.engine.events if "pause" in event]
+        assert pauses == ["pause keep", "pause keep with its cache"]
+
+
+async def test_weights_that_were_half_updated_leave_nothing_in_the_cache() -> None:
+    async with serving(FakeEngine(TP_SIZE), kv_on_sync="keep") as client:
+        await client.opened()
+        await client.committed(1)
+        client.engine.stage("a", 2)
+        client.engine.ranks[1].breaks = True
+        assert (await client.order("commit", session="a", policy_version=2)).status_code == 500
+        client.engine.ranks[1].breaks = False
+        await client.committed(2)
+        pauses = [event for event in client.engine.events if "pause" in event]
+        assert pauses == ["pause keep", "pause keep with its cache", "pause abort", "pause keep"]
+
+
+async def test_a_request_tells_the_engine_its_conversation_only_where_salts_are_by_version() -> None:
+    for kept, sent in (("salt", 'request with [null,"mine"]'), ("keep", "request with mine")):
+        async with serving(FakeEngine(TP_SIZE), kv_on_sync=kept) as client:
+            await client.engine.engine_core.add_request_async(SimpleNamespace(cache_salt="mine"))
+            assert client.engine.events == [sent]
+
+
+async def test_tokens_read_are_counted_by_what_the_cache_had(client: BridgeClient) -> None:
+    steps = [
+        SimpleNamespace(
+            prefix_cache_stats=SimpleNamespace(queries=100, hits=64, preempted_queries=0, preempted_hits=0)
+        ),
+        None,
+        SimpleNamespace(prefix_cache_stats=SimpleNamespace(queries=10, hits=0, preempted_queries=50, preempted_hits=8)),
+    ]
+    for step in steps:
+        client.engine.logger_manager.record(step, engine_idx=0)
+    assert client.engine.stats == steps
+    found = (await client.get("/v1/bridge/activity")).json()
+    assert (found["prompt_tokens"], found["cached_tokens"], found["tokens_again"]) == (110, 64, 42)
