@@ -16,7 +16,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import msgspec
-import torch
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
@@ -26,7 +25,6 @@ from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Served
-from example_trainer.exact.model import make_exact
 from example_trainer.grpo import prepare_torch
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
@@ -65,8 +63,7 @@ def recompute(folder: Path, step: int) -> bool:
         source = resolved(learner)
         learner.load_into(None, source or config.model_name)
         learner.begin(source)
-        served = served_by(folder / RECEIPT)
-        make_exact(learner.trained.model, getattr(torch, served.dtype), served.tp_size)
+        learner.compute_as(served_by(folder / RECEIPT))
         first = learner.progress.step + 1
         if learner.trained.digest() != rows[first].weights_before:
             raise TrainerError(

@@ -5,6 +5,7 @@ worker.py      BridgeWorker, AdapterWorker (--worker-cls): arena and updater thr
 compat.py      with worker.py the only file that knows where things are in each supported vLLM version
 engines/       how weights arrive, one class per mode; the session; the WeightUpdater_TP{r} thread
 memory/        vLLM's fused, sharded parameters as flat buffers: one live, one staging; memory that two processes share
+kv_cache/      what vLLM's KV cache keeps over a sync, and what it saves
 http/          /v1/bridge/*, /generate, and 503 with the reason while the weights must not be served
 transport.py   process groups over which weight bytes travel: Gloo, NCCL
 delta.py       weights as what has changed in them, for slow links

@@ -764,7 +764,13 @@ async def pause(engine: vllm_types.EngineClient, *, keep_cache: bool) -> None:
 
 
 def salt_requests() -> None:
-    """Have each engine of this process give its requests the salts of `Salts`, by the version that it computes with."""
+    """Have each engine of this process give its requests the salts of `Salts`, by the version that it computes with.
+
+    Engines know that version since 0.32.
+    """
+    if VERSION < Version("0.32"):
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     def resalted(request: Any) -> None:
@@ -785,8 +791,8 @@ def salt_requests() -> None:
 
     def set_weight_version(self: EngineCore, weight_version: str) -> None:
         label(self, weight_version)
-        scheduler: Any = self.scheduler
-        here = scheduler.requests.items()
+        assert isinstance(self.scheduler, Scheduler)
+        here = self.scheduler.requests.items()
         salts(self).serve(
             weight_version,
             [(name, request, request.num_computed_tokens > 0 or request.num_preemptions > 0) for name, request in here],

@@ -23,7 +23,6 @@ from atroposlib.logs import get_logger, put, say
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.data.batching import Batch, Sequence
 from example_trainer.errors import BadBatch, TrainerError
-from example_trainer.exact.model import make_exact
 from example_trainer.ranks.ranks import Ranks
 from example_trainer.settings.config import TrainerConfig
 
@@ -152,11 +151,11 @@ class Served:
 
 
 class Exactness:
-    """The configured check of one run. With --batch-invariant, makes the model compute as its server does; `served` is
-    None without. Raises TrainerError if either cannot.
+    """The configured check of one run. `served` is how its server computes with --batch-invariant, which the learner
+    has to follow; None without. Raises TrainerError if the server does not.
     """
 
-    def __init__(self, config: TrainerConfig, model: PreTrainedModel, served_dtype: str, kernels: str) -> None:
+    def __init__(self, config: TrainerConfig, served_dtype: str, kernels: str) -> None:
         self._config = config
         self.served: Served | None = None
         self._agreed = False
@@ -181,7 +180,6 @@ class Exactness:
                 " --tensor-parallel-size"
             )
         self.served = Served(served_dtype, ranks.pop())
-        make_exact(model, getattr(torch, self.served.dtype), self.served.tp_size)
         log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
 
     def judge(self, comparison: Comparison, step: int, batch: Batch, model: PreTrainedModel) -> dict[str, float | int]:

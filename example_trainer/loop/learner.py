@@ -24,7 +24,8 @@ from example_trainer.bridges.direct import CannotSend, RowSender
 from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.data.routing_replay import routing_of
-from example_trainer.exact.check import Comparison
+from example_trainer.exact.check import Comparison, Served
+from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
@@ -68,6 +69,7 @@ class Learner:
         self.device = device
         self.in_shared_memory = False  # whether the weights are a vLLM server's own
         self.comparison = Comparison()  # of the log-probabilities computed last, over all ranks
+        self._served: Served | None = None  # as which vLLM the models compute
         self._writer = ShardWriter()
         self._rows: RowExchange | None = None
         self._places: Mapping[str, Tensor] = {}  # of the rows that are gathered; on rank 0
@@ -178,6 +180,14 @@ class Learner:
             use_kernels(self._reference, kernels)
         self.progress = replace(self.progress, kernels=kernels)
 
+    def compute_as(self, served: Served) -> None:
+        """Have the policy, and the start model that it is compared with, compute as such a vLLM does. Raises
+        NotInvariant, naming what is not covered.
+        """
+        self._served = served
+        for policy in filter(None, (self._policy, self._reference)):
+            _compute_as(served, policy)
+
     @collective
     def with_old_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
         """The sequences with the log-probabilities that the policy gives their trained tokens as it is now. They are
@@ -193,6 +203,8 @@ class Learner:
         if start is None:
             start = start_policy(self.config, self.device, self.ranks.mesh)
             use_kernels(start, self._kernels)
+            if self._served is not None:
+                _compute_as(self._served, start)
         return self._with_logprobs_of(start, sequences)[0]
 
     def _with_logprobs_of(self, policy: Policy, sequences: list[Sequence]) -> tuple[list[Sequence], Comparison]:
@@ -397,6 +409,10 @@ class Learner:
             module.set_is_last_backward(is_last or config.sync_gradients == "each")  # frees what sums
             module.set_requires_gradient_sync(is_last or config.sync_gradients == "each", recurse=False)
             module.set_reshard_after_backward(is_last or config.reshard_after_forward, recurse=False)
+
+
+def _compute_as(served: Served, policy: Policy) -> None:
+    make_exact(policy.model, getattr(torch, served.dtype), served.tp_size)
 
 
 def _unscored(sequences: list[list[int]], rows: list[list[int]], device: torch.device) -> MicroBatch:

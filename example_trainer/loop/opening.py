@@ -53,7 +53,9 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         watched.append(bridge)
         learner.begin(resumed, bridge.served_dtype)
         done, model = learner.progress, learner.trained.model
-        exactness = Exactness(config, model, bridge.served_dtype, done.kernels)
+        exactness = Exactness(config, bridge.served_dtype, done.kernels)
+        if exactness.served is not None:
+            learner.compute_as(exactness.served)
         expect_steps_left(learner, resumed)
         offline = sides_of(examples, config, learner.trained.tokenizer) if examples else []
         metrics = open_metrics(config, done.step + 1, resources, done.kernels)

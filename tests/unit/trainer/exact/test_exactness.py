@@ -266,7 +266,7 @@ def test_a_run_that_agreed_once_ends_well_after_a_batch_without_tokens(model: st
     loaded, batch = load_model(model, torch.device("cpu")), batch_of([item([1.0, 0.0])])
 
     def judged(*differences: float) -> Exactness:
-        exactness = Exactness(config, loaded, "float32", config.kernels)
+        exactness = Exactness(config, "float32", config.kernels)
         for step, difference in enumerate(differences):
             comparison = Comparison()
             if difference >= 0:  # else nothing is compared
@@ -321,7 +321,7 @@ def test_log_probabilities_of_another_sampling_are_warned_of_at_staleness_0(
         ours = token_logprobs(policy, replace(packed, temperatures=torch.ones_like(packed.temperatures)), 8)
         comparison.add(packed.targets, sampler, ours)
     settings = config(model, tmp_path, batch_invariant=False, bit_exact="report")
-    judge = Exactness(settings, policy.model, "float32", "torch")
+    judge = Exactness(settings, "float32", "torch")
     batch = make_batch(as_records([group]), seq_len=2048, policy_version=staleness)
     for step in (1, 2):  # once
         judge.judge(comparison, step, batch, policy.model)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedModel
 
 from atropos_launcher.checks.repeated import difference, faults, shown
 from atroposlib.errors import AtroposError
@@ -16,6 +17,7 @@ from atroposlib.wire.batching import ScoredData
 from example_trainer import grpo
 from example_trainer.data.order import in_order
 from example_trainer.errors import TrainerError
+from example_trainer.loop import learner
 from example_trainer.model import cpu_kernels
 from example_trainer.recompute import recompute
 from example_trainer.settings.config import TrainerConfig
@@ -92,6 +94,23 @@ def test_the_weights_depend_neither_on_arrival_nor_on_micro_batches_nor_on_cores
         assert difference(plain, other) is None
         assert (other / "batches.jsonl").read_bytes() == (plain / "batches.jsonl").read_bytes()
     assert not list(faults(plain))
+
+
+def test_the_start_model_that_the_policy_is_compared_with_computes_the_same_bits(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By PyTorch's own products, KL was not 0 before the first update, and depended on cores; with a model so small,
+    its bits are the same.
+    """
+    exact, stock = list[PreTrainedModel](), learner.make_exact
+    monkeypatch.setattr(learner, "make_exact", lambda which, *how: [exact.append(which), stock(which, *how)])
+    folder = run(model, tmp_path / "run", kl_coef=0.1)
+    policy, start = exact
+    assert policy is not start
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["kl"] == 0
+    assert rows[1]["kl"] > 0
+    assert recompute(folder, STEPS)
 
 
 def test_a_run_that_is_killed_and_resumed_has_the_same_chain(model: str, tmp_path: Path) -> None:
