@@ -47,7 +47,7 @@ def train(
                 "PYTHONPATH": str(REPOSITORY),
                 "VLLM_API_KEY": API_KEY,
                 "DRILL": drill,
-                "DRILL_SERVER_LOG": str(server.log),
+                "DRILL_SERVER_PORT": str(server.port),
             },
             capture_output=True,
             text=True,

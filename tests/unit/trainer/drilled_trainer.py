@@ -4,7 +4,7 @@ WHERE is a method of Learner, at its second call; `sending`, in the middle of th
 `join`, before the ranks have met; or `code`, of which the rank then has another version. ACT is a signal, FREEZE, an
 error to raise, or TELL: then every call prints what it returns. DRILL="all transfers MEMORY" harms nobody: each rank
 prints what it holds while weights are handed over. With "1 sending SLOW" rank 1 sends for longer than the others.
-DRILL_SERVER_LOG is the log of a vLLM server, which `sending` waits for. The command line is grpo.py's, and like that
+DRILL_SERVER_PORT is that of a vLLM server, which `sending` waits for. The command line is grpo.py's, and like that
 it starts its ranks by its own command.
 """
 
@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from example_trainer.before_torch import check_before_torch
@@ -24,6 +23,7 @@ if __name__ == "__main__":
 
 from example_trainer import grpo
 from example_trainer.bridges.direct import RowSender
+from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.errors import TrainerError
 from example_trainer.loop import learner
 from example_trainer.ranks import ranks
@@ -83,8 +83,8 @@ def drill_sending(act: str) -> None:
             def packing(*arguments: Any) -> Any:
                 for transfer in begun:
                     transfer.wait()
-                if log := os.environ.get("DRILL_SERVER_LOG"):
-                    await_receiver(Path(log))
+                if port := os.environ.get("DRILL_SERVER_PORT"):
+                    await_receivers(int(port))
                 return packed(*arguments)
 
             joined.groups.begin, sender._bytes = beginning, packing
@@ -95,12 +95,13 @@ def drill_sending(act: str) -> None:
     setattr(RowSender, "send", sending)  # noqa: B010
 
 
-def await_receiver(log: Path) -> None:
-    """Wait until the server's worker receives the version that follows the one it joined for."""
+def await_receivers(port: int) -> None:
+    """Wait until every worker of the server receives what is being sent."""
+    vllm = VllmClient("127.0.0.1", port, os.environ["VLLM_API_KEY"], RECEIVING_S)
     deadline = time.monotonic() + RECEIVING_S
-    while "Receiving policy version 1 " not in log.read_text().rpartition("Joined session")[2]:
+    while any(worker.state != "receiving" for worker in vllm.status().workers):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no worker receives within {RECEIVING_S:.0f} s, says {log}")
+            raise TimeoutError(f"the workers of the server at port {port} do not receive within {RECEIVING_S:.0f} s")
         time.sleep(0.05)
 
 

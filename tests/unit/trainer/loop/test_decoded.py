@@ -200,7 +200,7 @@ def test_a_server_of_short_sequences_gets_short_prompts(longest: int) -> None:
 
 def test_the_limit_grows_with_the_dtype_and_the_models_own_spread() -> None:
     flat, steep = torch.randn(4, 100), 10 * torch.randn(4, 100)
-    assert rounding_limit(["float32", "float32"], flat) < 1e-4
+    assert rounding_limit(["float32", "float32"], flat) < 1e-3
     assert rounding_limit(["float32", "float32"], steep) > 5 * rounding_limit(["float32", "float32"], flat)
     assert rounding_limit(["float32", "bfloat16"], flat) == rounding_limit(["bfloat16", "float32"], flat) > 0.05
 
