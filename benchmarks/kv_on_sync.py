@@ -146,9 +146,7 @@ class Syncing:
 @contextlib.contextmanager
 def trainer(model: str, port: int, move: float) -> Iterator[tuple[WeightBridge, Callable[[], None]]]:
     """A bridge by which the server serves version 0, and what changes the weights for the next one."""
-    config = TrainerConfig(
-        model_name=model, vllm_ports=(port,), weight_bridge_mode="shared_vllm", use_shared_memory=True
-    )
+    config = TrainerConfig(model_name=model, vllm_ports=(port,), bridge={"kind": "broadcast"})
     device = torch.device("cpu")
     prepared = make_bridge(config)(model, device)
     assert not isinstance(prepared.storage, SharedRanks)  # one process trains
@@ -205,7 +203,7 @@ def main() -> None:
         "| `--kv-on-sync` | seconds | syncs | prompt tokens | computed | to reset | again | difference, nats (tokens) |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for kept, rounds in seen.items():
+    for arm, rounds in seen.items():
         ratios = [each.computed / other.computed for each, other in zip(rounds, seen["reset"], strict=True)]
         differences = [difference for each in rounds for difference in each.differences]
         mean = (
@@ -222,7 +220,7 @@ def main() -> None:
             " ".join(str(each.tokens_again) for each in rounds),
             mean,
         ]
-        print(f"| `{kept}` | {' | '.join(cells)} |")
+        print(f"| `{arm}` | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import pytest
 from example_trainer.vllm_api_server import (
     LORA_WORKER,
     PROBED_WORKER,
-    SWITCH,
     LaunchError,
     _configure_bridge,
     _keep_kv_cache,
     _with_defaults,
 )
+from vllm_patching.batch_invariant.switch import SWITCH
 from vllm_patching.kv_cache import SALTED
 
 

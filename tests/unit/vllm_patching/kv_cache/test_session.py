@@ -8,8 +8,12 @@ from starlette.types import Receive, Scope, Send
 from vllm_patching.kv_cache.session import InSession, current_session, session_of
 
 
-def scope_of(*values: bytes) -> Scope:
-    return {"type": "http", "headers": [(b"host", b"here"), *((b"x-session-id", value) for value in values)]}
+def scope_of(*values: bytes, path: str = "/") -> Scope:
+    return {
+        "type": "http",
+        "path": path,
+        "headers": [(b"host", b"here"), *((b"x-session-id", value) for value in values)],
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_requests_side_by_side_have_their_own_sessions() -> None:
 
     async def answer() -> None:
         within = InSession(app)
-        scopes = [scope_of(b"a") | {"path": "/a"}, scope_of(b"b") | {"path": "/b"}, scope_of() | {"path": "/none"}]
+        scopes = [scope_of(b"a", path="/a"), scope_of(b"b", path="/b"), scope_of(path="/none")]
         await asyncio.gather(*(within(scope, None, None) for scope in scopes))  # type: ignore[arg-type]
 
     asyncio.run(answer())
