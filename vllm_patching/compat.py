@@ -777,6 +777,10 @@ def salt_requests() -> None:
         request.block_hashes.clear()
         request.update_block_hashes()
 
+    def requests(scheduler: Scheduler) -> list[tuple[str, Any, bool]]:
+        here = scheduler.requests.items()
+        return [(name, each, each.num_computed_tokens > 0 or each.num_preemptions > 0) for name, each in here]
+
     engines: dict[int, Salts] = {}
 
     def salts(engine: EngineCore) -> Salts:
@@ -791,12 +795,7 @@ def salt_requests() -> None:
 
     def set_weight_version(self: EngineCore, weight_version: str) -> None:
         label(self, weight_version)
-        assert isinstance(self.scheduler, Scheduler)
-        here = self.scheduler.requests.items()
-        salts(self).serve(
-            weight_version,
-            [(name, request, request.num_computed_tokens > 0 or request.num_preemptions > 0) for name, request in here],
-        )
+        salts(self).serve(weight_version, requests(cast(Scheduler, self.scheduler)))
 
     def reset_prefix_cache(self: EngineCore, *arguments: Any, **named: Any) -> bool:
         done = reset(self, *arguments, **named)
