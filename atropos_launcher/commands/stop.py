@@ -21,10 +21,11 @@ from atroposlib.processes.log_files import printable
 
 LAUNCHER_S = 15.0  # it ends its services in at most 7 s
 POLL_S = 0.1
+KERNEL_S = 30.0  # in which it ends what was killed: gigabytes are given back, on a machine that may be busy
 
 
 class CannotStop(AtroposError):
-    """The records cannot be read or changed."""
+    """The records cannot be read or changed, or a process outlives SIGKILL."""
 
 
 def parser() -> arguments.Parser:
@@ -74,7 +75,12 @@ def stop(run: Path) -> None:
         _take_over(records, console)
         memory = SharedMemory(records)
         memory.read()
-        end(records, records.services(), memory, console)
+        left = end(records, records.services(), memory, console, KERNEL_S)
+    if left:
+        raise CannotStop(
+            f"{', '.join(left)} of {shown} is still there {KERNEL_S:.0f} s after SIGKILL: the kernel has not ended it;"
+            " run this command again"
+        )
     console.say(f"Everything of {shown} has ended")
 
 

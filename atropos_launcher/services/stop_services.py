@@ -13,8 +13,12 @@ from atroposlib.processes.groups import KILL_S, Group, end_groups
 GRACE_S = 5.0  # from TERM to KILL
 
 
-def end(records: Records, services: Sequence[Record], memory: SharedMemory, tell: Listener) -> None:
-    """At most 7 s, then every group is gone, and so are the records. A second call finds nothing."""
+def end(
+    records: Records, services: Sequence[Record], memory: SharedMemory, tell: Listener, kill_s: float = KILL_S
+) -> list[str]:
+    """After at most GRACE_S and `kill_s` seconds, return the names of those that are still there: the kernel has not
+    ended what was killed. Of none, the records are gone, too. A second call finds nothing.
+    """
     names = {service.group: service.name for service in services}
 
     def tell_of(groups: Sequence[Group], event: Callable[..., Event], *limits: float) -> None:
@@ -22,17 +26,18 @@ def end(records: Records, services: Sequence[Record], memory: SharedMemory, tell
             tell(event(tuple(names[group] for group in groups), *limits))
 
     def asked(groups: Sequence[Group]) -> None:
-        tell_of(groups, Ending, GRACE_S + KILL_S)
+        tell_of(groups, Ending, GRACE_S + kill_s)
         with suppress(OSError):  # a full disk: they are in memory
             memory.note(groups)
 
     def killing(groups: Sequence[Group]) -> None:
         tell_of(groups, Killed, GRACE_S)
 
-    left = end_groups(list(names), GRACE_S, asked=asked, killing=killing)
+    left = end_groups(list(names), GRACE_S, kill_s, asked=asked, killing=killing)
     memory.remove()
     if left:
         tell_of(left, StillThere)
         records.release()
     else:
         records.forget()
+    return [names[group] for group in left]

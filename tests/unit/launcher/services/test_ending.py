@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.commands.stop import CannotStop, stop
+from atropos_launcher.services import stop_services
 from atropos_launcher.services.events import Ending, Event
 from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.shared_memory import SharedMemory
@@ -60,3 +62,15 @@ def test_the_second_end_finds_nothing_to_do(records: Records) -> None:
     end(records, services, SharedMemory(records), told.append)
     assert told == [Ending(("api",), 7.0)]
     assert time.monotonic() - started < 5
+
+
+def test_stop_fails_while_something_outlives_its_kill(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that everything had ended, with status 0, while the kernel took gigabytes back."""
+    records.release()
+    monkeypatch.setattr(stop_services, "end_groups", lambda groups, *limits, **tellers: list(groups))
+    with pytest.raises(CannotStop, match=r"^api of .* is still there 30 s after SIGKILL: .* run this command again"):
+        stop(records.run_dir)
+    assert records.exist()
+    monkeypatch.undo()
+    stop(records.run_dir)
+    assert not records.exist()
