@@ -17,6 +17,7 @@ from atroposlib.wire.batching import ScoredData
 from example_trainer import grpo
 from example_trainer.data.order import in_order
 from example_trainer.errors import TrainerError
+from example_trainer.exact import model as exact_model
 from example_trainer.loop import learner
 from example_trainer.model import cpu_kernels
 from example_trainer.recompute import recompute
@@ -102,8 +103,13 @@ def test_the_start_model_that_the_policy_is_compared_with_computes_the_same_bits
     """By PyTorch's own products, KL was not 0 before the first update, and depended on cores; with a model so small,
     its bits are the same.
     """
-    exact, stock = list[PreTrainedModel](), learner.make_exact
-    monkeypatch.setattr(learner, "make_exact", lambda which, *how: [exact.append(which), stock(which, *how)])
+    exact = list[PreTrainedModel]()
+
+    def make_exact(which: PreTrainedModel, *how: Any) -> None:
+        exact.append(which)
+        exact_model.make_exact(which, *how)
+
+    monkeypatch.setattr(learner, "make_exact", make_exact)
     folder = run(model, tmp_path / "run", kl_coef=0.1)
     policy, start = exact
     assert policy is not start
