@@ -53,7 +53,8 @@ def join(address: str, local: bool = False) -> Any:
         os.environ |= {**ON_LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 
-    here = {"include_dashboard": False, "object_store_memory": STORE_BYTES} if local else {"address": address}
+    own = {"address": "local", "include_dashboard": False, "object_store_memory": STORE_BYTES}  # beside any other here
+    here = own if local else {"address": address}
     try:
         ray.init(**here, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ray.exceptions.RayError, RuntimeError, ConnectionError, ValueError) as error:

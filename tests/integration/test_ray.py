@@ -176,8 +176,9 @@ def test_a_cluster_of_this_machine_runs_a_service_and_keeps_no_secret_of_it(tmp_
     ],
 )
 def test_what_a_node_lacks_is_said_in_one_line_before_anything_starts(
-    plan: dict[str, object], why: str, tmp_path: Path
+    plan: dict[str, object], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster that this one has nothing to do with
     with launched(tmp_path, None, [WAITS], address="local", **plan) as run:
         run.ends(2)
         (line,) = run.said.splitlines()
