@@ -177,14 +177,14 @@ class WeightUpdater:
 
     def _fail(self, receiver: Receiver, reason: str) -> None:
         offer = receiver.offer
-        if receiver.arriving is not None:
-            reason = f"{reason}; receiving policy version {receiver.arriving}"
+        arriving = "" if receiver.arriving is None else f"; receiving policy version {receiver.arriving}"
         log.warning(
-            "Session %s of trainer %s failed (%s); serving continues with the last committed weights, a new trainer may"
-            " join",
+            "Session %s of trainer %s failed (%s%s); serving continues with the last committed weights, a new trainer"
+            " may join",
             offer.session,
             offer.trainer,
             reason,
+            arriving,
         )
         with self._lock:
             # a version that is completely staged stays: its commit may be in progress
