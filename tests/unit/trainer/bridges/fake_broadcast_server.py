@@ -136,6 +136,8 @@ class FakeVllmServer:
                 continue
             while self.fail == "transfer":
                 time.sleep(0.02)
+            if self.session != offer.session:  # another one has begun meanwhile
+                return
             found = store.get(go_key(offer.session, sequence))
             if found == GOODBYE.encode():
                 return
