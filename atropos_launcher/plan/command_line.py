@@ -33,7 +33,7 @@ from atropos_launcher.run_file.run_file import (
     recipe_files,
     validated,
 )
-from atropos_launcher.run_file.servers import Tree, each_server
+from atropos_launcher.run_file.servers import Tree, each_server, merged_servers
 from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
@@ -47,6 +47,7 @@ from example_trainer.settings.bridges import LAUNCHED
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.gpus import gpu_bytes, visible_gpus
 from example_trainer.settings.servers import Port
+from vllm_patching.kv_cache import OnSync
 
 PROG = "atropos train"
 ABOUT = {
@@ -110,6 +111,9 @@ class RunFlags(Config):
         description=(
             "dtype in which vLLM computes, and with --batch-invariant the trainer; default float32, on a GPU bfloat16"
         ),
+    )
+    kv_on_sync: OnSync | None = Field(
+        None, description="what vLLM's KV cache keeps over a sync (docs/bridges.md#the-kv-cache-over-a-sync)"
     )
     api_port: int | None = Field(None, ge=1, le=65535, description="default 8000, or the next free port")
     vllm_port: tuple[Port, ...] | None = Field(
@@ -236,6 +240,8 @@ def _changed(
     for a flag that does not suit it.
     """
     servers = changed_servers(content, typed, machines, given.tp_size, given.vllm_port)
+    if given.kv_on_sync is not None:
+        servers = merged_servers(servers, {"kv_on_sync": given.kv_on_sync})
     several = len(each_server(servers)) > 1
     environments, programs = changed_environments(content, typed, given.dataset_path, several_servers=several)
     changes = _own_changes(given, words)

@@ -239,10 +239,16 @@ def test_a_kv_cache_that_no_sync_leaves_is_not_kept(
 ) -> None:
     words = ("arithmetic", QWEN, "--bridge", bridge, "--vllm.kv-on-sync", kept, *more)
     if why is None:
-        plan(*words)
+        made = plan(*words)
+        assert bridge == "restart" or vllm_of(made)["--kv-on-sync"] == kept
         return
     with pytest.raises(ConfigError, match=why):
         plan(*words)
+
+
+def test_what_the_kv_cache_keeps_is_a_flag_of_all_servers() -> None:
+    found = plan("two_servers", QWEN, "--kv-on-sync", "salt")
+    assert [service.command.count("salt") for service in found.services if service.name.startswith("vllm")] == [1, 1]
 
 
 def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
