@@ -4,13 +4,14 @@ Used by model.py (CPU) and cuda.py; the kernels are those of vllm_patching/batch
 gradients.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from example_trainer.model.cpu_kernels import exact_product
+from example_trainer.model.cpu_kernels import exact_product, onednn_product, repeatable
 from example_trainer.model.packed_attention import tree_attention
 
 
@@ -117,11 +118,48 @@ class PackedAttention(torch.autograd.Function):
     def backward(
         ctx: SavedAttention, grad: Tensor
     ) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
+        if repeatable() and grad.device.type == "cpu":
+            outer = grad.transpose(0, 1)
+            of = _attention_gradients(*ctx.saved_tensors, outer, ctx.lengths, ctx.parents, ctx.scale)
+            return None, *of, None, None, None
         query, key, value = (tensor.detach()[None].requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
             output = tree_attention(query, key, value, ctx.lengths, ctx.parents, ctx.scale)
         gradients = torch.autograd.grad(output, (query, key, value), grad.transpose(0, 1)[None])
         return None, gradients[0][0], gradients[1][0], gradients[2][0], None, None, None
+
+
+def _attention_gradients(
+    query: Tensor,  # [heads, T, d]
+    key: Tensor,  # [key heads, T, d]
+    value: Tensor,
+    grad: Tensor,  # [heads, T, d], of the output
+    lengths: tuple[int, ...],
+    parents: tuple[int, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return those of query, key and value, by oneDNN's products, segment by segment and head by head.
+
+    PyTorch's own backward multiplies by MKL, whose bits depend on where its threads' buffers lie.
+    """
+    dtype = query.dtype
+    of_query, of_key, of_value = (torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value))
+    query, key, value, grad = (each.float() for each in (query, key, value, grad))
+    group, starts = len(query) // len(key), [0, *itertools.accumulate(lengths)]
+    for start, length, places in zip(starts, lengths, _places(lengths, parents), strict=False):
+        own = slice(start, start + length)
+        later = torch.ones(length, len(places), dtype=torch.bool).triu(len(places) - length + 1)
+        keys, values = key[:, places], value[:, places]
+        for head in range(len(query)):
+            of = head // group
+            scores = onednn_product(query[head, own], keys[of]).mul_(scale).masked_fill_(later, -torch.inf)
+            weights = scores.softmax(-1)
+            of_weights = onednn_product(grad[head, own], values[of].contiguous())
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+            of_query[head, own] = onednn_product(of_scores, keys[of].t())
+            of_key[of].index_add_(0, places, onednn_product(of_scores.t(), query[head, own].t()))
+            of_value[of].index_add_(0, places, onednn_product(weights.t(), grad[head, own].t()))
+    return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
 
 
 def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:

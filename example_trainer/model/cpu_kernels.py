@@ -142,6 +142,11 @@ def take_repeatable_products(model: nn.Module) -> None:
     exact_kernels.cache_clear()
 
 
+def repeatable() -> bool:
+    """Return whether gradients must not depend on the number of threads, nor on where tensors lie in memory."""
+    return _repeatable
+
+
 def exact_product() -> Callable[[Tensor, Tensor], Tensor]:
     """Return the products of `exact_kernels`: left [m, k] times right [n, k] transposed."""
     return onednn_product if exact_kernels() == "onednn" else _torch
