@@ -119,8 +119,9 @@ class PackedAttention(torch.autograd.Function):
         ctx: SavedAttention, grad: Tensor
     ) -> tuple[None, Tensor, Tensor, Tensor, None, None, None]:  # [T, heads, d]
         if repeatable() and grad.device.type == "cpu":
+            query, key, value = ctx.saved_tensors
             outer = grad.transpose(0, 1)
-            of = _attention_gradients(*ctx.saved_tensors, outer, ctx.lengths, ctx.parents, ctx.scale)
+            of = attention_gradients(query, key, value, outer, ctx.lengths, ctx.parents, ctx.scale)
             return None, *of, None, None, None
         query, key, value = (tensor.detach()[None].requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
@@ -129,7 +130,7 @@ class PackedAttention(torch.autograd.Function):
         return None, gradients[0][0], gradients[1][0], gradients[2][0], None, None, None
 
 
-def _attention_gradients(
+def attention_gradients(
     query: Tensor,  # [heads, T, d]
     key: Tensor,  # [key heads, T, d]
     value: Tensor,

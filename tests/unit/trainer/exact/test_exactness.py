@@ -17,8 +17,10 @@ from example_trainer.data.packing import micro_batches
 from example_trainer.errors import TrainerError
 from example_trainer.exact import check
 from example_trainer.exact.check import Comparison, Exactness, Mismatch, NotExact, hexadecimal, summary
+from example_trainer.exact.functions import attention_gradients
 from example_trainer.exact.model import make_exact
 from example_trainer.model.loading import load_model
+from example_trainer.model.packed_attention import tree_attention
 from example_trainer.model.policy import Policy, accumulate_gradients, token_logprobs
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer import whole_runs
@@ -328,3 +330,27 @@ def test_log_probabilities_of_another_sampling_are_warned_of_at_staleness_0(
     found = [record for record in caplog.records if "at staleness 0" in record.message]
     assert len(found) == warns
     assert all("temperature, top_p or top_k that its groups do not report" in record.message for record in found)
+
+
+@pytest.mark.parametrize("parents", [(-1, -1, -1), (-1, 0, 1)])
+def test_repeatable_gradients_of_attention_are_those_of_its_formula_whatever_the_threads(
+    parents: tuple[int, ...],
+) -> None:
+    """Of sequences, and of segments that continue others; four heads share two of keys."""
+    lengths, scale = (20, 33, 7), 0.2
+    draw = torch.Generator().manual_seed(1)
+    query, grad = (torch.randn(4, sum(lengths), 32, generator=draw) for _ in range(2))
+    key, value = (torch.randn(2, sum(lengths), 32, generator=draw) for _ in range(2))
+    queries, keys, values = (each.double()[None].requires_grad_() for each in (query, key, value))
+    output = tree_attention(queries, keys, values, lengths, parents, scale)
+    expected = torch.autograd.grad(output, (queries, keys, values), grad.double()[None])
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(attention_gradients(query, key, value, grad, lengths, parents, scale))
+    finally:
+        torch.set_num_threads(threads)
+    for one, other, right in zip(*found, expected, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, right[0].float(), rtol=0, atol=2e-5)
