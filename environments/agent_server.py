@@ -226,7 +226,7 @@ class AgentEnv(QuestionEnv):
             try:
                 rollout = await self._rollout(item, endpoint, session)
                 is_kept = split == "train"
-            except asyncio.CancelledError:  # this process ends, and the next one goes on with the session
+            except asyncio.CancelledError:  # this process ends, and the next one continues the session
                 is_kept = split == "train"
                 raise
             finally:

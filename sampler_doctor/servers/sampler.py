@@ -88,7 +88,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def longest(self) -> int | None:
-        """Return the tokens that a sequence may have, where the server says so."""
+        """Return the longest sequence that the server takes, in tokens; None if it does not report it."""
 
     @abstractmethod
     def load(self, directory: str) -> str:
