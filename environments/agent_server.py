@@ -5,14 +5,15 @@
 
     task ─▶ a directory, a session of the agent endpoint, the command ─▶ calls of the model, what it prints ─▶ score
 
-The command gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENT_TASK. A line of the
-file of tasks is {"task": ..., "answer": ..., "files": {name: text}}; without a file, the tasks are sums. The score is 1
-if the last number (or, if the answer is none, the text) that it prints is the answer, or what `score_command` says,
-which runs in the directory afterwards. An agent that crashes, is late or calls no model is a failed rollout.
+The command gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, AGENT_SESSION_ID (what a
+sub-agent names as its parent) and AGENT_TASK. A line of the file of tasks is {"task": ..., "answer": ..., "files":
+{name: text}}; without a file, the tasks are sums. The score is 1 if the last number (or, if the answer is none, the
+text) that it prints is the answer, or what `score_command` says, which runs in the directory afterwards. An agent that
+crashes, is late or calls no model is a failed rollout.
 
 The endpoint is a process of its own where --env.agent_endpoint names one, as in a run of the launcher. A session is
-there until its group is at the batching API, under an id that this environment finds again: started anew, it first
-finishes what it had begun, and the calls that an agent made before get the replies that they had.
+there until its group is at the batching API or thrown away, under an id that this environment finds again: started
+anew, it first finishes what it had begun, and the calls that an agent made before get the replies that they had.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ import shlex
 import tempfile
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -38,7 +39,7 @@ from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.program import ProgramLimits, Ran, run_program
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.payloads import Groups, Item, ScoredDataGroup
+from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.request_seeds import current_sample, with_seed
@@ -180,30 +181,17 @@ class AgentEnv(QuestionEnv):
 
     async def collect_trajectories(self, item: AgentTask) -> tuple[ScoredDataGroup | None, list[Item]]:
         """The group, which the API stores once even if another process posts it again after this one has died."""
-        try:
-            group, more = await super().collect_trajectories(item)
-        except Exception:
-            await self._end(item.number)
-            raise
+        group, more = await super().collect_trajectories(item)
         if group:
             keys = sorted(each.key for each in self._unended[item.number])
             group["idempotency_key"] = hashlib.sha256(repr(keys).encode()).hexdigest()
         return group, more
 
-    async def handle_send_to_api(
-        self, scored_data: Groups, item: Any = None, do_send_to_api: bool = True, *others: Any, **named: Any
-    ) -> None:
-        """Send the group, and end its sessions then: they are what it can be made of again."""
-        try:
-            await super().handle_send_to_api(scored_data, item, do_send_to_api, *others, **named)
-        except Exception:
-            await self._end(item.number)
-            raise
-        await self._end(item.number)
-
-    async def _end(self, number: int) -> None:
+    async def _decided(self, items: Sequence[Item]) -> None:
+        """End the sessions of these groups: until now they were what the groups could be made of again."""
         assert self._endpoint is not None
-        await self._endpoint.end(each.id for each in self._unended.pop(number, []))
+        for number in sorted({item.number for item in items}):
+            await self._endpoint.end(each.id for each in self._unended.pop(number, []))
 
     async def rollouts(self, item: AgentTask, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
         """`n` runs of the agent, each with a session and a directory of its own."""
@@ -382,6 +370,7 @@ def _addresses(url: str, session: "OpenSession", task: str) -> dict[str, str]:
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
+        "AGENT_SESSION_ID": session.id,
         "AGENT_TASK": task,
     }
 

@@ -7,7 +7,8 @@
 
 A call names its session by its key, by the header X-Session-Id or proxy_x_session_id, or by the address: all of /v1 is
 at /sessions/ID/v1, too. With X-Parent-Session-Id, the session is a child of that one, and its first call makes it.
-Errors have the form of the API that was called.
+Under a session's key, a name that the agent made up is that session's own. Errors have the form of the API that was
+called.
 """
 
 import asyncio
@@ -257,7 +258,8 @@ class Endpoint:
         self._check_model(body.get("model"))
         key = _key(request.headers)
         own = self.sessions.by_key.get(key)
-        named = request.path_params.get("session") or _named(request.headers, body)
+        at = request.path_params.get("session")
+        named = at or _named(request.headers, body)
         if own is None and self.settings.token and not _same(key, self.settings.token):
             raise Refused(UNAUTHORISED, "the API key is neither a session's nor the endpoint's token")
         if own is None and named is None:
@@ -265,15 +267,22 @@ class Endpoint:
                 UNAUTHORISED,
                 "the request names no session: use a session's key as the API key, its address, or X-Session-Id",
             )
-        if (above := request.headers.get("x-parent-session-id")) is not None and named not in (None, above):
-            parent = self.sessions.get(above)
-            _check_opens(own, parent)
-            return await self.sessions.child(str(named), parent)
-        if named is None:
-            assert own is not None
+        above = request.headers.get("x-parent-session-id")
+        if named is not None and above not in (None, named):
+            return await self.sessions.child(named, self._known(own, str(above), is_exact=own is None))
+        return self._known(own, named, is_exact=own is None or at is not None)
+
+    def _known(self, own: Session | None, name: str | None, *, is_exact: bool) -> Session:
+        """The session of this name: a session's id, or what the agent with its key calls itself or a child of its own.
+        Raises Refused if there is none, and for a session that the key does not open.
+        """
+        if own is not None and name is None:
             return own
-        session = self.sessions.get(named)
-        _check_opens(own, session)
+        if own is not None and not is_exact and name not in self.sessions.by_id:
+            return next((each for each in own.family if each.record.id.endswith(f":{name}")), own)
+        session = self.sessions.get(str(name))
+        if own is not None and own not in session.line:
+            raise Refused(FORBIDDEN, f"this key opens session {own.record.id} alone")
         return session
 
     def _check_token(self, request: Request) -> None:
@@ -389,13 +398,6 @@ def _named(headers: Headers, body: JsonObject) -> str | None:
     names = [headers.get(name) for name in NAMED_BY]
     given = body.get("proxy_x_session_id")
     return next((name for name in names if name), given if isinstance(given, str) else None)
-
-
-def _check_opens(own: Session | None, session: Session) -> None:
-    """Raise Refused if the key is that of a session which is neither this one nor above it."""
-    above = {session.record.id, session.record.parent}
-    if own is not None and own.record.id not in above:
-        raise Refused(FORBIDDEN, f"this key opens session {own.record.id} alone")
 
 
 def _same(given: str, expected: str) -> bool:

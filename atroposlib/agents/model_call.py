@@ -187,5 +187,12 @@ def only(tools: list[JsonObject], names: Sequence[object]) -> list[JsonObject]:
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
+def required(tools: list[JsonObject]) -> str:
+    """The choice to call one of these tools, or another. Raises Refused where there is none."""
+    if not tools:
+        raise Refused(BAD_REQUEST, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+    return "required"
+
+
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -5,8 +5,8 @@
 
 A call that was answered is never sampled again, so a client that retries gets the tokens that are trained on. A call
 that differs from the one that was answered at its place in the conversation is a branch, and is counted. A child is a
-session of its own whose sequences belong to its parent's rollout. A session that breaks a limit, or that nobody uses,
-has failed: it has a cause, and no reward.
+session of its own whose sequences belong to its parent's rollout; limits are those of the whole rollout. A rollout that
+breaks one, or that nobody uses, has failed: it has a cause, and no reward.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,7 +48,7 @@ CONFLICT = 409
 
 
 class Limits(BaseModel):
-    """What one session may use; its children have the same, and count among its `children`."""
+    """What a session and all below it may use together. Time passes while the endpoint runs."""
 
     turns: int = Field(default=256, ge=1, description="Most calls of the model in a session.")
     tokens: int = Field(default=1_000_000, ge=1, description="Most sampled tokens of a session.")
@@ -75,13 +75,14 @@ class SessionSettings(BaseModel):
 
 @dataclass(eq=False)
 class Session:
-    """One rollout. `answer` is all that agents reach of it."""
+    """One rollout, or a sub-agent's part of its parent's. `answer` is all that agents reach of it."""
 
     record: SessionRecord
     settings: SessionSettings
     managed: ManagedServer
     journal: TurnJournal | None
     context: int | None = None  # tokens of a prompt and its answer together, if the server says
+    parent: "Session | None" = None
     turns: dict[str, Turn] = field(default_factory=dict)  # by the hash of the call
     children: list["Session"] = field(default_factory=list)
     branches: int = 0
@@ -94,6 +95,16 @@ class Session:
     _begun: int = 0
 
     @property
+    def line(self) -> list["Session"]:
+        """It, its parent, and so on up to the session whose rollout it belongs to."""
+        return [self, *(self.parent.line if self.parent is not None else ())]
+
+    @property
+    def family(self) -> list["Session"]:
+        """It and all below it."""
+        return [self, *(each for child in self.children for each in child.family)]
+
+    @property
     def nodes(self) -> list[SequenceNode]:
         """Its sequences, then those of its children."""
         return [*self.managed.current_nodes, *(node for child in self.children for node in child.nodes)]
@@ -102,27 +113,34 @@ class Session:
     def conversation(self) -> Messages:
         """The messages of its last turn, with the first answer to them; for people who read the samples."""
         if not self.turns:
-            return []
+            return next((said for child in self.children if (said := child.conversation)), [])
         last = max(self.turns.values(), key=lambda turn: turn.order)
         return [*last.asked["messages"], {"role": "assistant", "content": last.reply.answers[0].text}]
 
     async def answer(self, call: ModelCall, nbytes: int = 0) -> ModelReply:
         """The reply to a call, which is on disk by then. Raises Refused, ServerError, ValueError, JournalError."""
-        self.used_at = time.monotonic()
+        rollout = self.line[-1]
+        rollout.used_at = time.monotonic()
         key = call.key()
         if (known := self.turns.get(key)) is not None:
             self.repeated += 1
             log.info("Session %s: a call is repeated, and gets the reply that it had", self.record.id)
             return known.reply
         if key not in self._in_flight:
-            await self._check_limits(nbytes)
-            task = asyncio.create_task(self._turn(call, key))
+            self.nbytes += nbytes
+            await rollout.check_limits()
+            task = asyncio.create_task(self._turn(call, key, nbytes))
             self._in_flight[key] = task
             task.add_done_callback(lambda _: self._in_flight.pop(key, None))
+        task = self._in_flight[key]
         try:
-            return await asyncio.shield(self._in_flight[key])
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise rollout.ended(rollout.record.failed or "nobody trains on it") from None
         finally:
-            self.used_at = time.monotonic()
+            rollout.used_at = time.monotonic()
 
     def conversation_of(self, response_id: str) -> Messages:
         """The messages up to and with a response, without its instructions. Raises Refused."""
@@ -138,11 +156,22 @@ class Session:
         return self.managed.prompt_length(call.messages, call.tools)
 
     async def fail(self, cause: str) -> None:
-        """End the session without a reward, unless it has one. Raises JournalError."""
+        """End the session and the calls under way without a reward, unless it has one. Raises JournalError."""
         if self.record.failed is None and self.record.reward is None:
             log.warning("Session %s has failed: %s", self.record.id, cause)
             self.record.failed = cause
+            for each in self.family:
+                each.cancel()
             await self._written()
+
+    def cancel(self) -> None:
+        """End the calls that are under way."""
+        for task in self._in_flight.values():
+            task.cancel()
+
+    def ended(self, cause: str) -> Refused:
+        """The error of a call of a session that has ended."""
+        return Refused(FORBIDDEN, f"session {self.record.id} has ended: {cause}", code="session_ended")
 
     async def reward(self, value: float) -> None:
         """Set the reward. Raises Refused for a number that is none, and for a session that failed."""
@@ -155,11 +184,14 @@ class Session:
 
     async def replay(self, turns: list[Turn]) -> None:
         """Make the sequences of these turns again, as they were."""
+        rollout = self.line[-1]
         for turn in turns:
             with playing(turn.tape):
                 made = reply_of(await self.managed.chat_completion(**turn.asked), ())
             self._know_calls(made, turn.reply)
             self._keep(turn)
+            self.nbytes += turn.nbytes
+            rollout.started_at = min(rollout.started_at, time.monotonic() - turn.after_s)
         for node in self.managed.current_nodes:
             node.note_in(self.managed.server.ledger)
 
@@ -178,15 +210,38 @@ class Session:
             "failed": self.record.failed,
         }
 
+    async def check_limits(self) -> None:
+        """Fail before a call that its rollout may not make. Raises Refused for it."""
+        cause = self._broken_time(time.monotonic()) or self._broken_use()
+        if cause is not None:
+            await self.fail(cause)
+        if (cause := self.record.failed or cause) is not None:
+            raise self.ended(cause)
+
     async def check_time(self, now: float) -> None:
         """Fail if nobody used it for too long, or it takes too long."""
+        if (cause := self._broken_time(now)) is not None:
+            await self.fail(cause)
+
+    def _broken_time(self, now: float) -> str | None:
         limits = self.settings.limits
         if now - self.started_at > limits.time_s:
-            await self.fail(f"it took more than {limits.time_s:g} s")
-        elif not self._in_flight and now - self.used_at > limits.idle_s:
-            await self.fail(f"it was idle for {limits.idle_s:g} s")
+            return f"it took more than {limits.time_s:g} s"
+        if now - self.used_at > limits.idle_s and not any(each._in_flight for each in self.family):
+            return f"it was idle for {limits.idle_s:g} s"
+        return None
 
-    async def _turn(self, call: ModelCall, key: str) -> ModelReply:
+    def _broken_use(self) -> str | None:
+        limits, family = self.settings.limits, self.family
+        if sum(len(each.turns) + len(each._in_flight) for each in family) >= limits.turns:
+            return f"it made more than {limits.turns} calls"
+        if sum(each.sampled for each in family) >= limits.tokens:
+            return f"it sampled {limits.tokens} tokens"
+        if sum(each.nbytes for each in family) > limits.megabytes * 1e6:
+            return f"it sent more than {limits.megabytes:g} MB"
+        return None
+
+    async def _turn(self, call: ModelCall, key: str, nbytes: int) -> ModelReply:
         self._begun += 1
         order = self._begun
         place = call.place()
@@ -197,7 +252,8 @@ class Session:
         with recording(tape), seeds:
             completion = await self.managed.chat_completion(**asked)
         reply = reply_of(completion, asked.get("stop") or ())
-        turn = Turn(order, key, place, asked, call.shown.get("said", []), tape, reply)
+        after_s = time.monotonic() - self.line[-1].started_at
+        turn = Turn(order, key, place, asked, call.shown.get("said", []), tape, reply, nbytes, after_s)
         if self.journal is not None:
             await self._written_turn(self.journal, turn)
         if any(other.place == place for other in self.turns.values()):
@@ -210,7 +266,9 @@ class Session:
         """The arguments of `ManagedServer.chat_completion`. Raises Refused for a conversation that is too long."""
         settings = self.settings
         defaults: JsonObject = {"temperature": settings.temperature, "top_p": settings.top_p}
-        limit = call.sampling.get("max_tokens") or settings.max_tokens
+        rollout = self.line[-1]
+        left = rollout.settings.limits.tokens - sum(each.sampled for each in rollout.family)
+        limit = min(call.sampling.get("max_tokens") or settings.max_tokens, max(1, left // call.n))
         if self.context is not None:
             used = self.prompt_tokens(call)
             if used >= self.context:
@@ -242,19 +300,6 @@ class Session:
         self.turns[turn.key] = turn
         self._begun = max(self._begun, turn.order)
         self.sampled += turn.reply.completion_tokens
-
-    async def _check_limits(self, nbytes: int) -> None:
-        limits = self.settings.limits
-        self.nbytes += nbytes
-        await self.check_time(time.monotonic())
-        if len(self.turns) + len(self._in_flight) >= limits.turns:
-            await self.fail(f"it made more than {limits.turns} calls")
-        elif self.sampled >= limits.tokens:
-            await self.fail(f"it sampled {limits.tokens} tokens")
-        elif self.nbytes > limits.megabytes * 1e6:
-            await self.fail(f"it sent more than {limits.megabytes:g} MB")
-        if self.record.failed is not None:
-            raise Refused(FORBIDDEN, f"session {self.record.id} has ended: {self.record.failed}", code="session_ended")
 
     async def _written_turn(self, journal: TurnJournal, turn: Turn) -> None:
         """Raises JournalError; the session has failed then, since its sequences hold a turn that nobody saw."""
@@ -294,8 +339,10 @@ class Sessions:
         identity = identity or str(uuid.uuid4())
         if identity in self.by_id:
             raise Refused(CONFLICT, f"there is a session {identity!r:.80} already", code="session_exists")
-        if parent is not None and len(parent.children) >= parent.settings.limits.children:
-            raise Refused(FORBIDDEN, f"session {parent.record.id} has {len(parent.children)} children: no more")
+        if parent is not None:
+            rollout = parent.line[-1]
+            if (below := len(rollout.family) - 1) >= rollout.settings.limits.children:
+                raise Refused(FORBIDDEN, f"session {rollout.record.id} has {below} children: no more")
         record = SessionRecord(
             identity,
             f"sk-session-{secrets.token_urlsafe(24)}",
@@ -308,12 +355,10 @@ class Sessions:
             await self.journal.write_session(record)
         return session
 
-    async def child(self, identity: str, parent: Session) -> Session:
-        """The child of this id, which its first call makes. Raises Refused for an id of another session."""
-        known = self.by_id.get(identity)
-        if known is not None and known.record.parent != parent.record.id:
-            raise Refused(FORBIDDEN, f"session {identity!r:.80} is no child of {parent.record.id}")
-        return known or await self.create(parent.settings, identity, parent)
+    async def child(self, name: str, parent: Session) -> Session:
+        """The sub-agent that its parent knows by this name, which its first call makes. Raises Refused for too many."""
+        identity = f"{parent.record.id}:{name}"
+        return self.by_id.get(identity) or await self.create(parent.settings, identity, parent)
 
     def get(self, identity: str) -> Session:
         """The session. Raises Refused if there is none."""
@@ -323,8 +368,9 @@ class Sessions:
 
     async def end(self, sessions: Iterable[Session]) -> None:
         """Forget sessions and their children, here, and all at once on disk."""
-        family = [each for session in sessions for each in _family(session)]
+        family = [each for session in sessions for each in session.family]
         for each in family:
+            each.cancel()
             self.by_id.pop(each.record.id, None)
             self.by_key.pop(each.record.key, None)
             if (parent := self.by_id.get(each.record.parent or "")) is not None:
@@ -335,7 +381,8 @@ class Sessions:
     async def expire(self) -> None:
         """Fail the sessions that nobody uses, or that take too long."""
         for session in list(self.by_id.values()):
-            await session.check_time(time.monotonic())
+            if session.parent is None:
+                await session.check_time(time.monotonic())
 
     def _add(self, record: SessionRecord) -> Session:
         settings = SessionSettings.model_validate(record.settings)
@@ -349,14 +396,9 @@ class Sessions:
         session = Session(record, settings, managed, self.journal, self.context)
         self.by_id[record.id] = self.by_key[record.key] = session
         if (parent := self.by_id.get(record.parent or "")) is not None:
+            session.parent = parent
             parent.children.append(session)
         return session
-
-
-def _family(session: Session) -> Iterator[Session]:
-    yield session
-    for child in session.children:
-        yield from _family(child)
 
 
 def _has_template(call: ModelCall) -> bool:

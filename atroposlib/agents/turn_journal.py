@@ -34,7 +34,9 @@ class SessionRecord(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """One call of the model: what was asked, in the managed server's words, what was sampled, and what was replied."""
+    """One call of the model: what was asked, in the managed server's words, what was sampled, and what was replied, so
+    many seconds after the rollout's start.
+    """
 
     order: int
     key: str
@@ -43,6 +45,8 @@ class Turn(msgspec.Struct):
     said: list[JsonObject]
     tape: Tape
     reply: ModelReply
+    nbytes: int = 0  # of the request
+    after_s: float = 0.0
 
 
 class SessionWritten(msgspec.Struct, tag="session"):

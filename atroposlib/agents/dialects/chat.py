@@ -1,7 +1,8 @@
 """OpenAI's Chat Completions.
 
-A tool choice that names functions shows the model these alone; "required" is asked for, not enforced. A developer's
-message is shown as the system's, which all chat templates know.
+A tool choice that names functions shows the model these alone. Under "required" the model may answer without a call:
+what is sampled under a constraint is not what it would have said, and cannot be trained on. A developer's message is
+shown as the system's, which all chat templates know.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from atroposlib.agents.model_call import (
     objects,
     only,
     refuse_unknown,
+    required,
     texts,
 )
 
@@ -189,14 +191,17 @@ def _tool(tool: JsonObject, at: int) -> JsonObject:
 
 def _choice(choice: object, tools: list[JsonObject]) -> tuple[list[JsonObject], str | None]:
     """(tools that are shown, "auto", "none" or "required"), for each form of `tool_choice`."""
-    if choice is None or choice in ("auto", "none", "required"):
+    if choice is None or choice in ("auto", "none"):
         return tools, None if choice is None else str(choice)
+    if choice == "required":
+        return tools, required(tools)
     if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
         return only(tools, [function.get("name")]), "required"
     allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
     if isinstance(allowed, dict):
-        names = [each.get("function", {}).get("name") for each in objects(allowed, "tools")]
-        return only(tools, names), "required" if allowed.get("mode") == "required" else "auto"
+        named = [checked(each, "function", dict) or {} for each in objects(allowed, "tools")]
+        shown = only(tools, [each.get("name") for each in named])
+        return shown, required(shown) if allowed.get("mode") == "required" else "auto"
     raise Refused(
         BAD_REQUEST, f"tool_choice is {choice!r:.80}: expected auto, none, required, or a function", param="tool_choice"
     )

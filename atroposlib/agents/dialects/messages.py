@@ -25,6 +25,7 @@ from atroposlib.agents.model_call import (
     objects,
     only,
     refuse_unknown,
+    required,
     texts,
     thoughts_of,
 )
@@ -46,7 +47,7 @@ READ = frozenset(
 """.split()
 )
 KNOWN = SAMPLING | IGNORED | READ
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES = ("auto", "none")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {UNAUTHORISED: "authentication_error", FORBIDDEN: "permission_error", NOT_FOUND: "not_found_error"}
 ERRORS |= {TOO_LARGE: "request_too_large"}
@@ -230,6 +231,8 @@ def _choice(choice: JsonObject | None, tools: list[JsonObject]) -> tuple[list[Js
         return tools, None
     if choice.get("type") == "tool":
         return only(tools, [choice.get("name")]), "required"
+    if choice.get("type") == "any":
+        return tools, required(tools)
     if choice.get("type") not in CHOICES:
         raise Refused(BAD_REQUEST, f"tool_choice.type is {choice.get('type')!r:.80}: expected auto, any, tool or none")
-    return tools, CHOICES[str(choice["type"])]
+    return tools, str(choice["type"])

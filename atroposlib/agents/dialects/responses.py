@@ -24,6 +24,7 @@ from atroposlib.agents.model_call import (
     objects,
     only,
     refuse_unknown,
+    required,
     thoughts_of,
 )
 
@@ -287,14 +288,18 @@ def _tool(tool: JsonObject, at: int) -> JsonObject:
 
 
 def _choice(choice: object, tools: list[JsonObject]) -> tuple[list[JsonObject], str | None]:
-    if choice is None or choice in ("auto", "none", "required"):
+    if choice is None or choice in ("auto", "none"):
         return tools, None if choice is None else str(choice)
+    if choice == "required":
+        return tools, required(tools)
     if isinstance(choice, dict) and choice.get("type") == "function":
         return only(tools, [choice.get("name")]), "required"
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names = [each.get("name") for each in objects(choice, "tools")]
-        return only(tools, names), "required" if choice.get("mode") == "required" else "auto"
-    raise Refused(BAD_REQUEST, f"tool_choice is {choice!r:.80}: expected auto, none, required, or a function")
+        shown = only(tools, [each.get("name") for each in objects(choice, "tools")])
+        return shown, required(shown) if choice.get("mode") == "required" else "auto"
+    raise Refused(
+        BAD_REQUEST, f"tool_choice is {choice!r:.80}: expected auto, none, required, or a function", param="tool_choice"
+    )
 
 
 def packed(raw: str) -> str:

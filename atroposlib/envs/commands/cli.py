@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors import author_checks
@@ -37,6 +37,7 @@ from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.files.records import alone_in
 from atroposlib.envs.run.environment import Environment
+from atroposlib.envs.run.order import why_not_repeatable
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
@@ -257,7 +258,7 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
             for name, given in ({"openai": servers} | further).items()
         }
         fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
-        tree_cls = create_model("EnvTree", __base__=base, __doc__=_about(env_cls), **fields)
+        tree_cls = create_model("EnvTree", __base__=_checked(base, env_cls), __doc__=_about(env_cls), **fields)
         kinds: dict[str, type[BaseModel]] = {"": tree_cls, "env": type(env_config)}
         kinds |= {name: group.kind for name, group in groups.items()}
         # a list of one is that one, which flags may change
@@ -289,6 +290,24 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
     )
+
+
+def _checked(base: type[EnvTree], env_cls: type[Environment]) -> type[EnvTree]:
+    """`base`, which refuses to repeat what an environment of this class does, before it asks for other settings that
+    go with it. A dry run refuses it, too.
+    """
+    why = why_not_repeatable(env_cls)
+
+    class Checked(base):  # type: ignore[valid-type,misc]
+        @model_validator(mode="before")
+        @classmethod
+        def _can_be_repeated(cls, values: dict[str, Any]) -> dict[str, Any]:
+            asked = values["env"].get("deterministic") if isinstance(values.get("env"), dict) else None
+            if why is not None and str(asked).lower() in ("true", "1"):
+                raise ValueError(why)
+            return values
+
+    return Checked
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from atroposlib.envs.payloads import Item
 from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
-from atroposlib.envs.run.order import Order, placed
+from atroposlib.envs.run.order import Order, placed, why_not_repeatable
 from atroposlib.envs.run.pacing import (
     EVALUATION_RUNS,
     EvaluationSchedule,
@@ -158,12 +158,8 @@ class ServeLoop:
 
     def _expect_repeatable(self) -> None:
         name, server = self.run.display_name, self.env.server
-        if not getattr(self.env, "deterministic", False):  # which a QuestionEnv says
-            raise WrongSetting(
-                f"--env.deterministic: {name} does not give the same groups again, because what it samples or how it"
-                f" scores depends on more than the answers (class {type(self.env).__name__} is no QuestionEnv, or says"
-                " `deterministic = False`): drop the flag, or this environment"
-            )
+        if (why := why_not_repeatable(type(self.env))) is not None:
+            raise WrongSetting(f"--env.{why}")
         if getattr(server, "proxy_url", None):
             raise WrongSetting(
                 f"--env.deterministic: {name} samples through the proxy {server.proxy_url}, which is not told the seeds"

@@ -117,6 +117,8 @@ class Author(sample_rows.Author, Protocol):
 
     async def _expect_teacher(self) -> None: ...
 
+    async def _decided(self, items: Sequence[Item]) -> None: ...
+
     async def _leave_out_long(self, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None: ...
 
     async def _release(self) -> None: ...
@@ -154,6 +156,7 @@ class EnvRun(Generic[E]):
         self.evaluation: asyncio.Task[None] | None = None
         self.last_completed_item: Item = None
         self.last_loop_time: float | None = None
+        self._decided: list[Item] = []  # items whose groups are at the API or thrown away, until the author is told
         self.sending = 0  # groups that dynamic sampling has chosen and the API does not have yet
         self._rejected_in_row = 0
         self._unscored_in_row = 0
@@ -230,6 +233,19 @@ class EnvRun(Generic[E]):
 
     async def handle(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
+        try:
+            await self._chosen_among(item)
+        except Exception:
+            await self._tell_decided()
+            raise
+        await self._tell_decided()
+
+    async def _tell_decided(self) -> None:
+        decided, self._decided = self._decided, []
+        if decided:
+            await self.env._decided(decided)
+
+    async def _chosen_among(self, item: Item) -> None:
         if self.filling is None or self.link is None:
             await self._filled(item)
             return
@@ -275,12 +291,14 @@ class EnvRun(Generic[E]):
                 self.counts["items_without_group"] += 1
                 self.outcomes.note_dropped("without a group", "the environment gave none")
                 self.samples.write_lost(item, "the environment gave no group")
+                self._decided.append(item)
         except GroupLost as error:  # costs the error budget nothing
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
             self.outcomes.note_dropped(error.kind, str(error))
             log.warning("Dropped the item %s: %s", shown(item), error)
             self.samples.write_lost(item, str(error))
+            self._decided.append(item)
         except Unscored as error:  # nor does this
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
@@ -288,6 +306,7 @@ class EnvRun(Generic[E]):
             self.outcomes.note_dropped(GRADER_FAILED, str(error))
             log.warning("Dropped a group: %s", error)
             self.samples.write_lost(item, str(error) or "an answer could not be scored")
+            self._decided.append(item)
             if self._unscored_in_row % REJECTIONS_REPORTED == 0:
                 log.warning(
                     "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer "
@@ -306,6 +325,7 @@ class EnvRun(Generic[E]):
         except Exception as error:
             self.outcomes.note_failed(error)
             self.samples.write_lost(item, self.outcomes.last_drop)
+            self._decided.append(item)
             raise
         finally:
             await self.env.cleanup()
@@ -386,13 +406,22 @@ class EnvRun(Generic[E]):
         for sampled in kept:
             await self.env.add_rollouts_for_wandb(sampled.group, sampled.item)
             self._remember(sampled)
-        if send and kept:
-            await self._send(kept)
+        refused = []
+        for post in _posts(kept):
+            try:
+                if send:
+                    await self._send(post)
+            except MalformedGroup as error:  # the others are sent
+                refused.append(error)
+            self._decided += [sampled.item for sampled in post]
+        if refused:
+            raise refused[0]
 
     def _note_lost(self, sampled: Sampled, error: GroupLost) -> None:
         """Count a whole group that cannot be sent."""
         self.counts[error.count] += 1
         self._note_thrown_away(sampled.group)
+        self._decided.append(sampled.item)
         self.outcomes.note_dropped(error.kind, str(error))
         log.warning("Dropped a group of the item %s: %s", shown(sampled.item), error)
         self.samples.write(sampled, str(error))
@@ -413,6 +442,7 @@ class EnvRun(Generic[E]):
         """The groups to send; those that are thrown away are counted."""
         for thrown in chosen.thrown_away:
             self._note_thrown_away(thrown.group)
+            self._decided.append(thrown.item)
             found = thrown.rejected
             self.samples.write(thrown, "its batch was full before it was its turn" if found is None else found.reason)
         if self.filling is not None:
@@ -450,6 +480,7 @@ class EnvRun(Generic[E]):
         """Count a group that is dropped. The log has one line a minute, however many there are."""
         self.counts["items_rejected"] += 1
         self._note_thrown_away(group)
+        self._decided.append(item)
         self._rejected_in_row += 1
         self.outcomes.note_dropped(*rejected)
         self.samples.write(self.samples.sampled(group, item), rejected.reason)
@@ -611,3 +642,10 @@ class EnvRun(Generic[E]):
         if self.link is None:
             raise RuntimeError("there is no batching API outside of `serve`")
         return self.link
+
+
+def _posts(kept: list[Sampled]) -> list[list[Sampled]]:
+    """The groups of each post: all in one, but those with a key of their own, by which the API knows them, alone."""
+    if any(sampled.group.get("idempotency_key") for sampled in kept):
+        return [[sampled] for sampled in kept]
+    return [kept] if kept else []

@@ -229,6 +229,9 @@ class Environment(FormerAttributes, ABC):
         """Raise MissingExtra without what the environment needs; called before anything is waited for."""
         return
 
+    async def _decided(self, items: Sequence[Item]) -> None:
+        """Called once the groups of these items are at the API, or thrown away."""
+
     async def _release(self) -> None:
         """Called when a command ends. `close` is the author's own name; `QuestionEnv` calls it here."""
         return

@@ -80,6 +80,18 @@ def placed(place: Place) -> Iterator[None]:
         _place.reset(token)
 
 
+def why_not_repeatable(env_cls: type) -> str | None:
+    """Why an environment of this class cannot be part of a run that can be repeated; None if it can."""
+    if getattr(env_cls, "deterministic", False):  # which a QuestionEnv says
+        return None
+    name = getattr(env_cls, "name", None) or env_cls.__name__
+    return (
+        f"deterministic: {name} does not give the same groups again, because what it samples or how it scores depends"
+        f" on more than the answers (class {env_cls.__name__} is no QuestionEnv, or says `deterministic = False`): drop"
+        " the flag, or this environment"
+    )
+
+
 class Order:
     """The places of `environment`'s groups; `seed` is the run's. For `patience_s` seconds another policy than a batch's
     may be served.

@@ -1,17 +1,21 @@
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from atroposlib.agents.client import EndpointClient
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.agent_server import AgentEnv, read_tasks
+from tests.unit.agents.support import Running, running
 from tests.unit.environments.support import running_env, sampled_texts
 
 pytestmark = pytest.mark.services
@@ -88,6 +92,93 @@ async def test_an_anthropic_agent_is_scored_by_a_command_in_its_directory(tmp_pa
         tmp_path, agent(tmp_path, ANTHROPIC), score_command=shlex.join([sys.executable, "-c", scorer]), group_size=2
     )
     assert group["scores"] == [0.5, 0.5]
+
+
+WITH_HELPER = """
+import os, openai
+client = openai.OpenAI()
+asked = [{"role": "user", "content": os.environ["AGENT_TASK"]}]
+client.chat.completions.create(model="any", messages=asked)
+helper = {"X-Session-Id": "helper", "X-Parent-Session-Id": os.environ["AGENT_SESSION_ID"]}
+for question in ("first", "second"):
+    said = [{"role": "user", "content": question}]
+    reply = client.chat.completions.create(model="any", messages=said, extra_headers=helper)
+print(reply.choices[0].message.content)
+"""
+
+
+@pytest.mark.slow
+async def test_a_sub_agents_turns_are_sequences_of_the_rollout_with_its_score(tmp_path: Path) -> None:
+    rows = [{"task": "2 + 2?", "answer": 4}] * 2
+    group = await group_of(
+        tmp_path, agent(tmp_path, WITH_HELPER), tasks_path=tasks(tmp_path, *rows), group_size=2, max_turns=3
+    )
+    assert group["rollouts"] == [0, 0, 0, 1, 1, 1]
+    assert group["scores"] == [1.0] * 6
+
+
+ECHOES = CALLS_ONCE.replace("urllib.request.urlopen(", "reply = urllib.request.urlopen(") + (
+    "print(json.loads(reply)['choices'][0]['message']['content'])"
+)
+
+
+class Link:
+    """Takes groups as the batching API does."""
+
+    env_id = 0
+
+    def __init__(self) -> None:
+        self.posts: list[list[Any]] = []
+
+    async def post_groups(self, bodies: list[Any]) -> None:
+        self.posts.append(bodies)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, started: Running, **fields: Any
+) -> AsyncIterator[tuple[AgentEnv, Link, EndpointClient]]:
+    """The environment as under `serve`, before an endpoint of its own process, with its client."""
+    rows = tasks(folder, *[{"task": "2 + 2?", "answer": 4}] * 8)
+    fields = {"group_size": 2, "max_batches_offpolicy": 1, "agents_at_once": 1, "agent_sandbox": "none"} | fields
+    command = agent(folder, ECHOES)
+    async with running_env(
+        AgentEnv, folder, started.server, command=command, tasks_path=rows, agent_endpoint=started.url, **fields
+    ) as env:
+        env.status_dict = {"unallocated_fraction": 1.0}
+        env._env_run.link = link = Link()  # type: ignore[assignment]
+        yield env, link, EndpointClient(started.url)
+
+
+async def test_a_group_that_is_held_when_the_environment_is_killed_costs_retries_only(tmp_path: Path) -> None:
+    of_batches = {"batch_size": 4, "max_items_per_batch": 2}
+    async with running(lambda prompt: "4", tmp_path / "turns.journal", models=("*",)) as started:
+        async with serving(tmp_path, started, **of_batches) as (env, link, endpoint):
+            await env.handle_env(await env.get_next_item())
+            held = await endpoint.unended("agent~train~")
+            assert (len(held), link.posts, started.server.hits["/generate"]) == (2, [], 2)
+        async with serving(tmp_path, started, **of_batches) as (env, link, endpoint):
+            again = await env.get_next_item()
+            await env.handle_env(again)
+            assert (again.number, link.posts, started.server.hits["/generate"]) == (0, [], 2)
+            assert await endpoint.unended("agent~train~") == held
+            await env.handle_env(await env.get_next_item())
+            assert started.server.hits["/generate"] == 4
+            assert [len(post) for post in link.posts] == [1, 1]
+            assert len({post[0].idempotency_key for post in link.posts}) == 2
+            assert await endpoint.unended("agent~train~") == []
+
+
+async def test_the_sessions_of_a_group_that_is_thrown_away_end(tmp_path: Path) -> None:
+    answers = iter(["4", "4", "4", "5", "5", "5"])
+    async with running(lambda prompt: next(answers), models=("*",)) as started:
+        more = {"batch_size": 2, "max_items_per_batch": 3}
+        async with serving(tmp_path, started, **more) as (env, link, endpoint):
+            await env.handle_env(await env.get_next_item())
+            assert len(await endpoint.unended("agent~train~")) == 2
+            await env.handle_env(await env.get_next_item())
+            assert len(link.posts) == 1
+            assert await endpoint.unended("agent~train~") == []
 
 
 FILLS = "[open(f'f{n}', 'wb').write(bytes(2**19)) for n in range(9)]"

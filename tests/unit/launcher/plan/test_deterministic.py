@@ -41,6 +41,17 @@ def test_what_cannot_be_repeated_is_refused_before_anything_starts(flags: list[s
         planned_and_filled(*flags)
 
 
+@pytest.mark.parametrize("environment", ["agent", "openenv", "verifiers"])
+def test_an_environment_whose_programs_are_not_ours_is_refused_in_one_line(
+    environment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        plan(environment, "--deterministic")
+    said = capsys.readouterr().err
+    assert f"deterministic: {environment} does not give the same groups again" in said
+    assert len(said.strip().splitlines()) == 1
+
+
 def planned_and_filled(*flags: str) -> None:
     planned = plan("arithmetic", "--deterministic", *flags)
     expect_filled_batches(planned.run, planned.trainer, planned.environments)
