@@ -127,7 +127,7 @@ class Endpoint:
         ]
         for method, path, dialect, handler in calls:
             for prefix in ("", "/sessions/{session}"):
-                yield Route(prefix + path, _answered(dialect, handler), methods=[method])
+                yield Route(prefix + path, answered_in(dialect, handler), methods=[method])
         for method, path, handler in (
             ("GET", "/health", self._health),
             ("POST", "/sessions", self._create),
@@ -138,7 +138,7 @@ class Endpoint:
             ("POST", "/sessions/{session}/reward", self._reward),
             ("DELETE", "/sessions/{session}", self._end),
         ):
-            yield Route(path, _answered(chat, handler), methods=[method])
+            yield Route(path, answered_in(chat, handler), methods=[method])
 
     def opens_anything(self, scope: Scope) -> bool:
         """Whether a request has the endpoint's token."""
@@ -324,8 +324,8 @@ class Endpoint:
                 log.error("Sessions cannot be ended: %s", error)
 
 
-def _answered(dialect: ModuleType, handler: Handler) -> Handler:
-    """`handler`, whose errors have the dialect's form."""
+def answered_in(dialect: ModuleType, handler: Handler) -> Handler:
+    """Return `handler`, whose errors have the dialect's form."""
 
     async def answered(request: Request) -> Response:
         try:

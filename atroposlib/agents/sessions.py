@@ -65,6 +65,9 @@ class SessionSettings(BaseModel):
 
     tool_parser: str | None = "hermes"
     preserve_think_blocks: bool = False
+    track_tree: bool = False
+    base_url: str | None = None  # of the one server to sample from
+    samples_again: bool = False  # a call that is repeated, as in the environment's own process
     split: Literal["train", "eval"] = "train"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -121,7 +124,7 @@ class Session:
         """The reply to a call, which is on disk by then. Raises Refused, ServerError, ValueError, JournalError."""
         rollout = self.line[-1]
         rollout.used_at = time.monotonic()
-        key = call.key()
+        key = uuid.uuid4().hex if self.settings.samples_again else call.key()
         if (known := self.turns.get(key)) is not None:
             self.repeated += 1
             log.info("Session %s: a call is repeated, and gets the reply that it had", self.record.id)
@@ -386,10 +389,11 @@ class Sessions:
 
     def _add(self, record: SessionRecord) -> Session:
         settings = SessionSettings.model_validate(record.settings)
-        able = [server for server in self.manager.servers if server.supports_token_ids]
+        servers = self.manager.servers_at(settings.base_url) if settings.base_url else self.manager.servers
         managed = ManagedServer(
-            TapedRoute(self.manager, able),
+            TapedRoute(self.manager, [server for server in servers if server.supports_token_ids]),
             self.tokenizer,
+            settings.track_tree,
             tool_parser=settings.tool_parser,
             preserve_think_blocks=settings.preserve_think_blocks,
         )

@@ -1,4 +1,4 @@
-"""ManagedServer over HTTP: agents in any process use OpenAI's API, and the proxy keeps the sampled tokens for training.
+"""The routes by which the ancestor's agents call the agent endpoint: OpenAI's chat in a session that they have created.
 
     POST /sessions/create ─▶ uuid      POST /<uuid>/v1/chat/completions (OpenAI's form)
     DELETE /<uuid>                     POST /<uuid>/v1/chat/completions/render (the prompt)
@@ -9,45 +9,44 @@
 
 `servers.json` is {"model_name", "tokenizer_name", "servers": [{"base_url", "server_type", ...}]}. Loopback by
 default; with `--token` every request but /health needs it. A session that is not used for `--session-timeout`
-seconds is forgotten. Errors have OpenAI's form.
+seconds is forgotten. Errors have OpenAI's form. Unlike in the endpoint's own sessions, a call that is repeated is
+sampled again, as by a ManagedServer in the environment's process.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import sys
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
-from starlette.datastructures import Headers
-from starlette.types import Scope
+from pydantic import BaseModel, Field
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from atroposlib.api.http.docs_page import add_docs_page
+from atroposlib.agents.dialects import chat
+from atroposlib.agents.endpoint import ANY_MODEL, Endpoint, EndpointSettings, Handler, answered_in
+from atroposlib.agents.model_call import NOT_FOUND, UNAUTHORISED, JsonObject, Refused
+from atroposlib.agents.sessions import Limits, Session, Sessions, SessionSettings, nodes_as_json
 from atroposlib.config import Config, load_config
-from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
-from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager, StickyRoute
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import Tokenizer, load_tokenizer
 
-JsonObject = dict[str, Any]
 log = get_logger(__name__)
 
-DEFAULT_MAX_TOKENS = 1024
 SESSION_TIMEOUT_S = 3600.0
+BODY_BYTES = 1 << 30
+NO_LIMIT = 2**53
 
 
 class SessionRequest(BaseModel):
@@ -59,190 +58,120 @@ class SessionRequest(BaseModel):
     preserve_think_blocks: bool = False
 
 
-class ChatRequest(BaseModel):
-    """A chat request in OpenAI's form; further sampling parameters are passed on as they come."""
+@dataclass(frozen=True)
+class Proxy(Endpoint):
+    """See the module's head. Sessions that are unused for `timeout_s` seconds are dropped as others come."""
 
-    model_config = ConfigDict(extra="allow")
+    timeout_s: float = SESSION_TIMEOUT_S
 
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float | None = None
-    n: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
+    def routes(self) -> Iterator[Route]:
+        """The ancestor's."""
+        yield Route("/health", self._health)
+        for method, path, handler in (
+            ("GET", "/v1/models", self._models),
+            ("GET", "/servers", self._servers),
+            ("GET", "/sessions", self._list),
+            ("POST", "/sessions/create", self._create),
+            ("POST", "/{session}/v1/chat/completions", self._chat),
+            ("POST", "/{session}/v1/chat/completions/render", self._render),
+            ("GET", "/{session}/nodes", self._nodes),
+            ("DELETE", "/{session}", self._end),
+        ):
+            yield Route(path, self._guarded(handler), methods=[method])
 
-    def arguments(self) -> JsonObject:
-        """Return the arguments of `ManagedServer.chat_completion`."""
-        return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {
-            "max_tokens": self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-        }
+    def _guarded(self, handler: Handler) -> Handler:
+        """`handler` for whoever has the token; the code of an error is its status."""
 
+        async def allowed(request: Request) -> Response:
+            if self.settings.token and not self.opens_anything(request.scope):
+                raise Refused(UNAUTHORISED, "the Authorization header lacks the right bearer token")
+            return await handler(request)
 
-@dataclass
-class Session:
-    """One conversation's (or rollout's) ManagedServer."""
+        async def guarded(request: Request) -> Response:
+            reply = await answered_in(chat, allowed)(request)
+            if reply.status_code < 400 or not reply.body:
+                return reply
+            said = json.loads(bytes(reply.body))
+            return JSONResponse({"error": said["error"] | {"code": reply.status_code}}, reply.status_code)
 
-    managed: ManagedServer
-    request: SessionRequest
-    created_at: float = field(default_factory=time.time)
-    used_at: float = field(default_factory=time.monotonic)
-    uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
+        return guarded
 
-    def description(self, model_name: str) -> JsonObject:
-        """Return the session's entry in /sessions."""
-        return {
-            "uuid": self.uuid,
-            "model_name": model_name,
-            "tool_parser": self.request.tool_parser,
-            "base_url": self.request.base_url,
-            "created_at": self.created_at,
-        }
-
-
-@dataclass
-class Sessions:
-    """The sessions of one proxy; those unused for `timeout_s` seconds are dropped as others come."""
-
-    manager: ServerManager
-    tokenizer: Any
-    timeout_s: float
-    by_id: dict[str, Session] = field(default_factory=dict)
-
-    def create(self, request: SessionRequest) -> Session:
-        """A new session. Raises ValueError for a server or a tool parser that there is not."""
-        self.by_id = {
-            key: each for key, each in self.by_id.items() if time.monotonic() - each.used_at <= self.timeout_s
-        }
-        servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
-        session = Session(
-            ManagedServer(
-                StickyRoute(self.manager, servers),
-                self.tokenizer,
-                request.track_tree,
-                request.tool_parser,
-                request.preserve_think_blocks,
-            ),
-            request,
-        )
-        self.by_id[session.uuid] = session
+    def _of(self, request: Request) -> Session:
+        """The session of the address, which is used now. Raises Refused."""
+        name = request.path_params["session"]
+        if name not in self.sessions.by_id:
+            raise Refused(
+                NOT_FOUND,
+                f"no session {name}: it was never created, was deleted, or was not used for {self.timeout_s:g} s",
+            )
+        session = self.sessions.get(name)
+        session.used_at = time.monotonic()
         return session
 
-    def get(self, session_id: str) -> Session:
-        """The session. Raises HTTPException when there is none."""
-        if session_id not in self.by_id:
-            raise HTTPException(
-                404,
-                f"no session {session_id}: it was never created, was deleted, or was not used for {self.timeout_s:g} s",
-            )
-        self.by_id[session_id].used_at = time.monotonic()
-        return self.by_id[session_id]
+    async def _session(self, request: Request, body: JsonObject) -> Session:
+        return self._of(request)
+
+    def _description(self, session: Session) -> JsonObject:
+        return {
+            "uuid": session.record.id,
+            "model_name": self.settings.model,
+            "tool_parser": session.settings.tool_parser,
+            "base_url": session.settings.base_url,
+            "created_at": session.record.created_at,
+        }
+
+    async def _servers(self, request: Request) -> Response:
+        servers = [
+            {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
+            for server in self.sessions.manager.servers
+        ]
+        return JSONResponse({"servers": servers})
+
+    async def _list(self, request: Request) -> Response:
+        return JSONResponse({"sessions": [self._description(each) for each in self.sessions.by_id.values()]})
+
+    async def _create(self, request: Request) -> Response:
+        now = time.monotonic()
+        unused = [each for each in self.sessions.by_id.values() if now - each.used_at > self.timeout_s]
+        await self.sessions.end(unused)
+        body, _ = await self._body(request, may_be_empty=True)
+        asked = SessionRequest.model_validate(body)
+        limits = Limits(turns=NO_LIMIT, tokens=NO_LIMIT, time_s=NO_LIMIT, idle_s=NO_LIMIT, megabytes=NO_LIMIT)
+        settings = SessionSettings(**asked.model_dump(), limits=limits, samples_again=True)
+        return JSONResponse(self._description(await self.sessions.create(settings)))
+
+    async def _render(self, request: Request) -> Response:
+        managed = self._of(request).managed
+        body, _ = await self._body(request)
+        call = chat.read(body)
+        text = managed.render(call.messages, call.tools)
+        ids = managed.tokenizer.encode(text, add_special_tokens=False)
+        return JSONResponse({"prompt_text": text, "token_ids": ids, "num_tokens": len(ids)})
+
+    async def _nodes(self, request: Request) -> Response:
+        return JSONResponse({"nodes": nodes_as_json(self._of(request).nodes)})
+
+    async def _end(self, request: Request) -> Response:
+        session = self._of(request)
+        await self.sessions.end([session])
+        return JSONResponse({"status": "deleted", "uuid": session.record.id})
 
 
-def create_app(  # noqa: C901  its routes
+def create_app(
     server_manager: ServerManager,
     tokenizer: Tokenizer,
     model_name: str = "default",
     token: str = "",
     session_timeout_s: float = SESSION_TIMEOUT_S,
     hosts: OwnHosts = OwnHosts(),  # noqa: B008  immutable
-) -> FastAPI:
+) -> Starlette:
     """The proxy before `server_manager`'s servers, for clients that call it by one of `hosts`."""
-    app = FastAPI(title="Atropos managed-server proxy", docs_url=None, redoc_url=None)
-    add_docs_page(app)
-    sessions = Sessions(server_manager, tokenizer, session_timeout_s)
-
-    def bears_token(scope: Scope) -> bool:
-        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
-        return bool(token) and hmac.compare_digest(given.encode(), token.encode())
-
-    @app.middleware("http")
-    async def authorise(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if token and request.scope["path"] != "/health" and not bears_token(request.scope):
-            return _error(401, "the Authorization header lacks the right bearer token")
-        return await call_next(request)
-
-    app.add_middleware(HostGuard, hosts=hosts, bears_token=bears_token)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, error.detail)
-
-    @app.exception_handler(ValueError)  # about what the client asked for
-    async def bad_request(request: Request, error: ValueError) -> Response:
-        return _error(400, str(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _error(400, "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
-
-    @app.exception_handler(ServerError)
-    async def server_error(request: Request, error: ServerError) -> Response:
-        return _error(400 if isinstance(error, PermanentServerError) else 502, str(error))
-
-    @app.get("/health")
-    async def health() -> JsonObject:
-        return {"status": "ok", "model": model_name, "sessions": len(sessions.by_id)}
-
-    @app.get("/v1/models")
-    async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": model_name, "object": "model", "owned_by": "atropos"}]}
-
-    @app.get("/servers")
-    async def servers() -> JsonObject:
-        return {
-            "servers": [
-                {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
-                for server in server_manager.servers
-            ]
-        }
-
-    @app.get("/sessions")
-    async def list_sessions() -> JsonObject:
-        return {"sessions": [session.description(model_name) for session in sessions.by_id.values()]}
-
-    @app.post("/sessions/create")
-    async def create_session(request: SessionRequest) -> JsonObject:
-        return sessions.create(request).description(model_name)
-
-    @app.post("/{session_id}/v1/chat/completions")
-    async def chat(session_id: str, request: ChatRequest) -> JsonObject:
-        managed = sessions.get(session_id).managed
-        _require_messages(request)
-        reply = await managed.chat_completion(**request.arguments())
-        return reply.model_dump(exclude_none=True) | {"model": model_name}
-
-    @app.post("/{session_id}/v1/chat/completions/render")
-    async def render(session_id: str, request: ChatRequest) -> JsonObject:
-        managed = sessions.get(session_id).managed
-        _require_messages(request)
-        text = managed.render(request.messages, request.tools)
-        ids = managed.tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt_text": text, "token_ids": ids, "num_tokens": len(ids)}
-
-    @app.get("/{session_id}/nodes")
-    async def nodes(session_id: str) -> JsonObject:
-        return {"nodes": [node.model_dump() for node in sessions.get(session_id).managed.current_nodes]}
-
-    @app.delete("/{session_id}")
-    async def delete(session_id: str) -> JsonObject:
-        sessions.get(session_id).managed.reset()
-        del sessions.by_id[session_id]
-        return {"status": "deleted", "uuid": session_id}
-
-    return app
-
-
-def _require_messages(request: ChatRequest) -> None:
-    if not request.messages:
-        raise HTTPException(400, "messages is empty; a chat completion needs at least one")
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+    settings = EndpointSettings(model_name, (ANY_MODEL,), token, hosts, BODY_BYTES)
+    proxy = Proxy(Sessions(server_manager, tokenizer), settings, timeout_s=session_timeout_s)
+    return Starlette(
+        routes=list(proxy.routes()),
+        middleware=[Middleware(HostGuard, hosts=hosts, bears_token=proxy.opens_anything)],
+    )
 
 
 class ProxyConfig(Config):

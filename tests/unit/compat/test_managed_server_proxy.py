@@ -112,6 +112,25 @@ def test_servers_are_read_from_json_and_an_open_proxy_needs_a_token(tmp_path: Pa
         main(["--config", str(path), "--host", "0.0.0.0"])
 
 
+async def test_the_proxy_knows_the_forms_of_the_agent_endpoint_and_samples_a_repeated_call_again() -> None:
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    chosen = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "search"}}}
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}]}], "max_tokens": 8}
+    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server, proxy(server) as url:
+        session = await create_proxy_session(url)
+        async with httpx.AsyncClient(base_url=session.get_url()) as client:
+            plain = [(await client.post("/chat/completions", json=parts)).json() for _ in range(2)]
+            assert [reply["choices"][0]["message"]["content"] for reply in plain] == ["yes", "yes"]
+            assert plain[0]["id"] != plain[1]["id"]
+            assert (await client.post("/chat/completions", json=parts | chosen)).status_code == 200
+            streamed = await client.post("/chat/completions", json=parts | {"stream": True})
+            assert streamed.text.rstrip().endswith("data: [DONE]")
+            refused = await client.post("/chat/completions", json=parts | {"nonsense": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400)
+        assert server.hits["/generate"] == 4
+        assert len((await session.fetch_state())["nodes"]) == 4
+
+
 async def test_the_proxy_answers_no_page_and_no_foreign_host() -> None:
     async with (
         FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server,
