@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.agents.flags import TOKEN
-from atroposlib.agents.program import ProgramLimits, Ran, run_program
+from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
+from atroposlib.agents.program import ProgramLimits, Ran, confinement, run_program
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import Item, ScoredDataGroup
@@ -67,6 +68,7 @@ class AgentTask:
     answer: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     number: int = 0  # among the items of training
+    harbor: HarborTask | None = None
 
 
 class AgentConfig(QuestionEnvConfig):
@@ -81,7 +83,9 @@ class AgentConfig(QuestionEnvConfig):
     agent_endpoint_token: SecretStr = Field(
         default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
-    tasks_path: str | None = Field(default=None, description="JSONL file of tasks; default: sums.")
+    tasks_path: str | None = Field(
+        default=None, description="JSONL file of tasks, or directory of Harbor's task folders; default: sums."
+    )
     score_command: str = Field(
         default="",
         description="Command that scores the directory: the number or the reward of the JSON object in its last line,"
@@ -130,7 +134,7 @@ class AgentEnv(QuestionEnv):
         if config.tasks_path is None:
             self.held_out = [make_sum(Random(f"{config.seed} held out {n}")) for n in range(config.held_out_limit)]
         else:
-            tasks = read_tasks(Path(config.tasks_path))
+            tasks = self._expect_scored(read_tasks(Path(config.tasks_path)))
             Random(config.seed).shuffle(tasks)
             held = min(config.held_out_limit, len(tasks) // 2)
             self.held_out, self.tasks = tasks[:held], tasks[held:]
@@ -139,6 +143,14 @@ class AgentEnv(QuestionEnv):
         await self._endpoint.end(await self._endpoint.unended(self._prefix("eval")))
         begun = await self._endpoint.unended(self._prefix("train"))
         self._begun_before = sorted({int(each.split("~")[2]) for each in begun}, reverse=True)
+
+    def _expect_scored(self, tasks: list[AgentTask]) -> list[AgentTask]:
+        """The tasks, unless they cannot be scored as the settings say. Raises DataError."""
+        given = {"score_command": bool(self.config.score_command), "agent_sandbox none": _is_open(self.config)}
+        dropped = [f"--env.{setting}" for setting, is_given in given.items() if is_given]
+        if dropped and any(task.harbor for task in tasks):
+            raise DataError(f"tasks of Harbor are scored by their tests, in bubblewrap: drop {' and '.join(dropped)}")
+        return tasks
 
     async def _found_endpoint(self) -> "EndpointClient":
         """The endpoint that the settings name, else one in this process, whose packages the help does not load."""
@@ -239,7 +251,7 @@ class AgentEnv(QuestionEnv):
             folder, ran, state = await self._ran_whole(item, endpoint, session, Path(area))
             for node in state.nodes:
                 node.note_in(self.server.ledger)
-            reward = await self._scored_folder(folder)
+            reward = await self._scored_folder(item, folder)
         return Rollout(ran.output, state.messages, state.nodes, state={"reward": reward})
 
     async def _ran_whole(
@@ -250,8 +262,8 @@ class AgentEnv(QuestionEnv):
         """
         command = [word.replace(TASK, item.task) for word in self._command]
         for number in itertools.count():
-            process, folder = await endpoint.process(), work_folder(str(area / str(number)), item.files)
-            ran = await self._ran(command, folder, _addresses(endpoint.url, session, item.task))
+            process, folder = await endpoint.process(), work_folder(str(area / str(number)), item)
+            ran = await self._ran(command, folder, _addresses(endpoint.url, session, item.task), item.harbor)
             state = await endpoint.state(session)
             try:
                 _expect_whole(ran, state)
@@ -263,18 +275,32 @@ class AgentEnv(QuestionEnv):
                 break
         return folder, ran, state
 
-    async def _ran(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> Ran:
+    @property
+    def _limits(self) -> ProgramLimits:
         config = self.config
-        limits = ProgramLimits(
+        return ProgramLimits(
             config.agent_limit_s, config.agent_memory_mb << 20, config.agent_folder_mb << 20, config.agent_processes
         )
+
+    async def _ran(
+        self, command: list[str], folder: Path, environment: Mapping[str, str], harbor: HarborTask | None = None
+    ) -> Ran:
+        limits = self._limits
+        around = [] if _is_open(self.config) else confinement(folder)
+        if harbor is not None:
+            limits = replace(limits, seconds=min(limits.seconds, harbor.agent_s))
+            around, environment = harbor.around_agent(folder), {**environment, **AT_HOME}
         try:
-            return await run_program(command, folder, environment, limits, is_confined=config.agent_sandbox == "auto")
+            return await run_program(command, folder, environment, limits, around=around)
         except OSError as error:
             raise RolloutFailed(f"{command[0]} cannot be started: {error}", "infrastructure") from error
 
-    async def _scored_folder(self, folder: Path) -> float | None:
-        """What `score_command` says; None without one. Raises RolloutFailed where it says nothing."""
+    async def _scored_folder(self, item: AgentTask, folder: Path) -> float | None:
+        """What the task's tests or `score_command` say; None without either. Raises RolloutFailed where they say
+        nothing.
+        """
+        if item.harbor is not None:
+            return await item.harbor.reward(folder, folder.parent, self._limits)
         if not self.config.score_command:
             return None
         ran = await self._ran(words_of(self.config.score_command), folder, {})
@@ -302,6 +328,11 @@ def words_of(command: str) -> list[str]:
     return [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
 
 
+def _is_open(config: AgentConfig) -> bool:
+    """Whether agents run without a sandbox."""
+    return config.agent_sandbox == "none"
+
+
 def make_sum(random: Random) -> AgentTask:
     """A sum of two numbers."""
     first, second = random.randint(0, SUM), random.randint(0, SUM)
@@ -309,7 +340,9 @@ def make_sum(random: Random) -> AgentTask:
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
-    """The tasks of a file. Raises DataError, with the line."""
+    """The tasks of a file, or of Harbor's folders. Raises DataError, with the line or the folder."""
+    if path.is_dir():
+        return [AgentTask(task.instruction, harbor=task) for task in read_harbor_tasks(path)]
     tasks = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -328,11 +361,13 @@ def read_tasks(path: Path) -> list[AgentTask]:
     return tasks
 
 
-def work_folder(area: str, files: Mapping[str, str]) -> Path:
+def work_folder(area: str, task: AgentTask) -> Path:
     """The agent's new directory, with the task's files."""
     folder = Path(area).resolve() / "work"
     folder.mkdir(parents=True)
-    for name, text in files.items():
+    if task.harbor is not None:
+        task.harbor.start(folder)
+    for name, text in task.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder

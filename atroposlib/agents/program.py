@@ -4,7 +4,7 @@
     kernel:     address space and size of a file of each process
     here, every 0.5 s: seconds, processes and bytes of all of it; beyond a limit the whole group is killed
 
-Without bubblewrap (or with `is_confined` false) the program runs as the user who started the environment.
+Without bubblewrap the program runs as the user who started the environment.
 """
 
 import asyncio
@@ -63,13 +63,12 @@ async def run_program(
     environment: Mapping[str, str],
     limits: ProgramLimits,
     *,
-    is_confined: bool = True,
+    around: Sequence[str],
 ) -> Ran:
-    """Run `command` in `folder`, and end all that it has started. Its output goes into files beside `folder`. Raises
-    OSError where it cannot start.
+    """Run `command` in `folder`, and end all that it has started. Its output goes into files beside `folder`. `around`
+    are the words that confine it. Raises OSError where it cannot start.
     """
-    program = bubblewrap() if is_confined else None
-    words = [*_confinement(program, folder), *command] if program else [*command]
+    words = [*around, *command]
     shown = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join([os.path.dirname(sys.executable), shown.get("PATH", os.defpath)])
     whole = {**shown, "PATH": path, "HOME": str(folder), "TMPDIR": str(folder), **environment}
@@ -120,7 +119,11 @@ async def _watched(
         waiting.cancel()
 
 
-def _confinement(program: str, folder: Path) -> list[str]:
+def confinement(folder: Path) -> list[str]:
+    """The words before a command that may write in `folder` alone; none where the machine grants no bubblewrap."""
+    program = bubblewrap()
+    if program is None:
+        return []
     shown = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
     return [program, *NAMESPACES, *shown, "--bind", str(folder), str(folder), "--chdir", str(folder), "--"]
 
