@@ -84,7 +84,7 @@ class AgentConfig(QuestionEnvConfig):
         default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
     tasks_path: str | None = Field(
-        default=None, description="JSONL file of tasks, or directory of Harbor's task folders; default: sums."
+        default=None, description="JSONL file of tasks, or directory of Harbor's task directories; default: sums."
     )
     score_command: str = Field(
         default="",
@@ -340,7 +340,7 @@ def make_sum(random: Random) -> AgentTask:
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
-    """The tasks of a file, or of Harbor's folders. Raises DataError, with the line or the folder."""
+    """The tasks of a file, or Harbor's. Raises DataError, with the line or the directory."""
     if path.is_dir():
         return [AgentTask(task.instruction, harbor=task) for task in read_harbor_tasks(path)]
     tasks = []

@@ -1,4 +1,4 @@
-"""Tasks in Harbor's folders, run from disk: a machine's own files in bubblewrap take the place of an image.
+"""Tasks in Harbor's form, run from disk: a machine's own files in bubblewrap take the place of an image.
 
     TASK/instruction.md   what the agent is told       TASK/tests/test.sh    runs afterwards, and writes the reward
     TASK/task.toml        limits                       TASK/environment/     files that the agent starts with
@@ -37,7 +37,7 @@ AT_HOME = {"HOME": WORK, "TMPDIR": WORK}
 
 @dataclass(frozen=True)
 class HarborTask:
-    """One task of the folder `root`, which no agent sees. Limits are in seconds; `variables` are those of its tests."""
+    """One task in the directory `root`, which no agent sees. Limits are in seconds; its tests have `variables`."""
 
     root: Path
     folder: Path

@@ -1,4 +1,4 @@
-"""Harbor's task folders, run from disk: what agents and tests see, and which tasks are refused."""
+"""Harbor's task directories, run from disk: what agents and tests see, and which tasks are refused."""
 
 import shutil
 import socket
