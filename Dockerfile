@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Two images of this checkout, each with the environment that scripts/setup.sh makes:
+# Images of this checkout with the environment that scripts/setup.sh makes; `ray` is `cuda` for deploy/kuberay.yaml:
 #
 #     docker build --target cpu -t atropos:cpu .
 #     docker build --target cuda -t atropos:cuda .     the host needs NVIDIA's driver 580 or newer and its container toolkit
@@ -31,3 +31,6 @@ FROM base AS cuda
 RUN --mount=type=cache,target=/tmp/pip,uid=1000 PIP_CACHE_DIR=/tmp/pip scripts/setup.sh --gpu
 # What NVIDIA's container toolkit asks an image for.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM cuda AS ray
+RUN --mount=type=cache,target=/tmp/pip,uid=1000 PIP_CACHE_DIR=/tmp/pip pip install 'ray[default]==2.60.0'

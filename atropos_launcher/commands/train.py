@@ -26,12 +26,12 @@ from atropos_launcher.console.summary import outcome, read_rows, summary
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
 from atropos_launcher.placement.cores import place_cores
+from atropos_launcher.placement.gpu_shares import place
 from atropos_launcher.placement.gpus import (
     Need,
     Placement,
     ServerNeed,
     ServerPlace,
-    place,
     ranks_of_single_copy,
     served_dtype,
 )

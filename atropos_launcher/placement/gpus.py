@@ -1,29 +1,19 @@
-"""Which GPUs vLLM and the trainer get, and what follows from that for their settings.
-
-no GPU            both on the CPU, in float32
-one GPU           both on it, vLLM with 0.4 of its memory
-more              vLLM on about half of them by tensor parallelism (1, 2, 4, ...), the trainer's ranks on the others;
-                  on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's, as many
-                  as --tp-size if that is given
-several servers   as many GPUs each, unless they say otherwise; the trainer's ranks on the others
-several machines  all alike: each as above with one server, or all of its GPUs for its one role
+"""The GPUs of a run, once gpu_shares.py has shared them out: whether vLLM and the trainer fit their memory, and what
+follows for their settings. On one GPU, vLLM takes 0.4 of its memory; without a GPU, both compute in float32.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations, groupby
+from itertools import groupby
 
-from atropos_launcher.placement.machines import THIS_ONE, Machines
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import is_for_each, server_name
-from atroposlib.flags import ConfigError
+from atropos_launcher.run_file.servers import server_name
 from example_trainer.memory.fits import Room, Verdict, fits, less_activations
 from example_trainer.memory.model_size import ModelSize
 from example_trainer.memory.plan import (
     PROCESSES,
     SHARED_UTILIZATION,
-    UTILIZATION,
     VLLM_OWN,
     VLLM_PROCESSES,
     MemoryItem,
@@ -55,13 +45,23 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU. `trainer` are those of each machine that trains."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU."""
 
     servers: tuple[ServerPlace, ...] = (ServerPlace(),)
-    trainer: tuple[str, ...] = ()
-    machines: int = 1  # that train
+    trainer: tuple[str, ...] = ()  # on the machine of rank 0
+    others: tuple[tuple[str, ...], ...] = ()  # on each other machine that trains
     apart: bool = False  # whether no machine both trains and serves
     by_ranks: int = 1  # of a single copy with --tp-size: trainer ranks, one for each of vLLM's
+
+    @property
+    def training(self) -> tuple[tuple[str, ...], ...]:
+        """List the trainer's GPUs on each machine that trains."""
+        return (self.trainer, *self.others)
+
+    @property
+    def machines(self) -> int:
+        """Count the machines that train."""
+        return len(self.training)
 
     @property
     def vllm(self) -> tuple[str, ...]:
@@ -75,11 +75,12 @@ class Placement:
     @property
     def is_shared(self) -> bool:
         """Return whether vLLM and the trainer have a GPU in common."""
-        return any(map(self.shares, self.servers))
+        return any(map(self.shares, range(len(self.servers))))
 
-    def shares(self, server: ServerPlace) -> bool:
+    def shares(self, index: int) -> bool:
         """Return whether this server and the trainer have a GPU in common."""
-        return not self.apart and bool({*server.gpus} & {*self.trainer})
+        beside = self.training[index] if self.machines > 1 and not self.apart else self.trainer
+        return not self.apart and bool({*self.servers[index].gpus} & {*beside})
 
     @property
     def one_server_each(self) -> bool:
@@ -138,7 +139,7 @@ class Need:
 
     def share(self, placement: Placement, index: int = 0) -> float:
         """Return the share of a GPU's memory that a vLLM server takes."""
-        beside_trainer = placement.shares(placement.servers[index])
+        beside_trainer = placement.shares(index)
         return self.servers[index].utilization or self.serving(placement, index).share(self.gpu, beside_trainer)
 
     def serving(self, placement: Placement, index: int = 0) -> Serving:
@@ -167,10 +168,10 @@ class Need:
         split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
         staged = 0 if placement.apart else self.host_staging(placement)
-        host = (self.host_memory - staged) // max(1, ranks // placement.machines)
+        host = (self.host_memory - staged) // max(1, *ranks_of_machines(self.config, placement))
         if not placement.on_gpus:
             return fits(training, Room(host, host))
-        beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
+        beside = [index for index in range(len(placement.servers)) if placement.shares(index)]
         taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
         return fits(training, Room(self.gpu - taken, host))
 
@@ -271,7 +272,7 @@ class Need:
 
     def _items_of_machine(self, placement: Placement, training: Training, cache: int) -> list[MemoryItem]:
         """What the services of a run take of a machine without a GPU."""
-        here = max(1, training.ranks // placement.machines)
+        here = max(1, ranks_of_machines(self.config, placement)[0])
         ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
         count = placement.servers_here
         caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
@@ -354,195 +355,14 @@ def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
     alone = config.follows_vllm is not None or not placement.on_gpus
     if isinstance(config.trainer_ranks, int):
         return config.trainer_ranks
-    return placement.machines * (ranks_on_cpu(config) if alone else len(placement.trainer))
+    return placement.machines * ranks_on_cpu(config) if alone else sum(map(len, placement.training))
 
 
-def place(
-    run: RunFile, gpus: list[str], config: TrainerConfig, need: Need | None = None, machines: Machines = THIS_ONE
-) -> Placement:
-    """The GPUs of vLLM and of the trainer: the first of `candidates` that fits `need`; the first of all where none
-    does. Of several machines each has these GPUs. Raises ConfigError where there are too few, and for settings that
-    single copy by ranks cannot have.
-    """
-    training, ranks = len(machines.training), ranks_of_single_copy(config)
-    if ranks > 1:
-        _expect_by_ranks(run, gpus, ranks)
-        run = run.model_copy(update={"vllm": {**run.servers[0], "tensor_parallel_size": ranks}})
-    if not gpus:
-        if run.layout.names_gpus:
-            raise ConfigError(
-                "layout names GPUs, but this machine shows none: remove it, or check CUDA_VISIBLE_DEVICES"
-            )
-        return Placement((ServerPlace(),) * len(run.servers), (), training, machines.are_apart, ranks)
-    typed, tp = config.trainer_ranks, config.tp_size
-    shared = ranks_on_cpu(config)  # ranks that need each other
-    most = 1 if run.batch_invariant else len(gpus) if typed == "auto" else max(1, int(typed) // training)
-    if machines.are_apart:
-        placements = list(_candidates_apart(run, gpus, max(tp, most // tp * tp), training))
-    elif machines.several:
-        each = run.model_copy(update={"vllm": run.servers[0]})
-        placements = [
-            replace(placement, servers=placement.servers * len(run.servers), machines=training)
-            for placement in candidates(each, gpus, most, tp)
-        ]
-    else:
-        placements = [replace(placement, by_ranks=ranks) for placement in candidates(run, gpus, most, shared)]
-    placements = [placement for placement in placements if trainer_ranks(config, placement) % shared == 0] or placements
-    if typed != "auto":
-        placements = [
-            placement for placement in placements if len(placement.trainer) * training >= int(typed)
-        ] or placements
-    if need is None:
-        return placements[0]
-    sized = [_with_shares(placement, need) for placement in placements]
-    choice = next((placement for placement in sized if need.fits(placement, without_offload=True)), None)
-    return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
-
-
-def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
-    """Raise ConfigError for what contradicts a single copy with as many trainer ranks."""
-    (server,), mode = run.servers, f"single copy with --tp-size {ranks}"
-    given = server.get("tensor_parallel_size")
-    if given and int(given) != ranks:
-        raise ConfigError(
-            f"vllm.tensor_parallel_size {given}: {mode} trains each rank of vLLM by one of its own: give"
-            f" --vllm.tensor-parallel-size {ranks}, or {ONE_PROCESS}"
-        )
-    for name, dtype in (("dtype", run.dtype), ("vllm.dtype", server.get("dtype"))):
-        if dtype not in (None, "float32", "float"):
-            raise ConfigError(
-                f"{name} {dtype}: {mode} trains float32 weights in vLLM's memory: give --{name} float32, or"
-                f" {ONE_PROCESS}"
-            )
-    asked = run.layout
-    vllm = gpus[:ranks] if asked.vllm == "auto" else _named(asked.vllm, [ranks])[0]
-    trainer = vllm if asked.trainer == "auto" else asked.trainer
-    if gpus and (len(vllm) != ranks or trainer != vllm):
-        raise ConfigError(
-            f"layout: {mode} takes {ranks} GPUs, the same for vLLM and the trainer, but vLLM has {', '.join(vllm)} and"
-            f" the trainer {', '.join(trainer)}; the visible GPUs are {', '.join(gpus)}: give both {ranks}, or"
-            f" {ONE_PROCESS}"
-        )
-
-
-def candidates(run: RunFile, gpus: list[str], most: int, shared: int = 1) -> Iterator[Placement]:
-    """Ways to share the GPUs out, the most balanced first; the trainer gets at most `most`, and a multiple of `shared`.
-    Raises ConfigError where there are too few.
-    """
-    asked, same = run.layout, MODES[run.kind].same_devices
-    for sizes in _tensor_parallel_sizes(run, gpus):
-        if asked.vllm == "auto":
-            mine = [] if asked.trainer == "auto" or same else asked.trainer
-            free = [gpu for gpu in gpus if gpu not in mine]
-            servers = _dealt(free, sizes)
-            if len(sizes) == 1 and not free:
-                servers = [gpus[: sizes[0]]]
-        else:
-            servers = _named(asked.vllm, sizes)
-        vllm = [gpu for server in servers for gpu in server]
-        if asked.trainer != "auto":
-            trainer = list(asked.trainer)
-        elif same or len(gpus) == 1:
-            trainer = vllm
-        else:
-            trainer = [gpu for gpu in gpus if gpu not in vllm][:most]
-            trainer = trainer[: max(shared, len(trainer) // shared * shared)]
-        _check(run, gpus, servers, trainer, sizes)
-        yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
-
-
-def _candidates_apart(run: RunFile, gpus: list[str], most: int, training: int) -> Iterator[Placement]:
-    """A machine's GPUs for its one role, the largest vLLM first. Raises ConfigError for GPUs that are not there."""
-    asked = run.layout
-    mine = list(gpus) if asked.trainer == "auto" else list(asked.trainer)
-    theirs = list(gpus) if asked.vllm == "auto" or is_for_each(asked.vllm) else _named(asked.vllm, [1])[0]
-    if unknown := [gpu for gpu in [*mine, *theirs] if gpu not in gpus]:
-        raise ConfigError(f"layout: there is no GPU {unknown[0]}; the visible GPUs are {', '.join(gpus)}")
-    given = run.servers[0].get("tensor_parallel_size")
-    for size in [int(given)] if given else [1 << power for power in reversed(range(len(theirs).bit_length()))]:
-        if size > len(theirs):
-            raise ConfigError(f"vllm.tensor_parallel_size {size} needs {size} GPU(s), but a machine has {len(theirs)}")
-        server = ServerPlace(tuple(theirs[:size]))
-        yield Placement((server,) * len(run.servers), tuple(mine[:most]), training, apart=True)
-
-
-def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
-    """GPUs of each server, in the ways that are worth trying. Raises ConfigError where there are too few."""
-    given = [server.get("tensor_parallel_size") for server in run.servers]
-    asked = run.layout.vllm
-    if is_for_each(asked) and len(asked) != len(given):
-        raise ConfigError(f"layout.vllm: {len(asked)} lists of GPUs, but this run has {len(given)} vLLM server(s)")
-    if all(given) and (asked != "auto" or len(given) == 1):
-        return [[int(size) for size in given if size]]
-    if asked != "auto":
-        if len(given) == 1 and not is_for_each(asked):
-            return [[len(asked)]]
-        counts = [len(part) for part in asked] if is_for_each(asked) else [len(asked) // len(given)] * len(given)
-        return [[int(size or count) for size, count in zip(given, counts, strict=False)]]
-    fixed, free = sum(int(size) for size in given if size), sum(not size for size in given)
-    powers = [1 << power for power in range(len(gpus).bit_length() if free else 1)]
-    totals = {power: fixed + power * free for power in powers if fixed + power * free < max(2, len(gpus))}
-    if not totals:
-        raise ConfigError(
-            f"{len(given)} vLLM servers and a trainer need {fixed + free + 1} GPUs, but the visible ones are"
-            f" {', '.join(gpus)}: lower the number of servers (--vllm.count), or assign shared GPUs with `layout`"
-        )
-    half = -(-len(gpus) // 2)
-    ordered = sorted(totals, key=lambda power: (totals[power] > half, abs(totals[power] - half)))
-    return [[int(size or power) for size in given] for power in ordered]
-
-
-def _dealt(gpus: list[str], sizes: list[int]) -> list[list[str]]:
-    """The first ones to the first server, and so on."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [gpus[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _named(asked: list[str] | list[list[str]], sizes: list[int]) -> list[list[str]]:
-    """The GPUs of each server, as `layout.vllm` names them. Raises ConfigError where there are more or fewer."""
-    if is_for_each(asked):
-        return [[*part] for part in asked]
-    names = [str(gpu) for gpu in asked]
-    if len(sizes) == 1:
-        return [names]
-    if sum(sizes) != len(names):
-        raise ConfigError(
-            f"layout.vllm: {len(names)} GPUs ({', '.join(names)}) are not {' + '.join(map(str, sizes))}, one for each"
-            f" tensor-parallel rank of {len(sizes)} vLLM servers: name them as in [[0, 1], [2]]"
-        )
-    return _dealt(names, sizes)
-
-
-def _with_shares(placement: Placement, need: Need) -> Placement:
-    """With the share of its GPUs that each server takes."""
-    shares = [need.share(placement, index) for index in range(len(placement.servers))]
-    servers = [
-        ServerPlace(server.gpus, None if share == UTILIZATION else share)
-        for server, share in zip(placement.servers, shares, strict=True)
-    ]
-    return replace(placement, servers=tuple(servers))
-
-
-def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: list[str], sizes: list[int]) -> None:
-    shown = f"the visible GPUs are {', '.join(gpus)}"
-    vllm = [gpu for server in servers for gpu in server]
-    if unknown := [gpu for gpu in [*vllm, *trainer] if gpu not in gpus]:
-        raise ConfigError(f"layout: there is no GPU {unknown[0]}; {shown}")
-    for one, other in combinations(range(len(servers)), 2):
-        if both := [gpu for gpu in servers[one] if gpu in servers[other]]:
-            raise ConfigError(
-                f"layout.vllm: the servers {one + 1} and {other + 1} both have GPU {both[0]}: give it to one of them"
-            )
-    if not trainer:
-        raise ConfigError(f"layout: vLLM takes {', '.join(vllm)}, which leaves none for the trainer; {shown}")
-    for index, (server, size) in enumerate(zip(servers, sizes, strict=True)):
-        given = run.servers[index].get("tensor_parallel_size")
-        if len(server) < size or (given and len(server) != int(given)):
-            which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
-            raise ConfigError(
-                f"vllm.{which}tensor_parallel_size {size} takes exactly {size} GPU(s), but {who} has"
-                f" {', '.join(server) or 'none'}; {shown}"
-            )
+def ranks_of_machines(config: TrainerConfig, placement: Placement) -> list[int]:
+    """Processes of the trainer on each machine that trains: one for each of its GPUs, or as many on each."""
+    if config.trainer_ranks == "auto" and config.follows_vllm is None and placement.on_gpus:
+        return [len(gpus) for gpus in placement.training]
+    return [trainer_ranks(config, placement) // placement.machines] * placement.machines
 
 
 def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
@@ -561,7 +381,7 @@ def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str
     server = placement.servers[index]
     if len(server.gpus) > 1:
         flags["tensor_parallel_size"] = len(server.gpus)
-    if placement.shares(server):
+    if placement.shares(index):
         flags["gpu_memory_utilization"] = SHARED_UTILIZATION  # the trainer needs the rest
     if server.utilization is not None:
         flags["gpu_memory_utilization"] = server.utilization

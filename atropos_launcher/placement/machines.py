@@ -61,11 +61,12 @@ class MachineFlags(Config):
 
 @dataclass(frozen=True)
 class Machine:
-    """One line of the file."""
+    """One line of the file, or a Ray node. `gpus` is their number; None: as the first one has."""
 
     host: str
     trains: bool = True
     serves: bool = True
+    gpus: int | None = None
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def _machine(node: Mapping[str, Any]) -> Machine:
             f"--ray: node {node['NodeManagerAddress']} has the label {LABEL}={role}: it is `trainer` or `vllm`, or"
             " leave it out for both"
         )
-    return Machine(node["NodeManagerAddress"], role in ("", "trainer"), role in ("", "vllm"))
+    gpus = int(node["Resources"].get("GPU", 0))
+    return Machine(node["NodeManagerAddress"], role in ("", "trainer"), role in ("", "vllm"), gpus)
 
 
 def _nodes(ray: Any, nodes: int | None, address: str) -> list[dict[str, Any]]:
@@ -200,19 +201,24 @@ def reserve(machines: Machines, wanted: Sequence[Mapping[str, float]]) -> None:
 
     for index, (node, bundle) in enumerate(zip(_by_host(machines).values(), wanted, strict=True)):
         host = node["NodeManagerAddress"]
-        for kind, number in bundle.items():
-            has = node["Resources"].get(kind, 0)
-            if has < number:
-                raise ConfigError(
-                    f"--ray: node {host} has {has:g} {kind}s, and this run needs {number:g} there: start its Ray with"
-                    f" --num-{kind.lower()}s, or use fewer (--layout.vllm, --trainer-ranks)"
-                )
+        expect_enough(host, node["Resources"], bundle)
         group = placement_group([{**bundle, f"node:{host}": 0.001}], name=machines.group_of(index))
         if not group.wait(RESERVE_S):
             raise ConfigError(
                 f"--ray: node {host} is full: {_shown(bundle)} were not free within {RESERVE_S:.0f} s of the"
                 f" {_shown({kind: node['Resources'].get(kind, 0) for kind in bundle})} that it has: end what holds them"
                 " (`ray status -v`), or wait"
+            )
+
+
+def expect_enough(host: str, resources: Mapping[str, float], bundle: Mapping[str, float]) -> None:
+    """Raise ConfigError for a node that has fewer CPUs or GPUs than the run reserves there."""
+    for kind, number in bundle.items():
+        has = resources.get(kind, 0)
+        if has < number:
+            raise ConfigError(
+                f"--ray: node {host} has {has:g} {kind}s, and this run needs {number:g} there: start its Ray with"
+                f" --num-{kind.lower()}s, or use fewer (--layout.vllm, --trainer-ranks)"
             )
 
 

@@ -20,7 +20,7 @@ from atropos_launcher.placement.addresses import (
     vllm_flags,
 )
 from atropos_launcher.placement.cores import expect_ranks_share
-from atropos_launcher.placement.gpus import seen, trainer_ranks
+from atropos_launcher.placement.gpus import ranks_of_machines, seen, trainer_ranks
 from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.placement.teacher import teacher_flags
 from atropos_launcher.plan.on_machine import on_machine
@@ -70,7 +70,7 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
     """Raises ConfigError for settings that a program refuses."""
     api = resolve_api(run, flags, site)
     trainer = resolve_trainer(run, flags, site)
-    expect_ranks_share(site.cores.trainer, ranks_of_a_machine(trainer, site))
+    expect_ranks_share(site.cores.trainer, max(checked_ranks(trainer, site)))
     environments = resolve_environments(run, flags, site)
     if samples_off_policy(environments):
         trainer = resolve_trainer(run, flags, site, off_policy=True)
@@ -92,7 +92,7 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
     return Plan(run, site, trainer, environments, services(run, site, trainer, environments, servers), files)
 
 
-def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
+def checked_ranks(trainer: TrainerConfig, site: Site) -> list[int]:
     """Trainer ranks on each machine that trains. Raises ConfigError for ranks that cannot be shared out."""
     ranks, machines = trainer_ranks(trainer, site.placement), site.placement.machines
     if machines > 1 and trainer.batch_invariant:
@@ -100,7 +100,8 @@ def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
             f"--hosts: --batch-invariant trains on one device, but {machines} machines train: write `trainer` behind"
             " the first host and `vllm` behind each other one, or drop the flag"
         )
-    if ranks % machines:
+    counts = ranks_of_machines(trainer, site.placement)
+    if sum(counts) != ranks:
         raise ConfigError(
             f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
             f" {machines}, or auto"
@@ -109,14 +110,15 @@ def ranks_of_a_machine(trainer: TrainerConfig, site: Site) -> int:
         check_ranks(trainer, ranks, sharded=ranks > 1)
     except TrainerError as error:
         raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
-    own = site.placement.trainer
-    if site.placement.on_gpus and ranks // machines > len(own):
-        others = ", ".join(dict.fromkeys(site.placement.vllm))
-        raise ConfigError(
-            f"{ranks // machines} trainer ranks on a machine, but its GPUs for the trainer are {', '.join(own)}; vLLM"
-            f" has {others}: lower --trainer-ranks, or give vLLM fewer GPUs (--vllm.tensor-parallel-size)"
-        )
-    return ranks // machines
+    for host, count, own in zip(site.machines.training, counts, site.placement.training, strict=True):
+        if site.placement.on_gpus and count > len(own):
+            others = ", ".join(dict.fromkeys(site.placement.vllm))
+            where = f"node {host}" if machines > 1 else "a machine"
+            raise ConfigError(
+                f"{count} trainer ranks on {where}, but its GPUs for the trainer are {', '.join(own)}; vLLM has"
+                f" {others}: lower --trainer-ranks, or give vLLM fewer GPUs (--vllm.tensor-parallel-size)"
+            )
+    return counts
 
 
 def services(
@@ -243,16 +245,16 @@ def teachers(run: RunFile, site: Site, trainer: TrainerConfig, shared: Mapping[s
 def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], shared: Mapping[str, str]) -> list[Service]:
     """The trainer: `trainer`, or on several machines torchrun's agent on each, `trainer` and `trainer-2`, ..."""
     hosts, python = site.machines.training, (sys.executable, "-u")
-    environment, cores = {**shared, **seen(site.placement.trainer)}, site.cores.trainer
+    cores, gpus = site.cores.trainer, site.placement.training
     if len(hosts) == 1:
-        alone = Service(TRAINER, (*python, *program), environment, may_end=True, cores=cores)
+        alone = Service(TRAINER, (*python, *program), {**shared, **seen(gpus[0])}, may_end=True, cores=cores)
         return [on_machine(alone, hosts[0], site)]
     made = []
-    for number, host in enumerate(hosts):
+    for number, (host, ranks) in enumerate(zip(hosts, checked_ranks(trainer, site), strict=True)):
         agent = {
             "nnodes": len(hosts),
             "node-rank": number,
-            "nproc-per-node": ranks_of_a_machine(trainer, site),
+            "nproc-per-node": ranks,
             "master-addr": site.machines.first,
             "master-port": site.meeting_port,
             "local-addr": host,
@@ -261,6 +263,7 @@ def trainers(site: Site, trainer: TrainerConfig, program: tuple[str, ...], share
         flags = [word for key, value in agent.items() for word in (f"--{key}", str(value))]
         command = (*python, "-m", "example_trainer.ranks.agent", *flags, *program)
         name = trainer_name(number)
+        environment = {**shared, **seen(gpus[number])}
         service = Service(name, command, environment, may_end=True, cores=cores, missing_another=LOST)
         made.append(on_machine(service, host, site, files=("trainer.yaml",), sees=seen_by_ranks(site, trainer)))
     return made
@@ -300,10 +303,11 @@ def machine_lines(plan: Plan) -> list[str]:
     where: dict[str, list[str]] = {machine.host: [] for machine in machines.all}
     for index, port in enumerate(site.vllm_ports):
         where[machines.host_of_server(index)].append(f"{server_name(index, len(site.vllm_ports))} on port {port}")
-    each = ranks_of_a_machine(plan.trainer, site)
-    for number, host in enumerate(machines.training):
-        ranks = f"ranks {number * each} to {(number + 1) * each - 1}" if each > 1 else f"rank {number}"
-        where[host].append(f"trainer {ranks} of {each * len(machines.training)}")
+    counts = checked_ranks(plan.trainer, site)
+    for number, (host, count) in enumerate(zip(machines.training, counts, strict=True)):
+        first = sum(counts[:number])
+        ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
+        where[host].append(f"trainer {ranks} of {sum(counts)}")
     where[machines.first].append(f"batching API on {LOOPBACK}:{site.api_port}, environments")
     lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
     if machines.ray:
@@ -323,9 +327,9 @@ def reservations(plan: Plan) -> list[dict[str, int]]:
     site, machines = plan.site, plan.site.machines
     placement, hosts = site.placement, [machines.host_of_server(index) for index in range(len(site.vllm_ports))]
     serving = [] if MODES[plan.run.kind].owns_vllm else hosts
-    found = []
+    found, training = [], iter(placement.training)
     for machine in machines.all:
-        gpus = {*placement.trainer} if machine.trains else set()
+        gpus = {*next(training)} if machine.trains else set()
         served = [server.gpus for host, server in zip(hosts, placement.servers, strict=True) if host == machine.host]
         gpus |= {*chain(*served)}
         found.append({"CPU": serving.count(machine.host) + machine.trains, "GPU": len(gpus)})

@@ -146,11 +146,11 @@ def test_gpus_are_those_of_each_machine(tmp_path: Path, monkeypatch: pytest.Monk
     placement = made.site.placement
     assert [server.gpus for server in placement.servers] == [tuple("0123")] * 2
     assert "Each GPU of vllm-1, vllm-2 (0, 1, 2, 3 of a machine each)" in train.described(made, ask_for(*words))
-    assert (placement.trainer, placement.machines, placement.apart) == (tuple("4567"), 2, False)
+    assert (placement.training, placement.apart) == ((tuple("4567"),) * 2, False)
     made = plan("gsm8k", str(MODEL), "--hosts", hosts(tmp_path, "a trainer\nb trainer\nc vllm\n"))
     placement = made.site.placement
     assert [server.gpus for server in placement.servers] == [tuple("01234567")]
-    assert (placement.trainer, placement.machines, placement.apart) == (tuple("01234567"), 2, True)
+    assert (placement.training, placement.apart) == ((tuple("01234567"),) * 2, True)
     assert not placement.is_shared
     agents = [service for service in made.services if service.name.startswith("trainer")]
     assert [service.environment["CUDA_VISIBLE_DEVICES"] for service in agents] == ["0,1,2,3,4,5,6,7"] * 2

@@ -14,7 +14,7 @@ from atropos_launcher.plan.services import machine_lines, reservations
 from atroposlib.extras import MissingExtra
 from atroposlib.flags import ConfigError
 from tests.serving import free_port
-from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
+from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
 
@@ -93,3 +93,63 @@ def test_a_run_file_names_the_cluster_and_nodes_are_machines(monkeypatch: pytest
     assert not any("a-key-of-the-user" in word for service in found.services for word in service.command)
     words = train.flags_of_machines(ask_for("gsm8k_broadcast", "--ray", "10.0.0.1:6379").given)
     assert words == ["--ray", "10.0.0.1:6379"]
+
+
+@pytest.mark.parametrize(("kind", "has"), [("CPU", 2), ("GPU", 0)])
+def test_a_node_with_less_than_the_run_reserves_is_named_with_both_numbers(kind: str, has: int) -> None:
+    ray_cluster.expect_enough("10.0.0.2", {"CPU": 4.0, "GPU": 8.0}, {"CPU": 4, "GPU": 8})
+    why = rf"node 10.0.0.2 has {has} {kind}s, and this run needs 3 there: start its Ray with --num-{kind.lower()}s"
+    with pytest.raises(ConfigError, match=why):
+        ray_cluster.expect_enough("10.0.0.2", {"CPU": 2.0}, {kind: 3})
+
+
+def on_cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Machine) -> None:
+    """`--ray auto` finds these."""
+    found = Machines(nodes, ray="10.0.0.1:6379", group="g")
+    monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s, dry_run: found)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_nodes_with_other_numbers_of_gpus_each_share_out_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, list("01234567"))
+    on_cluster(monkeypatch, Machine("a", gpus=8), Machine("b", gpus=4), Machine("c", gpus=2))
+    made = plan("gsm8k", str(MODEL), "--ray", "auto")
+    found, placement = {service.name: service for service in made.services}, made.site.placement
+    assert [server.gpus for server in placement.servers] == [tuple("0123"), tuple("01"), tuple("0")]
+    assert placement.training == (tuple("4567"), tuple("23"), tuple("1"))
+    ranks = [found[name].command for name in ("trainer", "trainer-2", "trainer-3")]
+    assert [words[words.index("--nproc-per-node") + 1] for words in ranks] == ["4", "2", "1"]
+    seen = [found[name].environment["CUDA_VISIBLE_DEVICES"] for name in ("vllm-1", "vllm-2", "trainer-3")]
+    assert seen == ["0,1,2,3", "0,1", "1"]
+    assert [each["GPU"] for each in reservations(made)] == [8, 4, 2]
+    assert "trainer ranks 4 to 5 of 7" in machine_lines(made)[1]
+    on_cluster(monkeypatch, Machine("b", serves=False, gpus=8), Machine("c", trains=False, gpus=4))
+    apart = plan("gsm8k", str(MODEL), "--ray", "auto").site.placement
+    assert ([server.gpus for server in apart.servers], len(apart.trainer)) == ([tuple("0123")], 8)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("gpus", "words", "why"),
+    [
+        (4, ["--trainer-ranks", "8"], "4 trainer ranks on node b, but its GPUs for the trainer are 2, 3"),
+        (4, ["--vllm.tensor-parallel-size", "4"], "node b: layout: vLLM takes 0, 1, 2, 3, which leaves none"),
+        (0, [], "node b has no GPUs, and the node of this command 8: use fewer nodes"),
+    ],
+)
+def test_a_node_with_too_few_gpus_is_named(
+    gpus: int, words: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch, list("01234567"))
+    on_cluster(monkeypatch, Machine("a", gpus=8), Machine("b", gpus=gpus))
+    with pytest.raises(ConfigError, match=why):
+        plan("gsm8k", str(MODEL), "--ray", "auto", *words)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_command_on_a_node_without_the_gpus_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cluster(monkeypatch, Machine("a", gpus=0), Machine("b", gpus=8))
+    with pytest.raises(
+        ConfigError, match="node b has 8 GPUs, and the node of this command none: run it on a node with"
+    ):
+        plan("gsm8k", str(MODEL), "--ray", "auto")
