@@ -107,6 +107,7 @@ class Endpoint:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Restore the sessions, then end the idle ones every second."""
+        self.sessions.prepare()
         await self.sessions.restore()
         expiring = asyncio.create_task(self._expire())
         yield

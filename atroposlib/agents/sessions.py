@@ -15,10 +15,11 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.agents.dialects import responses
@@ -327,6 +328,11 @@ class Sessions:
     context: int | None = None
     by_id: dict[str, Session] = field(default_factory=dict)
     by_key: dict[str, Session] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        """Load what the first call would load while others wait: the chat template is compiled, a text tokenised."""
+        with suppress(ValueError, TemplateError):  # no template, or one that refuses this: so are calls
+            ManagedServer(TapedRoute(self.manager, []), self.tokenizer).prompt_length([{"role": "user", "content": ""}])
 
     async def restore(self) -> None:
         """Make the journal's sessions again, at the endpoint's start."""
