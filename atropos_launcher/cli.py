@@ -31,6 +31,7 @@ COMMANDS = {
     "quickstart": Command("atropos_launcher.commands.quickstart", "train a small model on two CPU cores, in minutes"),
     "status": Command("atropos_launcher.commands.status", "show running and finished runs"),
     "stop": Command("atropos_launcher.commands.stop", "end a run and only its own processes"),
+    "scale": Command("atropos_launcher.commands.scale", "give a running run more vLLM servers, or fewer"),
     "logs": Command("atropos_launcher.commands.logs", "show the logs of a run's services"),
     "view": Command("atropos_launcher.commands.view", "runs in the browser: curves, every group, every token"),
     "evaluate": Command("atropos_launcher.commands.evaluate", "measure a model on a recipe's held-out problems"),

@@ -6,18 +6,30 @@ keys to another server.
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = "localhost,127.0.0.1,::1"
+SERVER = re.compile(r"http://(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>\d{1,5})(/v1)?/?")
 SHOWN_CHARACTERS = 200  # of where a redirect leads
 
 
 def netloc(host: str, port: int) -> str:
     """`host:port` for a URL or a log; an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def server_address(url: str) -> str:
+    """Return a server's address as it is listed, `http://HOST:PORT`: without a path, and with 127.0.0.1 for localhost.
+    Raises ValueError for what is no such address.
+    """
+    match = SERVER.fullmatch(url)
+    if match is None or not 0 < int(match["port"]) < 1 << 16:
+        raise ValueError(f"expected the address of a server, http://HOST:PORT, not {url[:SHOWN_CHARACTERS]!a}")
+    return f"http://{'127.0.0.1' if match['host'] == 'localhost' else match['host'].lower()}:{int(match['port'])}"
 
 
 def resolved(host: str) -> str:

@@ -244,7 +244,7 @@ class VerifiersEnv(QuestionEnv):
                 episode = await self.process.play(
                     task=item,
                     base_url=f"{root_url(server)}{PREFIX}/v1",
-                    key_variable=self.keys[server],
+                    key_variable=self.keys.get(server, f"{KEY_VARIABLE}_0"),  # one that joined has the first one's key
                     model=server.model_name,
                     tokenizer=self.config.tokenizer_name,
                     sampling=asked,

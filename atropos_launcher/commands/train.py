@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from atropos_launcher.placement.machines import LOOPBACK, MachineFlags, Machines
 from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
+from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
     KEY,
     expect_filled_batches,
@@ -108,7 +110,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         if plan.site.machines.ray:
             ray_cluster.expect_ready(plan.site.machines, plan.site.model)
             ray_cluster.reserve(plan.site.machines, reservations(plan))
-        status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None)
+        status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None, ports)
     if status == 0:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
         seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
@@ -361,7 +363,7 @@ def described(plan: Plan, asked: Asked) -> str:
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
 
 
-def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None) -> int:
+def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, ports: Ports) -> int:
     """Start the services, and watch them to their end. Returns the exit status."""
     site, run = plan.site, plan.run
     with make_console(plan, newcomer) as console:
@@ -376,7 +378,7 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None) -> i
         if window is not None:
             console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
         try:
-            end = start(plan, console, asked.gpus, [] if window is None else [window])
+            end = start(asked, plan, console, ports, [] if window is None else [window])
         except AtroposError:
             say_how_to_continue(asked, plan, console)
             raise
@@ -462,7 +464,7 @@ class End(NamedTuple):
         return ""
 
 
-def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> End:
+def start(asked: Asked, plan: Plan, console: PlainConsole, ports: Ports, more: Sequence[Service] = ()) -> End:
     """Write what is kept of the plan, start its services, and `more`, and watch them."""
     run_dir = plan.site.run_dir
     make_private_directory(run_dir)
@@ -481,12 +483,20 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Ser
 
     def look() -> Iterable[Event]:
         kept.write()
-        return watch()
+        return chain(watch(), scaling.look())
 
-    with closing(watch), closing(kept), Supervisor(run_dir, services, tell, watch=look) as supervisor:
+    def fits(more: Plan) -> None:
+        expect_fit(more, replace(asked, run=more.run, dry_run=True))
+
+    with (
+        closing(watch),
+        closing(kept),
+        Supervisor(run_dir, services, tell, watch=look) as supervisor,
+        closing(Scaling(plan, asked.gpus, ports, supervisor, fits)) as scaling,
+    ):
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
-        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, asked.gpus, services)
         status = supervisor.run()
         return End(status, supervisor.out_of_memory, supervisor.killed)
 

@@ -143,18 +143,8 @@ def services(
             cores=site.cores.api,
         )
     ]
-    for index, (name, server) in enumerate(servers.items()):
-        if not MODES[run.kind].owns_vllm:
-            serving = Service(
-                name=name,
-                command=(*python, str(program / "vllm_api_server.py"), *argv(server)),
-                environment={**shared, **server_variables(run, site, index)},
-                health=f"{site.vllm[index]}/health",
-                start_limit_s=VLLM_START_S,
-                restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
-                cores=site.cores.vllm[index],
-            )
-            made.append(on_machine(serving, site.machines.host_of_server(index), site))
+    if not MODES[run.kind].owns_vllm:
+        made += [inference_server(run, site, index, server) for index, server in enumerate(servers.values())]
     made += teachers(run, site, trainer, shared)
     made += trainers(site, trainer, (str(program / "grpo.py"), "--config", str(config / "trainer.yaml")), shared)
     endpoint, token = agent_endpoints(site, environments, shared)
@@ -172,6 +162,21 @@ def services(
             )
         )
     return made
+
+
+def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, Any]) -> Service:
+    """One of the run's vLLM servers, with these flags."""
+    program = str(PACKAGES / "example_trainer" / "vllm_api_server.py")
+    serving = Service(
+        name=server_name(index, len(run.servers)),
+        command=(sys.executable, "-u", program, *argv(flags)),
+        environment={**variables(run, site), **server_variables(run, site, index)},
+        health=f"{site.vllm[index]}/health",
+        start_limit_s=VLLM_START_S,
+        restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
+        cores=site.cores.vllm[index],
+    )
+    return on_machine(serving, site.machines.host_of_server(index), site)
 
 
 def agent_endpoints(

@@ -13,6 +13,7 @@ from atropos_launcher.services.events import (
     Outlived,
     Quiet,
     Restarted,
+    Scaled,
     Started,
     StillThere,
     StillWaiting,
@@ -49,6 +50,8 @@ def text(event: Event) -> str:  # noqa: C901  # one line an event
             return f"{service} {printable(line)}"
         case Quiet(for_s, lines):
             return f"No step for {for_s:.0f} s: {printable('. '.join(lines))}"
+        case Scaled(line):
+            return printable(line)
         case Interrupted(number):
             return f"Interrupted by {number.name}"
         case Ending(services, limit_s):

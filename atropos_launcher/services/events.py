@@ -115,6 +115,13 @@ class Quiet:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """What has become of `atropos scale`, in a sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """A signal asks the launcher to end the run."""
 
@@ -157,6 +164,7 @@ Event = (
     | Outlived
     | LogLine
     | Quiet
+    | Scaled
     | Interrupted
     | Ending
     | Killed

@@ -163,6 +163,10 @@ class Records:
             self._check(path, os.fstat(descriptor))
             return file.read(MAX_BYTES)
 
+    def remove(self, name: str) -> None:
+        """Remove the record of a service that has ended."""
+        (self.folder / name).unlink(missing_ok=True)
+
     def forget(self) -> None:
         """Remove the directory and give it up: nothing of the run is left."""
         if self.exist():

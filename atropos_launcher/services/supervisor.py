@@ -31,6 +31,7 @@ from atropos_launcher.services.child import Child
 from atropos_launcher.services.events import (
     Died,
     Ended,
+    Ending,
     Event,
     Interrupted,
     Listener,
@@ -40,6 +41,7 @@ from atropos_launcher.services.events import (
     Outlived,
     Restarted,
     Started,
+    StillThere,
     StillWaiting,
     Up,
     Waiting,
@@ -49,9 +51,10 @@ from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.shared_memory import SharedMemory
-from atropos_launcher.services.stop_services import end
+from atropos_launcher.services.stop_services import GRACE_S, end
 from atroposlib.errors import WRONG_USE, AtroposError, reading
 from atroposlib.processes.exit_words import exit_words
+from atroposlib.processes.groups import KILL_S, end_groups
 from atroposlib.processes.log_files import last_lines
 
 POLL_S = 0.2
@@ -185,6 +188,30 @@ class Supervisor:
             return 0
         except _End as over:
             return over.status
+
+    def add(self, service: Service) -> None:
+        """Start one more service, and watch it like the others. Raises CannotStart."""
+        child = Child(service, self.run_dir / f"{service.name}.log")
+        if (pid := self._start(child)) is not None:
+            self._children.append(child)
+            self._tell(Started(service.name, pid, child.log))
+            self._announce_wait(child)
+
+    def retire(self, name: str) -> None:
+        """End one service, whose end ends nothing else."""
+        (child,) = [child for child in self._children if child.service.name == name]
+        child.stop_asking()
+        self._children.remove(child)
+        if child.record is not None:
+            self._tell(Ending((name,), GRACE_S + KILL_S))
+            left = end_groups([child.record.group], GRACE_S, KILL_S)
+            self._tell(StillThere((name,)) if left else Ended(name))
+            child.reap()
+            self._records.remove(name)
+
+    def watches(self, name: str) -> bool:
+        """Return whether a service of that name is there, running or about to be started again."""
+        return any(child.service.name == name and not child.has_ended for child in self._children)
 
     def _end_leftovers(self) -> None:
         """End the services of a launcher that was killed here."""

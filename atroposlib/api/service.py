@@ -50,6 +50,7 @@ from atroposlib.wire.batching import (
     SetAside,
     TrainerStep,
 )
+from atroposlib.wire.servers import MOST, State
 
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
 MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
@@ -72,6 +73,10 @@ class KeyReused(Exception):
             f"Idempotency-Key {key[:40]!a} is that of a post with other groups: nothing was stored, each post needs"
             " its own"
         )
+
+
+class TooManyServers(Exception):
+    """The list of servers that joined or left is full."""
 
 
 class NotTheTrainer(Exception):
@@ -203,6 +208,12 @@ class RolloutService(JournalledState):
     async def report_step(self, report: TrainerStep) -> None:
         """Record what the trainer has finished, and what vLLM serves."""
         await self._submit(changes.TrainerReported(*astuple(report)))
+
+    async def change_server(self, url: str, state: State) -> None:
+        """Record that an inference server joins, serves, leaves or has left. Raises TooManyServers."""
+        if url not in self.state.servers and len(self.state.servers) >= MOST:
+            raise TooManyServers(f"{MOST} servers have joined or left since the trainer registered: no more are listed")
+        await self._submit(changes.ServerChanged(url, state))
 
     @asynccontextmanager
     async def _turn_of(self, trainer: int, unless_registered: Struct) -> AsyncIterator[None]:

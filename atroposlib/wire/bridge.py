@@ -226,6 +226,7 @@ class ServerActivity(Struct):
     prompt_tokens: int = 0  # of requests
     cached_tokens: int = 0  # of these, found in the KV cache
     tokens_again: int = 0  # of sequences under way, read once more after a sync, or because the cache was full
+    running: int = 0  # requests that are generating now
 
 
 class ServerStatus(Struct):

@@ -39,6 +39,7 @@ from atroposlib.wire.batching import (
     WaitForTrainer,
     WandbInfo,
 )
+from atroposlib.wire.servers import ServerChange, Servers
 
 R = TypeVar("R")
 
@@ -70,6 +71,7 @@ TRAINER_STEP = Route("POST", "/trainer-step", "trainer", Outcome, TrainerStep)
 EVALUATIONS = Route("GET", "/evaluations", "trainer", Evaluations)
 LATEST_EXAMPLE = Route("GET", "/latest_example", "trainer", ScoredData)
 ACTIVITY = Route("GET", "/activity", "trainer", Activity)
+CHANGE_SERVER = Route("POST", "/servers", "trainer", Outcome, ServerChange)
 DEAD_LETTERS = Route("GET", "/dead-letters", "trainer", list[DeadLetter])
 
 REGISTER_ENV: Route[EnvRegistered | WaitForTrainer] = Route(
@@ -89,6 +91,7 @@ HEARTBEAT = Route("POST", "/heartbeat", "environment", Outcome, Heartbeat)
 ROOT = Route("GET", "/", "environment", Message)
 INFO = Route("GET", "/info", "environment", Info)
 STATUS = Route("GET", "/status", "environment", Status)
+SERVERS = Route("GET", "/servers", "environment", Servers)
 WANDB_INFO = Route("GET", "/wandb_info", "environment", WandbInfo)
 
 HEALTH = Route("GET", "/health", "anyone", Outcome)

@@ -14,13 +14,16 @@ prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from atroposlib.wire.bridge import Decoded, DecodeProbe
 from example_trainer.errors import TrainerError
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import TrainedModel, remove_folder
+
+if TYPE_CHECKING:
+    from example_trainer.bridges.vllm_client import VllmClient
 
 
 class BridgeError(TrainerError):
@@ -88,6 +91,18 @@ class WeightBridge(Protocol):
     def sessions(self) -> set[str]:
         """The ids under which this trainer holds its servers; none where servers know no sessions."""
         return set()
+
+    def admit(self, url: str) -> None:
+        """Feed the server at `url` too, from the next sync on; nothing for one that is fed already."""
+        raise BridgeError("this bridge feeds the servers of its configuration alone")
+
+    def release(self, url: str) -> None:
+        """Feed the server at `url` no more: it is about to end. Nothing for one that is not fed."""
+        raise BridgeError("this bridge feeds the servers of its configuration alone")
+
+    def joined(self) -> Sequence["VllmClient"]:
+        """The servers that joined by `admit`, and were found to compute with the trainer's words."""
+        return ()
 
     def reconnect(self) -> None:
         """Hold servers that were started again; the next sync brings them all weights. Modes with `survives_vllm`."""

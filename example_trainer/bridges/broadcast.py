@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
+from atroposlib.addresses import server_address
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
@@ -26,9 +28,9 @@ from example_trainer.bridges.digest import differing
 from example_trainer.bridges.direct import chosen
 from example_trainer.bridges.each_server import ServerThreads, in_turn
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.server_link import Rendezvous, ServerLink, listen
+from example_trainer.bridges.server_link import Rendezvous, ServerLink, expect_reach, listen
 from example_trainer.bridges.session import matching_manifest
-from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
+from example_trainer.bridges.vllm_client import VllmClient, vllm_client, vllm_clients
 from example_trainer.settings.bridges import Broadcast
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.source import shapes_of
@@ -72,7 +74,10 @@ class BroadcastBridge(WeightBridge):
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
-        self._threads = ServerThreads(len(self._servers))
+        self._threads = ServerThreads()
+        self._config = config
+        self._new: list[VllmClient] = []  # that joined, and have had no sync
+        self._joined: list[VllmClient] = []  # and that have
         until_ready(self._servers, config.vllm_start_timeout)
         self._backend = self._chosen_backend(trained.model.device)
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
@@ -103,6 +108,8 @@ class BroadcastBridge(WeightBridge):
         )
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.vllm.commit(link.session.id, policy_version))
+        if self._new:
+            self._on_each(lambda link: self._expect_right(link, policy_version), at_once=False)
         changed = [link.words_changed for link in self._links if link.words_changed is not None]
         stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
         log.info(
@@ -123,6 +130,45 @@ class BroadcastBridge(WeightBridge):
             words_changed=max(changed, default=None),
             servers=len(self._links),
         )
+
+    def admit(self, url: str) -> None:
+        if self._named(url):
+            return
+        host, port = urlsplit(url).hostname or "", urlsplit(url).port or 0
+        expect_reach(host, self._rendezvous.address, self._mode)
+        vllm = vllm_client(self._config, host, port)
+        self._servers.append(vllm)
+        self._left_out.append(vllm)
+        self._new.append(vllm)
+        self._next_look = 0.0
+        log.info("[Bridge] %s joins: it gets the policy with the next sync", url)
+
+    def release(self, url: str) -> None:
+        if (vllm := self._named(url)) is None:
+            return
+        if len(self._servers) == 1:
+            raise BridgeError(f"{url} is the only vLLM server: without it nothing can be sampled")
+        for link in [link for link in self._links if link.vllm is vllm]:
+            self._links.remove(link)
+            link.close()
+        for clients in (self._servers, self._left_out, self._new, self._joined):
+            if vllm in clients:
+                clients.remove(vllm)
+        log.info("[Bridge] %s leaves: %d servers get the next sync", url, len(self._servers))
+
+    def joined(self) -> Sequence[VllmClient]:
+        return tuple(self._joined)
+
+    def _named(self, url: str) -> VllmClient | None:
+        return next((vllm for vllm in self._servers if server_address(vllm.url) == server_address(url)), None)
+
+    def _expect_right(self, link: ServerLink, policy_version: int) -> None:
+        """Raise BridgeError if a server that joined computes with other words than the trainer's."""
+        if link.vllm in self._new:
+            if names := differing(self._source, self._manifest, link.vllm, policy_version):
+                raise BridgeError(f"{len(names)} of its tensors are not the trainer's, among them {names[0]}")
+            self._new.remove(link.vllm)
+            self._joined.append(link.vllm)
 
     def decoders(self) -> Sequence[VllmClient]:
         return [link.vllm for link in self._links]

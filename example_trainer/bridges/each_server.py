@@ -12,11 +12,14 @@ L = TypeVar("L")
 T = TypeVar("T")
 
 
+MOST = 64  # servers that are fed at once
+
+
 class ServerThreads:
     """The threads of one bridge, one per server; they start when they are first needed, and end with `close`."""
 
-    def __init__(self, servers: int) -> None:
-        self._pool = ThreadPoolExecutor(servers, thread_name_prefix="BridgeLink")
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MOST, thread_name_prefix="BridgeLink")
 
     def at_once(self, act: Callable[[L], T], links: Sequence[L]) -> list[T | BridgeError]:
         """Return the outcome for each link, once all are in."""

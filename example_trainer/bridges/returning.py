@@ -71,6 +71,15 @@ class ReturningBridge(WeightBridge):
     def differing_tensors(self, policy_version: int) -> list[str] | None:
         return self._done(lambda: self._inner.differing_tensors(policy_version), self._sync_again)
 
+    def admit(self, url: str) -> None:
+        self._inner.admit(url)
+
+    def release(self, url: str) -> None:
+        self._inner.release(url)
+
+    def joined(self) -> Sequence[VllmClient]:
+        return self._inner.joined()
+
     def check(self) -> None:
         if self._sync_in_check:
             self._done(self._inner.check, self._sync_again)

@@ -47,16 +47,22 @@ def listen(config: TrainerConfig, mode: Grouped) -> Rendezvous:
     not.
     """
     address = _resolve(mode.master_addr, "MASTER_ADDR")
-    if ipaddress.ip_address(address).is_loopback:
-        for host, _ in config.vllm_servers:
-            server = _resolve(host, "vLLM server" if not mode.external else "SGLang server")
-            own = transport.address_towards(server)
-            if own != server and not ipaddress.ip_address(server).is_loopback:
-                raise BridgeError(
-                    f"the server on {host} runs on another machine and cannot reach MASTER_ADDR={mode.master_addr}"
-                    f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
-                )
+    for host, _ in config.vllm_servers:
+        expect_reach(host, address, mode)
     return Rendezvous(address, mode.master_port, config.bridge_timeout_s)
+
+
+def expect_reach(host: str, address: str, mode: Grouped) -> None:
+    """Raise BridgeError if the server on `host` cannot reach the trainer, which listens at `address`."""
+    if not ipaddress.ip_address(address).is_loopback:
+        return
+    server = _resolve(host, "vLLM server" if not mode.external else "SGLang server")
+    own = transport.address_towards(server)
+    if own != server and not ipaddress.ip_address(server).is_loopback:
+        raise BridgeError(
+            f"the server on {host} runs on another machine and cannot reach MASTER_ADDR={mode.master_addr}"
+            f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
+        )
 
 
 def _resolve(host: str, what: str) -> str:

@@ -239,7 +239,7 @@ class SglangBridge(WeightBridge):
         admin_key = mode.admin_api_key.get_secret_value() if mode.admin_api_key else key
         give_up = time.monotonic() + config.vllm_start_timeout
         self._servers = [SglangClient(*at, key, config.bridge_timeout_s) for at in config.vllm_servers]
-        self._threads = ServerThreads(len(self._servers))
+        self._threads = ServerThreads()
         infos = [server.wait_until_ready(max(0.0, give_up - time.monotonic())) for server in self._servers]
         for server, (info, model) in zip(self._servers, infos, strict=True):
             check_server(server.url, info, model, trained.model.config.model_type)

@@ -205,8 +205,13 @@ class VllmClient(ServerClient):
 
 def vllm_clients(config: TrainerConfig) -> list[VllmClient]:
     """One client per configured server."""
+    return [vllm_client(config, host, port) for host, port in config.vllm_servers]
+
+
+def vllm_client(config: TrainerConfig, host: str, port: int) -> VllmClient:
+    """The client of one server of the run, which all have the same key."""
     key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
-    return [VllmClient(host, port, key, config.bridge_timeout_s) for host, port in config.vllm_servers]
+    return VllmClient(host, port, key, config.bridge_timeout_s)
 
 
 def _reason(reply: bytes) -> str:

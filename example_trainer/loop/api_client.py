@@ -29,6 +29,7 @@ from atroposlib.wire import routes
 from atroposlib.wire.batching import BatchReply, ScoredData
 from atroposlib.wire.held_out import HeldOut, held_out
 from atroposlib.wire.routes import Route
+from atroposlib.wire.servers import ServerChange, State
 from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import Rejection
 
@@ -75,6 +76,7 @@ class ApiClient:
         self._trainer = 0  # what /register answered
         self._leases = True  # whether the API has them, as far as is known
         self._arrives = True  # and whether it tells what waits for a batch
+        self._lists_servers = True  # and which servers have joined
         # leases of batches that are not acknowledged; a checkpoint holds them, and its resumer registers them
         self.holding: list[int] = []
         self.ids: list[int] = []  # the API's names of the items of the batch fetched last; empty without a lease
@@ -133,6 +135,22 @@ class ApiClient:
             return ". ".join(explain(self._api.call(routes.ACTIVITY)))
         except (ApiUnreachable, ApiRefused):  # no such route, or down: the next request reports it
             return otherwise
+
+    def servers(self) -> dict[str, State]:
+        """Inference servers that have joined or left, by address; none of an API that does not know of any."""
+        if not self._lists_servers:
+            return {}
+        try:
+            return self._patiently(routes.SERVERS, what="the list of servers").servers
+        except ApiError as error:
+            if error.status not in (404, 405):
+                raise
+            self._lists_servers = False
+            return {}
+
+    def change_server(self, url: str, state: State) -> None:
+        """Report the state of an inference server that joined or leaves."""
+        self._patiently(routes.CHANGE_SERVER, ServerChange(url, state), what="a server's state")
 
     def reject(self, reasons: Mapping[int, str]) -> list[Rejection]:
         """Set aside items of the batch fetched last, by their places in it; the API never delivers them again.

@@ -33,6 +33,7 @@ from example_trainer.loop.bad_data import BadBatches, RejectionBudget
 from example_trainer.loop.best import BestPolicies
 from example_trainer.loop.decoded import DecodeProof
 from example_trainer.loop.learner import Learner
+from example_trainer.loop.membership import Membership
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loop.overlap import EarlyGradients
 from example_trainer.loop.saves import Saves
@@ -73,6 +74,7 @@ class Run:
     bad_batches: BadBatches = field(init=False)
     best: BestPolicies = field(init=False)
     proof: DecodeProof = field(init=False)
+    membership: Membership = field(init=False)
     reported: TrainerStep = field(init=False)
     offline_examples: list[Sides] = field(default_factory=list)  # of --offline-data
     offline: OfflineData | None = None  # once there are weights to start from
@@ -88,6 +90,7 @@ class Run:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
         self.best = BestPolicies(self.config, self.trained, self.progress.run)
+        self.membership = Membership(self.api, self.bridge, self.timeline)
         dtypes = compared_dtypes(self.bridge, self.config, self.progress.kernels)
         exact = self.exactness.served is not None
         self.proof = DecodeProof(self.learner, dtypes, self.config.parity_tolerance, exact=exact)
@@ -273,7 +276,9 @@ class Run:
         if self.config.bridge.owns_vllm:
             self.timeline.look()
         make = self.timeline.phase("optimizer")(updates.make)  # where the bridge lets the weights change
+        self.membership.follow()
         sync = self.bridge.sync(self.progress.policy_version, make)
+        self.membership.report()
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
         if sync.policy_version == self.progress.policy_version:
             if not self.proven:

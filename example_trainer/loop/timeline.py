@@ -42,14 +42,19 @@ READ = {  # column of a row -> what it sums over the servers
 }
 
 
+Look = dict[VllmClient, ServerActivity]
+
+
 class Timeline:
-    """The seconds of each step, which begins where the last one ended. `clients` are the run's vLLM servers."""
+    """The seconds of each step, which begins where the last one ended. `clients` are the run's vLLM servers, of which
+    some may join or leave.
+    """
 
     def __init__(self, clients: Sequence[VllmClient], now: Callable[[], float] = time.monotonic) -> None:
-        self._clients = clients
+        self.clients = list(clients)
         self._now = now
         self._began = now()
-        self._looks: list[list[ServerActivity] | None] = []  # at each server, since the end of the last step
+        self._looks: list[Look | None] = []  # at each server, since the end of the last step
         self._seconds: defaultdict[Phase, float] = defaultdict(float)  # of this step
         self._open: list[Phase] = []  # the innermost is the last
         self._counted = 0.0  # the time up to which the seconds are counted
@@ -95,9 +100,9 @@ class Timeline:
         if len(looks) == len(self._looks) + 1:  # each was answered
             spent = ServerActivity(0.0)
             for before, after in pairwise(looks):
-                for old, new in zip(before, after, strict=True):
-                    _add(spent, old, new)
-            row["sampler_busy_s"] = busy = spent.generating_s / len(self._clients)
+                for client in before.keys() & after.keys():
+                    _add(spent, before[client], after[client])
+            row["sampler_busy_s"] = busy = spent.generating_s / len(self.clients)
             row["sampler_idle_s"] = max(0.0, elapsed_s - busy)
             row |= {column: getattr(spent, field) for column, field in READ.items()}
         self._began, self._looks, self._seconds = now, [last], defaultdict(float)
@@ -113,9 +118,9 @@ class Timeline:
     def _sum(self, phases: Sequence[Phase]) -> float:
         return sum((self._seconds[phase] for phase in phases), 0.0)
 
-    def _activity(self) -> list[ServerActivity] | None:
+    def _activity(self) -> Look | None:
         try:
-            return [client.activity() for client in self._clients]
+            return {client: client.activity() for client in self.clients}
         except BridgeError:  # an older server, or another kind: the bridge notices one that is gone
             return None
 
@@ -123,6 +128,6 @@ class Timeline:
 def _add(spent: ServerActivity, old: ServerActivity, new: ServerActivity) -> None:
     """Add what a server has done between two looks; one that was started again counts from 0."""
     restarted = new.generating_s < old.generating_s
-    for name in ServerActivity.__struct_fields__:
+    for name in ("generating_s", *READ.values()):
         value = getattr(new, name) - (0 if restarted else getattr(old, name))
         setattr(spent, name, getattr(spent, name) + value)

@@ -28,22 +28,18 @@ SHORT_STEPS = [
     *("--trainer.checkpoint_interval", "0", "--env.group_size", "2", "--env.max_new_tokens", "16"),
     *("--env.steps_per_eval", "0", "--env.eval_at_start", "false"),
 ]
+CORES = sorted(os.sched_getaffinity(0))
 START_S, BACK_S = 600.0, 600.0
 
 
 class Run:
-    """`atropos train two_servers` with a tiny model, for thousands of steps."""
+    """`atropos train RECIPE` with a tiny model, for thousands of steps."""
 
-    def __init__(self, model: Path, runs: Path) -> None:
-        self.folder = runs / f"two-{uuid.uuid4().hex[:8]}"
-        self.cores = sorted(os.sched_getaffinity(0))
-        first, last = self.cores[0], self.cores[-1]
-        port = free_port()
+    def __init__(self, model: Path, runs: Path, recipe: str, *layout: str) -> None:
+        self.folder = runs / f"{recipe}-{uuid.uuid4().hex[:8]}"
         words = [
-            *("train", "two_servers", str(model), "--runs", str(runs), "--run-name", self.folder.name, *SHORT_STEPS),
-            *("--api-port", str(free_port()), "--vllm-port", str(port)),
-            *("--layout.cores.vllm", f"[[{first}], [{last}]]" if first < last else "auto"),
-            *("--layout.cores.trainer", f"[{last}]", "--layout.cores.environments", f"[{first}]"),
+            *("train", recipe, str(model), "--runs", str(runs), "--run-name", self.folder.name, *SHORT_STEPS),
+            *("--api-port", str(free_port()), "--vllm-port", str(free_port()), *layout),
         ]
         self.output = runs / "output.txt"
         with self.output.open("wb") as output:
@@ -68,13 +64,13 @@ class Run:
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.5)
 
-    def command(self, *words: str) -> str:
+    def command(self, *words: str, limit_s: float = 60.0) -> str:
         done = subprocess.run(
             [*COMMAND, *words],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=limit_s,
             check=True,
         )
         return done.stdout
@@ -90,7 +86,12 @@ class Run:
 
 @pytest.fixture
 def run(llama_folder: Path, tmp_path: Path) -> Iterator[Run]:
-    found = Run(llama_folder, tmp_path)
+    first, last = CORES[0], CORES[-1]
+    layout = (
+        *("--layout.cores.vllm", f"[[{first}], [{last}]]" if first < last else "auto"),
+        *("--layout.cores.trainer", f"[{last}]", "--layout.cores.environments", f"[{first}]"),
+    )
+    found = Run(llama_folder, tmp_path, "two_servers", *layout)
     yield found
     found.end()
 
@@ -109,9 +110,9 @@ def test_both_are_trained_and_one_that_is_killed_comes_back(run: Run) -> None:
     urls = {start["services"][name]["url"] for name in ("vllm-1", "vllm-2")}
     assert len(urls) == 2
 
-    first, last = run.cores[0], run.cores[-1]
+    first, last = CORES[0], CORES[-1]
     placed = {"vllm-1": {first}, "vllm-2": {last}} if first < last else {}
-    for name, cores in (placed | {"trainer": {last}, "env": {first}, "api": {*run.cores}}).items():
+    for name, cores in (placed | {"trainer": {last}, "env": {first}, "api": {*CORES}}).items():
         assert os.sched_getaffinity(pids[name]) == cores, name
     sampled = [(run.folder / f"{name}.log").read_text().count("POST /") for name in ("vllm-1", "vllm-2")]
     assert min(sampled) > 0, sampled

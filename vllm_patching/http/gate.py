@@ -80,26 +80,26 @@ class GeneratingTime:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._requests = 0
+        self.running = 0  # requests
         self._until_now_s = 0.0  # of spans that are over
         self._since = 0.0
 
     @property
     def seconds(self) -> float:
         """So far."""
-        return self._until_now_s + (self._now() - self._since if self._requests else 0.0)
+        return self._until_now_s + (self._now() - self._since if self.running else 0.0)
 
     @contextmanager
     def of_a_request(self) -> Iterator[None]:
         """The time of one request."""
-        if not self._requests:
+        if not self.running:
             self._since = self._now()
-        self._requests += 1
+        self.running += 1
         try:
             yield
         finally:
-            self._requests -= 1
-            if not self._requests:
+            self.running -= 1
+            if not self.running:
                 self._until_now_s += self._now() - self._since
 
 

@@ -86,7 +86,8 @@ async def decode(request: Request, sessions: Server, body: Annotated[object, Bod
 @router.get("/v1/bridge/activity", tags=BRIDGE)
 async def activity(request: Request) -> Response:
     read = request.app.state.read_tokens
-    return _json(ServerActivity(request.app.state.generating.seconds, read.prompt, read.cached, read.again))
+    generating = request.app.state.generating
+    return _json(ServerActivity(generating.seconds, read.prompt, read.cached, read.again, generating.running))
 
 
 @router.post("/v1/bridge/session/{session}/heartbeat", tags=BRIDGE)

@@ -26,7 +26,7 @@ Role = Literal["train", "post"]
 ROLE = "atropos.role"  # in a request's scope, once its token is known
 
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.sender == "anyone")
-POST_PATHS = frozenset(route.path for route in ROUTES if route.sender == "environment")
+POST_ROUTES = frozenset((route.method, route.path) for route in ROUTES if route.sender == "environment")
 
 
 class Tokens:
@@ -76,7 +76,7 @@ class RequireToken:
                 "(clients of Atropos read ATROPOS_API_TOKEN)"
             )
             await JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-        elif role == "post" and scope["path"] not in POST_PATHS:
+        elif role == "post" and (scope["method"].replace("HEAD", "GET"), scope["path"]) not in POST_ROUTES:
             detail = "the post token is for environments only: this request needs the API's token, which trainers have"
             await JSONResponse({"detail": detail}, 403)(scope, receive, send)
         else:

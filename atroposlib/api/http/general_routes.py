@@ -8,13 +8,16 @@ from fastapi import APIRouter, Query, Request, Response
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from atroposlib.addresses import server_address
+from atroposlib.api.groups.decoding import RefusedBody
 from atroposlib.api.groups.posted_groups import as_json
-from atroposlib.api.http.messages import NO_BROWSER, beside, encode, large_reply, reply, service_of
+from atroposlib.api.http.messages import NO_BROWSER, beside, encode, large_reply, read_record, reply, service_of
 from atroposlib.api.http.openapi import serves
 from atroposlib.api.journal.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
+from atroposlib.wire.servers import ServerChange, Servers
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -78,6 +81,30 @@ async def activity(request: Request) -> Response:
     reason.
     """
     return reply(service_of(request).activity())
+
+
+@serves(router, routes.SERVERS)
+async def servers(request: Request) -> Response:
+    """Inference servers that have joined or left since the trainer registered, each with its state."""
+    return reply(Servers(service_of(request).state.servers))
+
+
+@serves(router, routes.CHANGE_SERVER)
+async def change_server(request: Request) -> Response:
+    """Announce that an inference server joins (`joining`) or leaves (`leaving`).
+
+    The trainer gives a joining server the current policy with its next sync, and reports it as `serving`; environments
+    send requests to it from then on, and no new ones to one that leaves. Once no request runs on it, whoever ends it
+    reports it as `left`. 422 for what is no server's address.
+    """
+    change = await read_record(request, ServerChange)
+    try:
+        url = server_address(change.url)
+    except ValueError as error:
+        raise RefusedBody(422, str(error), location=("url",)) from None
+    await service_of(request).change_server(url, change.state)
+    log.info("The inference server at %s is %s", url, change.state)
+    return reply(wire.Outcome("success"))
 
 
 @serves(router, routes.LATEST_EXAMPLE)

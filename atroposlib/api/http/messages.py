@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from atroposlib.api.groups.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.http.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.journal.journal_file import JournalError
-from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService
+from atroposlib.api.service import KeyReused, NotTheTrainer, QueueFull, RolloutService, TooManyServers
 from atroposlib.api.state.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.http_guard import is_from_browser, is_loopback
 from atroposlib.logs import get_logger
@@ -156,6 +156,7 @@ ERROR_REPLIES: dict[type[Exception], Callable[[Request, Any], Awaitable[Response
     ClientDisconnect: disconnected,
     QueueFull: functools.partial(failed, 429),
     KeyReused: functools.partial(failed, 422),
+    TooManyServers: functools.partial(failed, 422),
     JournalError: functools.partial(failed, 507),  # it could not be written, so nothing was changed
     NotTheTrainer: functools.partial(failed, 409),
     GroupTooLarge: too_late,

@@ -13,6 +13,7 @@ from msgspec import Struct
 from atroposlib.api.state.leases import Lease
 from atroposlib.api.state.queue import QueueDump
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
+from atroposlib.wire.servers import State
 
 
 class StoredGroup(NamedTuple):
@@ -137,6 +138,13 @@ class EvaluationPosted(Change):
     evaluation: Evaluation
 
 
+class ServerChanged(Change):
+    """An inference server joins, serves, leaves or has left."""
+
+    url: str
+    state: State
+
+
 class Snapshot(Change):
     """The whole state, in place of every change before it."""
 
@@ -148,6 +156,7 @@ class Snapshot(Change):
     answered: list[tuple[str, list[int | None]]]
     rejected: int = 0
     digests: dict[str, int] = {}
+    servers: dict[str, State] = {}
 
 
 AnyChange = (
@@ -167,6 +176,7 @@ AnyChange = (
     | EvaluationPosted
     | Snapshot
     | GroupsRejected
+    | ServerChanged
 )
 
 encode_change = msgspec.msgpack.Encoder().encode

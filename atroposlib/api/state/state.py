@@ -18,6 +18,7 @@ from atroposlib.api.state.queue import BatchQueue, GroupTooLarge, UnknownEnviron
 from atroposlib.api.state.selection import Group
 from atroposlib.api.state.staleness import WaitingVersions
 from atroposlib.wire.batching import Registration, TrainerStep
+from atroposlib.wire.servers import State
 
 MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones
 REFUSALS = (UnknownEnvironment, GroupTooLarge)  # of a change that came too late; the state is as before
@@ -39,6 +40,7 @@ class RolloutState:
         self.rejected = 0  # groups that were set aside
         self.answered: OrderedDict[str, list[int | None]] = OrderedDict()  # key of a post -> the reply to it
         self.digests: dict[str, int] = {}  # key of a post -> what was posted
+        self.servers: dict[str, State] = {}  # that have joined or left since the trainer registered
         self._versions = WaitingVersions()
         self._gone: list[int] = []
 
@@ -75,6 +77,8 @@ class RolloutState:
                 self._versions.add(self.queue.forget_envs(change.env_ids))
             case changes.EvaluationPosted():
                 self.queue.add_evaluation(change.evaluation)
+            case changes.ServerChanged():
+                self.servers[change.url] = change.state
             case changes.Founded():
                 gone = [group.record.id for _, group in self.groups()]
                 self._clear(change.instance)
@@ -141,6 +145,7 @@ class RolloutState:
             answered=list(self.answered.items()),
             rejected=self.rejected,
             digests=dict(self.digests),
+            servers=dict(self.servers),
         )
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -227,6 +232,7 @@ class RolloutState:
         """
         before = self.queue.registration
         self.trainer = trainer
+        self.servers = {}  # it begins with those of its configuration
         self._forget(self.leases.close(registration.trained_leases))
         self._wait_again(self.leases.give_back(self.leases), step=False)
         forgotten: list[Group[StoredGroup]] = []
@@ -249,6 +255,7 @@ class RolloutState:
         self.leases = LeaseBook({lease.lease_id: lease for lease in snapshot.leases})
         self.answered = OrderedDict(snapshot.answered)
         self.digests = dict(snapshot.digests)
+        self.servers = dict(snapshot.servers)
         self.rejected = snapshot.rejected
         returned = [group for lease in snapshot.leases if lease.returned for group in lease.groups]
         self._versions.add([*snapshot.queue.waiting, *returned])

@@ -58,6 +58,7 @@ IDLE_REPORT_S = 60.0
 NO_ITEMS_TOLD_AFTER_S = 5.0
 REJOIN_S = 15.0
 GOODBYE_LIMIT_S = 3.0
+SERVERS_EVERY_S = 2.0
 EVALUATION_TRIES = 3
 EVALUATION_PAUSE_S = 3.0
 
@@ -124,6 +125,7 @@ class ServeLoop:
         run.running_items = self.pool.running
         self._reporting = reporting
         self._rest_until = 0.0  # while nothing that is sampled is of use
+        self._listed_at = 0.0  # when the servers were asked for
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         run.start_groups = self._sample
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
@@ -182,6 +184,7 @@ class ServeLoop:
                 )
                 await self._join_again()
             await self._follow(status)
+            await self._follow_servers()
             if status.version >= self.run.total_steps and not self._more_may_come(status):
                 break
             self._status, self._counted, self._sending, self._batches_seen = status, in_flight, sending, batches
@@ -434,6 +437,14 @@ class ServeLoop:
         step = crossed(old_step, env.curr_step, env.checkpoint_interval)
         if step is not None:
             self._save_checkpoint(step)
+
+    async def _follow_servers(self) -> None:
+        """Send requests to servers that have joined, and no more to those that leave."""
+        if time.monotonic() - self._listed_at < SERVERS_EVERY_S:
+            return
+        self._listed_at = time.monotonic()
+        if await self.env.server.follow(await self.link.servers()):
+            self.env.max_num_workers = self.env._allowed_workers()
 
     def _save_checkpoint(self, step: int) -> None:
         """Save a checkpoint by the author's method; on a full disk the previous one stays."""

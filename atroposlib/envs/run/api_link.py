@@ -28,6 +28,7 @@ from atroposlib.wire.batching import (
     WandbInfo,
 )
 from atroposlib.wire.routes import Route
+from atroposlib.wire.servers import State
 
 log = get_logger(__name__)
 
@@ -55,6 +56,7 @@ class ApiLink:
         self._on_joined = on_joined
         self._run: str | None = None  # its name, if the trainer gave it one
         self._last_evaluation: Evaluation | None = None
+        self._lists_servers = True  # as far as is known
 
     async def wait_until_up(self) -> None:
         """Return when the API answers. Raises PeerError after the timeout."""
@@ -100,6 +102,16 @@ class ApiLink:
     async def batch_limits(self) -> Info:
         """Ask what a group must be to enter a batch: its sequences, their tokens, what the trainer needs of them."""
         return await self._answered("the batch size", routes.INFO)
+
+    async def servers(self) -> dict[str, State]:
+        """Inference servers that have joined or left the run, by address; none of an API that lists none."""
+        if not self._lists_servers:
+            return {}
+        try:
+            return (await self._answered("the list of servers", routes.SERVERS)).servers
+        except ApiRefused:
+            self._lists_servers = False
+            return {}
 
     async def wandb_info(self) -> WandbInfo:
         """Group and project that the trainer named."""

@@ -87,9 +87,7 @@ class Environment(FormerAttributes, ABC):
         )
         if config.chat_template is not None or config.chat_template_kwargs:
             self.server.tokenizer = self.tokenizer
-        self.max_num_workers = config.max_num_workers  # groups that may be in flight
-        if self.max_num_workers < 0:
-            self.max_num_workers = config.max_num_workers_per_node * len(self.server.servers)
+        self.max_num_workers = self._allowed_workers()  # groups that may be in flight
         self.process_mode = False
 
         # What the API and the trainer said last.
@@ -113,6 +111,11 @@ class Environment(FormerAttributes, ABC):
         if self.jsonl_writer is not None:
             self.jsonl_writer.keep(parse_keep(config.keep_samples))
         self._env_run: EnvRun[Environment] = EnvRun(self)
+
+    def _allowed_workers(self) -> int:
+        """Return how many groups may be in flight, with the servers that there are now."""
+        given: int = self.config.max_num_workers
+        return given if given >= 0 else self.config.max_num_workers_per_node * len(self.server.servers)
 
     # --- what an author writes ------------------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from atroposlib.addresses import server_address
 from atroposlib.envs.errors import NoTokenIds
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.dispatching.affinity import session
@@ -34,11 +35,14 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.topology import server_configs
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.servers import State
 
 __all__ = ["APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 
 T = TypeVar("T")
+log = get_logger(__name__)
 
 # A new backend is one file and one line here.
 SERVER_TYPES: dict[ServerType, type[APIServer]] = {
@@ -99,13 +103,13 @@ class ServerManager(InferenceCalls):
         self.max_n_completions = max_n_completions
         self.retry = retry or RetryPolicy()
         self.tool_parser = tool_parser
+        self._make = functools.partial(
+            make_server, server_class=server_class, reasoning_config=reasoning_config, retry=self.retry
+        )
+        self._weight = 1.0
+        self._left: list[APIServer] = []  # that get no more calls, and may still answer some
         self.servers: list[APIServer] = (
-            [ServerHarness()]
-            if testing
-            else [
-                make_server(config, server_class, reasoning_config, self.retry)
-                for config in server_configs(configs, slurm, self._environment)
-            ]
+            [ServerHarness()] if testing else [*map(self._make, server_configs(configs, slurm, self._environment))]
         )
         for server in self.servers:
             server.ledger = self.ledger
@@ -118,6 +122,10 @@ class ServerManager(InferenceCalls):
     def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
         return {}
 
+    @functools.cached_property
+    def _pinned(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
+        return {}
+
     @property
     def tokenizer_id(self) -> str:
         return self.servers[0].tokenizer_id
@@ -126,21 +134,70 @@ class ServerManager(InferenceCalls):
     def model_name(self) -> str:
         return self.servers[0].model_name
 
-    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher[APIServer]]:
-        """The queues of calls for any of `servers`, the same for the same servers."""
-        key = tuple(servers)
-        if key not in self._dispatchers:
-            self._dispatchers[key] = {split: Dispatcher(key, split) for split in SPLITS}
-        return self._dispatchers[key]
+    def dispatchers(self, servers: Sequence[APIServer], pinned: bool = False) -> dict[Split, Dispatcher[APIServer]]:
+        """The queues of calls for any of `servers`, the same for the same servers. Servers that join or leave change
+        those that are not `pinned`.
+        """
+        key, known = tuple(servers), self._pinned if pinned else self._dispatchers
+        if key not in known:
+            known[key] = {split: Dispatcher(key, split) for split in SPLITS}
+        return known[key]
+
+    async def follow(self, listed: Mapping[str, State]) -> bool:
+        """Send requests to servers that have joined, as the batching API lists them, and no new ones to those that
+        leave. Return whether any has come or gone. A server that joins is asked as the first of the configuration is.
+        """
+        known = {_listed_as(server): server for server in self.servers}
+        changed = False
+        for url, state in listed.items():
+            server = known.get(url)
+            if state == "serving" and server is None:
+                await self._add(url)
+            elif state in ("leaving", "left") and server is not None and not self._is_needed(server):
+                self._remove(server)
+            else:
+                continue
+            changed = True
+        for server in [server for server in self._left if not any(gate.in_use for gate in server.gates.values())]:
+            self._left.remove(server)
+            await server.close()
+        return changed
+
+    async def _add(self, url: str) -> None:
+        server = self._make(self.servers[0].config.model_copy(update={"base_url": f"{url}/v1"}))
+        server.ledger = self.ledger
+        await server.update_weight(self._weight)
+        log.info("The inference server at %s has joined: it gets requests", url)
+        for servers in [*self._dispatchers]:
+            dispatchers = self._dispatchers.pop(servers)
+            for each in dispatchers.values():
+                each.add(server)
+            self._dispatchers[*servers, server] = dispatchers
+        self.servers.append(server)
+
+    def _is_needed(self, server: APIServer) -> bool:
+        """Return whether some call could go nowhere else."""
+        return any(servers == (server,) for servers in [tuple(self.servers), *self._dispatchers])
+
+    def _remove(self, server: APIServer) -> None:
+        log.info("The inference server at %s leaves: it gets no new requests", server.name)
+        for servers in [*self._dispatchers]:
+            dispatchers = self._dispatchers.pop(servers)
+            for each in dispatchers.values():
+                each.remove(server)
+            self._dispatchers[tuple(other for other in servers if other is not server)] = dispatchers
+        self.servers.remove(server)
+        self._left.append(server)
 
     async def close(self) -> None:
         """Stop all health checks and close all connections."""
-        await asyncio.gather(*(server.close() for server in self.servers))
+        await asyncio.gather(*(server.close() for server in [*self.servers, *self._left]))
 
     aclose = close  # as `contextlib.aclosing` calls it
 
     async def update_weight(self, weight: float) -> None:
         """Scale the request limits of all servers by the environment's share (0..1)."""
+        self._weight = weight
         for server in self.servers:
             await server.update_weight(weight)
 
@@ -187,7 +244,8 @@ class ServerManager(InferenceCalls):
         servers = self.servers_at(base_url) if base_url else self.servers
         able = [server for server in servers if server.supports_token_ids]
         if not able and (self.allows_text_only or self._environment.allow_dummy_managed_server):
-            yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree, self.tool_parser)
+            route = StickyRoute(self, servers, pinned=base_url is not None)
+            yield DummyManagedServer(route, tokenizer, track_tree, self.tool_parser)
             return
         if not able:
             raise NoTokenIds(
@@ -195,7 +253,7 @@ class ServerManager(InferenceCalls):
                 " --openai.server_type vllm, or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that"
                 " must not be trained on"
             )
-        route = StickyRoute(self, able)
+        route = StickyRoute(self, able, pinned=base_url is not None)
         tokenizer = tokenizer or self.tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
         await asyncio.gather(*(server.compare_tokenizer(tokenizer) for server in able))
         yield ManagedServer(route, tokenizer, track_tree, self.tool_parser, preserve_think_blocks)
@@ -219,13 +277,13 @@ class StickyRoute(InferenceCalls):
     session id, for a router behind the server's address.
     """
 
-    def __init__(self, manager: ServerManager, servers: Sequence[APIServer]) -> None:
+    def __init__(self, manager: ServerManager, servers: Sequence[APIServer], pinned: bool = False) -> None:
         self.max_n_completions = manager.max_n_completions
         self.ledger = manager.ledger
         self._retry = manager.retry
         self._servers = servers
         self._server: APIServer | None = None
-        self._dispatchers = manager.dispatchers(servers)
+        self._dispatchers = manager.dispatchers(servers, pinned)
         self._session_id = uuid.uuid4().hex
 
     @property
@@ -242,3 +300,11 @@ class StickyRoute(InferenceCalls):
                 self._dispatchers[split], self._retry, split, what, operation, self._server
             )
         return result
+
+
+def _listed_as(server: APIServer) -> str:
+    """Return a server's address as the batching API lists it; its own where it cannot be listed."""
+    try:
+        return server_address(server.config.base_url or "")
+    except ValueError:
+        return server.name

@@ -93,14 +93,26 @@ class Dispatcher(Generic[Server]):
     """The calls of one split that wait for one of `servers`."""
 
     def __init__(self, servers: Sequence[Server], split: Split) -> None:
-        self._servers = servers
+        self._servers: list[Server] = []
         self._split = split
         self._waiters: deque[_Waiter[Server]] = deque()
         self._outage_since: float | None = None
         self._report: asyncio.TimerHandle | None = None
         for server in servers:
-            server.gates[split].listeners.append(self._dispatch)
-            server.health.listeners.append(self._dispatch)
+            self.add(server)
+
+    def add(self, server: Server) -> None:
+        """Send calls to one more server from now on."""
+        self._servers.append(server)
+        server.gates[self._split].listeners.append(self._dispatch)
+        server.health.listeners.append(self._dispatch)
+        if self._waiters:
+            server.health.start()
+            self._dispatch()
+
+    def remove(self, server: Server) -> None:
+        """Send no more calls to a server; those under way end there."""
+        self._servers.remove(server)
 
     @contextlib.asynccontextmanager
     async def slot(self, prefer: Server | None = None, avoid: Server | None = None) -> AsyncIterator[Server]:

@@ -497,3 +497,63 @@ def test_slurm_servers_come_from_the_environment() -> None:
         APIServerConfig(server_type="vllm", base_url="http://x/v1"), slurm=True, environment=environment
     )
     assert [server.config.base_url for server in manager.servers] == ["http://n2:9000/v1", "http://n2:9001/v1"]
+
+
+# --- servers that join and leave --------------------------------------------------------------------------------------
+
+
+def address(fake: FakeInferenceServer) -> str:
+    return fake.base_url.removesuffix("/v1")
+
+
+async def test_a_server_that_joins_takes_calls_that_wait_and_new_ones(fakes: Fakes) -> None:
+    first, second = fakes
+    manager = fakes.manager([config_of(first, num_max_requests_at_once=1)])
+    first.delay_s = 30.0
+    held = asyncio.create_task(manager.chat_completion(messages=CHAT))
+    await until(lambda: manager.servers[0].gates["train"].in_use == 1)
+    waiting = asyncio.create_task(manager.chat_completion(messages=CHAT))
+    await asyncio.sleep(0.05)
+    assert not await manager.follow({address(second): "joining"})
+    assert await manager.follow({address(second): "serving"})
+    assert not await manager.follow({address(second): "serving"})
+    assert text_of(await waiting) == "hello"
+    assert text_of(await manager.chat_completion(messages=CHAT)) == "hello"
+    async with manager.managed_server(tokenizer=second.tokenizer) as conversation:
+        await conversation.completion(prompt="x", max_tokens=3)
+    held.cancel()
+    assert [server.name for server in manager.servers] == [first.base_url, second.base_url]
+
+
+async def test_a_server_that_leaves_answers_what_it_has_begun_and_gets_nothing_new(fakes: Fakes) -> None:
+    first, second = fakes
+    manager = fakes.manager_of_both()
+    for server in manager.servers:
+        server.health.start()
+    await until(lambda: all(server.health.live for server in manager.servers))
+    first.delay_s = second.delay_s = 0.3
+    begun = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(4)]
+    await until(lambda: manager.servers[0].gates["train"].in_use == 2)
+    leaving = manager.servers[0]
+    assert await manager.follow({address(first): "leaving"})
+    assert [text_of(reply) for reply in await asyncio.gather(*begun)] == ["hello"] * 4
+    assert leaving.gates["train"].in_use == 0
+    answered = len(first.requests)
+    assert {text_of(await manager.chat_completion(messages=CHAT)) for _ in range(3)} == {"hello"}
+    assert len(first.requests) == answered
+    assert not await manager.follow({address(first): "left", address(second): "leaving"})  # who else would answer?
+    assert [server.name for server in manager.servers] == [second.base_url]
+
+
+async def test_a_conversation_whose_server_leaves_goes_on_at_another(fakes: Fakes) -> None:
+    first, second = fakes
+    manager = fakes.manager_of_both()
+    async with manager.managed_server(tokenizer=first.tokenizer) as conversation:
+        await conversation.completion(prompt="x", max_tokens=3)
+        served = first if first.requests else second
+        other = second if served is first else first
+        before = len(served.requests)
+        assert await manager.follow({address(served): "leaving"})
+        await conversation.completion(prompt="y", max_tokens=3)
+        assert len(served.requests) == before
+        assert other.requests

@@ -284,3 +284,58 @@ def test_a_loopback_rendezvous_is_refused_for_a_server_elsewhere(model: str, mon
         BridgeError, match=r"192.0.2.7 runs on another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
     ):
         broadcast.prepare(config, model, CPU)
+
+
+# --- servers that join and leave --------------------------------------------------------------------------------------
+
+
+def test_a_server_that_joins_gets_the_next_version_and_one_that_leaves_none(
+    model: str, servers: list[FakeVllmServer]
+) -> None:
+    first, second = servers
+    bridge = bridge_to(model, first)
+    assert synced(bridge, 1) == 1
+    bridge.admit(f"http://localhost:{second.port}")
+    bridge.admit(f"http://127.0.0.1:{second.port}")  # it is known
+    assert [client.url for client in bridge.joined()] == []
+    assert synced(bridge, 2) == 2
+    assert (first.version, second.version) == (2, 2)
+    assert [client.url for client in bridge.joined()] == [f"http://localhost:{second.port}"]
+    assert bridge.differing_tensors(2) == []
+    bridge.release(f"http://127.0.0.1:{first.port}")
+    assert first.session is None
+    assert first.fenced is None
+    assert synced(bridge, 3) == 1
+    assert (first.version, second.version) == (2, 3)
+    with pytest.raises(BridgeError, match="is the only vLLM server"):
+        bridge.release(f"http://localhost:{second.port}")
+    bridge.admit(f"http://127.0.0.1:{first.port}")
+    assert synced(bridge, 4) == 2
+    bridge.close()
+
+
+def test_a_server_that_joins_with_other_words_does_not_count(
+    model: str, servers: list[FakeVllmServer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    bridge = bridge_to(model, first)
+    bridge.admit(f"http://127.0.0.1:{second.port}")
+
+    def others(reply: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**reply[0], "digest": reply[0]["digest"] ^ 1}, *reply[1:]]
+
+    right = second._digests
+    monkeypatch.setattr(second, "_digests", lambda: others(right()))
+    assert synced(bridge, 1) == 1
+    assert bridge.joined() == ()
+    assert second.fenced is not None
+    assert "1 of its tensors are not the trainer's" in caplog.text
+    bridge.close()
+
+
+def test_a_server_that_does_not_answer_joins_once_it_does(model: str, servers: list[FakeVllmServer]) -> None:
+    bridge = bridge_to(model, servers[0])
+    bridge.admit("http://127.0.0.1:9")
+    assert synced(bridge, 1) == 1
+    assert bridge.joined() == ()
+    bridge.close()

@@ -1,0 +1,90 @@
+"""`atropos scale vllm N`: gives a running run more vLLM servers, or fewer, while its trainer goes on."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from atropos_launcher import arguments
+from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
+from atropos_launcher.services.records import Records
+from atropos_launcher.services.scale_request import ScaleAnswer, ScaleRequest, read_answer, write_request
+from atroposlib.errors import AtroposError, reading
+from atroposlib.logs import print_error
+from atroposlib.processes.log_files import printable
+
+POLL_S = 0.3
+HEARD_S = 60.0  # in which the launcher has begun, unless it still does what was asked before
+
+
+class CannotScale(AtroposError):
+    """The launcher refused, did not answer, or is gone."""
+
+
+def parser() -> arguments.Parser:
+    command = arguments.Parser(
+        "scale",
+        "Give a running run more vLLM servers, or fewer. A new one gets the policy at the next sync, and requests once"
+        " its weights are the trainer's; one that leaves answers first what it has begun. Without RUN: the one that"
+        " runs.",
+    )
+    command.add_argument("service", choices=["vllm"], help="what there is to be more or less of")
+    command.add_argument("count", type=arguments.whole_number, metavar="N", help="how many there are to be")
+    command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
+    arguments.add_runs(command)
+    return command
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse(argv)
+    run = find_run(options.runs, options.run) if options.run else _running(options.runs)
+    try:
+        scale(run, options.count)
+    except AtroposError as error:
+        print_error("atropos scale", error)
+        return error.exit_status
+    return 0
+
+
+def scale(run: Path, count: int) -> None:
+    """Have the launcher of a run change its number of vLLM servers, and print what it does. Raises CannotScale."""
+    records, asked, shown = Records(run), ScaleRequest.of(count), 0
+    if records.exist() and records.launcher() is None:
+        raise CannotScale(f"the launcher of {printable(str(run))} is gone: `atropos stop` ends what it left")
+    if not records.exist():
+        raise CannotScale(f"{printable(str(run))} is not running: `atropos train --resume` continues it")
+    with reading(f"cannot ask the launcher of {printable(str(run))}", CannotScale):
+        write_request(records, asked)
+    print(f"Asking the launcher of {printable(str(run))} for {count} vLLM server(s)", flush=True)
+    began = time.monotonic()
+    while True:
+        answer = read_answer(records)
+        if answer is None or answer.id != asked.id:
+            answer = ScaleAnswer(asked.id)
+        for line in answer.lines[shown:]:
+            print(printable(line), flush=True)
+        shown = len(answer.lines)
+        if answer.error:
+            raise CannotScale(answer.error)
+        if answer.done:
+            return
+        if records.launcher() is None:
+            raise CannotScale(f"{printable(str(run))} has ended")
+        if not answer.lines and time.monotonic() - began > HEARD_S:
+            raise CannotScale(
+                f"the launcher has not begun within {HEARD_S:.0f} s: it is stopped, or busy with an earlier"
+                " `atropos scale`, and does this one next (launcher.log says)"
+            )
+        time.sleep(POLL_S)
+
+
+def _running(runs: Path) -> Path:
+    """Return the run that has services. Raises NoSuchRun unless there is one."""
+    running = recorded_runs(runs)
+    if len(running) != 1:
+        names = " ".join(run.name for run in running)
+        raise NoSuchRun(
+            f"several runs have services; name one: {names}"
+            if running
+            else f"no run has services in {printable(str(runs.absolute()))}"
+        )
+    return running[0]

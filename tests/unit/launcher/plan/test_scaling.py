@@ -1,0 +1,205 @@
+"""`atropos scale` in a run's launcher: servers that are started, fed, drained and ended, without a process."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from atropos_launcher.placement.ports import Ports
+from atropos_launcher.plan import scaling
+from atropos_launcher.plan.scaling import CannotScale, Scaling, only, with_one_more
+from atropos_launcher.plan.services import Plan
+from atropos_launcher.service import Service
+from atropos_launcher.services.events import Scaled
+from atropos_launcher.services.records import Records
+from atropos_launcher.services.scale_request import ScaleAnswer, ScaleRequest, read_answer, write_request
+from atroposlib.flags import ConfigError
+from tests.serving import Asked, Reply, ThreadedServer, free_port
+from tests.unit.launcher.plans import no_processes, on_gpus, plan
+from tests.waiting import wait_until
+
+__all__ = ["no_processes"]
+pytestmark = pytest.mark.usefixtures("no_processes")
+
+
+class Api:
+    """Lists servers; a trainer that feeds whatever joins, unless it `refuses`."""
+
+    def __init__(self) -> None:
+        self.listed: dict[str, str] = {}
+        self.changes: list[tuple[int, str]] = []  # port, state
+        self.refuses = False
+
+    def answer(self, asked: Asked) -> Reply:
+        if asked.method == "POST":
+            change = json.loads(asked.body)
+            self.listed[change["url"]] = change["state"]
+            self.changes.append((urlsplit(change["url"]).port or 0, change["state"]))
+            return Reply(body=b'{"status": "success"}')
+        for url, state in self.listed.items():
+            if state == "joining":
+                self.listed[url] = "left" if self.refuses else "serving"
+        return Reply(body=json.dumps({"servers": self.listed}).encode())
+
+
+class Servers:
+    """The supervisor: vLLM servers are threads here."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, Service] = {}
+        self.alive: dict[str, ThreadedServer] = {}
+        self.running = 0  # requests on each
+        self.start = True
+
+    def add(self, service: Service) -> None:
+        self.started[service.name] = service
+        if self.start:
+            assert service.health is not None
+            self.alive[service.name] = ThreadedServer(self.answer, urlsplit(service.health).port or 0)
+
+    def answer(self, asked: Asked) -> Reply:
+        return Reply(body=json.dumps({"generating_s": 0.0, "running": self.running}).encode())
+
+    def retire(self, name: str) -> None:
+        self.alive.pop(name).close()
+
+    def watches(self, name: str) -> bool:
+        return name in self.alive or name == "vllm"
+
+
+class Run:
+    """A launcher's part: it looks now and then, and its directory has the records."""
+
+    def __init__(self, folder: Path, of: Plan, api: Api, gpus: list[str]) -> None:
+        self.api, self.servers, self.told = api, Servers(), list[str]()
+        self.refusal = ""
+        self.records = Records(folder)
+        self.records.folder.mkdir()
+        self._scaling = Scaling(of, gpus, Ports(), self.servers, self.expect_fit)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self.look)
+        self._thread.start()
+
+    def expect_fit(self, more: Plan) -> None:
+        self.planned = more
+        if self.refusal:
+            raise ConfigError(self.refusal)
+
+    def look(self) -> None:
+        while not self._over.wait(0.01):
+            self.told += [event.text for event in self._scaling.look() if isinstance(event, Scaled)]
+
+    def ask(self, count: int) -> ScaleRequest:
+        write_request(self.records, asked := ScaleRequest.of(count))
+        return asked
+
+    def scale(self, count: int) -> ScaleAnswer:
+        asked = self.ask(count)
+        wait_until(lambda: (answer := read_answer(self.records)) and answer.id == asked.id and answer.done, 20)
+        answer = read_answer(self.records)
+        assert answer is not None
+        return answer
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._scaling.close()
+        for server in self.servers.alive.values():
+            server.close()
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Api, int]]:
+    monkeypatch.setattr(scaling, "POLL_S", 0.02)
+    monkeypatch.setattr(scaling, "HEARD_S", 0.1)
+    listing = Api()
+    with ThreadedServer(listing.answer) as server:
+        yield listing, server.port
+
+
+@pytest.fixture
+def run(api: tuple[Api, int], tmp_path: Path) -> Iterator[Run]:
+    listing, port = api
+    words = ("two_servers", "--vllm.count", "1", "--api-port", str(port), "--vllm-port", str(free_port()))
+    with closing(Run(tmp_path, plan(*words, run_dir=tmp_path), listing, [])) as made:
+        yield made
+
+
+def test_a_run_gets_servers_that_are_fed_before_they_count_and_gives_them_back_drained(run: Run) -> None:
+    answer = run.scale(3)
+    assert answer.error == ""
+    assert list(run.servers.started) == ["vllm-2", "vllm-3"]
+    seeds = [service.command[service.command.index("--seed") + 1] for service in run.servers.started.values()]
+    assert seeds == ["2", "3"]  # servers of one seed would sample the same answers
+    assert all(service.optional and service.restarts for service in run.servers.started.values())
+    second, third = (urlsplit(service.health or "").port for service in run.servers.started.values())
+    assert run.api.changes == [(second, "joining"), (third, "joining")]
+    assert answer.lines[-1] == "vllm-3 serves the policy"
+    run.servers.running = 1
+    asked = run.ask(2)
+    wait_until(lambda: (third, "leaving") in run.api.changes)
+    time.sleep(0.3)
+    assert "vllm-3" in run.servers.alive  # it still answers
+    run.servers.running = 0
+    wait_until(lambda: (last := read_answer(run.records)) and last.id == asked.id and last.done)
+    assert run.api.changes[2:] == [(third, "leaving"), (third, "left")]
+    assert list(run.servers.alive) == ["vllm-2"]
+    assert run.scale(3).error == ""
+    assert list(run.servers.started)[-1] == "vllm-4"  # a log of its own
+    assert len(run.planned.run.servers) == 3  # of those that are there
+    assert run.scale(3).lines == ["The run has 3 vLLM server(s) already"]
+
+
+def test_a_server_that_the_trainer_refuses_or_that_dies_is_gone_and_the_cause_is_named(run: Run) -> None:
+    run.api.refuses = True
+    assert run.scale(2).error == "the trainer could not give vllm-2 the policy: see trainer.log"
+    assert run.servers.alive == {}
+    run.servers.start = False
+    assert run.scale(2).error == "vllm-3 died: see vllm-3.log"
+    assert run.api.changes[-1][1] == "left"
+
+
+def test_a_server_that_is_not_started_again_is_reported_as_left(run: Run) -> None:
+    assert run.scale(2).error == ""
+    run.servers.retire("vllm-2")
+    wait_until(lambda: run.api.changes[-1][1] == "left")
+    assert "vllm-2 is not started again: the run has 1 servers" in run.told
+
+
+@pytest.mark.parametrize(("count", "why"), [(0, "0 vLLM servers: a run has 1 to 64"), (65, "65 vLLM servers")])
+def test_a_number_that_no_run_has_is_refused(run: Run, count: int, why: str) -> None:
+    assert why in run.scale(count).error
+
+
+def test_a_server_that_the_machine_has_no_memory_for_is_refused_before_it_starts(run: Run) -> None:
+    run.refusal = "it needs 12 GB, and 3 GB are free"
+    assert run.scale(2).error == "it needs 12 GB, and 3 GB are free"
+    assert run.servers.started == {}
+
+
+@pytest.mark.parametrize("bridge", ["single_copy", "lora", "reload", "restart"])
+def test_a_bridge_that_feeds_one_server_refuses_another_by_name(
+    api: tuple[Api, int], tmp_path: Path, bridge: str
+) -> None:
+    listing, port = api
+    of = plan("gsm8k", "some/model-1B", "--bridge", bridge, "--api-port", str(port), run_dir=tmp_path)
+    with closing(Run(tmp_path, of, listing, [])) as run:
+        error = run.scale(2).error
+        assert "feeds one vLLM server: start the run with bridge broadcast" in error
+
+
+def test_a_further_server_takes_gpus_that_nothing_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, ["0", "1", "2", "3"])
+    planned: Any = plan("gsm8k", "some/model-1B", "--bridge", "broadcast", "--vllm.tensor-parallel-size", "1")
+    more = with_one_more(planned, 9100, ["2", "3"])
+    assert more.site.placement.servers[-1].gpus == ("2",)
+    assert more.site.vllm_ports[-1] == 9100
+    assert only(more, [1]).site.vllm_ports == (9100,)
+    with pytest.raises(CannotScale, match=r"needs 1 GPU\(s\), and 0 of this machine are free"):
+        with_one_more(planned, 9100, [])
