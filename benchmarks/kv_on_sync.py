@@ -1,13 +1,14 @@
 """What conversations read again after each sync, with --kv-on-sync reset, keep and salt, and how far stale keys and
 values move a policy.
 
-    python -m benchmarks.kv_on_sync [--conversations 16] [--turns 6] [--every-s 2] [--rounds 2]
+    python -m benchmarks.kv_on_sync [--conversations 16] [--turns 6] [--every-s 2] [--compared 4] [--rounds 2]
 
 Each arm starts a real vLLM server with the quickstart's model. A trainer in this process syncs by broadcast every
 `--every-s` seconds; each sync moves every weight by `--move`, up or down, as a step of AdamW with that learning rate
 does. Four conversations at a time ask for `--turns` turns, each with its X-Session-ID: the server counts what it reads,
-finds in its cache, and reads again. Then conversations are asked one by one, each last turn is read again whole
-under the same version, and the log-probabilities of its tokens are compared. Arms alternate. Prints a Markdown table.
+finds in its cache, and reads again. Then some conversations are asked one by one, each last turn is read again whole
+under the same version, and the log-probabilities of its tokens are compared. Arms alternate. Prints what each has
+seen, and a Markdown table at the end.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
@@ -50,6 +51,7 @@ class Flags(Config):
     conversations: int = Field(16, ge=1, description="Conversations of each arm and round.")
     turns: int = Field(6, ge=1, description="Turns of each conversation.")
     every_s: float = Field(2.0, gt=0, description="Seconds from one sync to the next.")
+    compared: int = Field(4, ge=0, description="Conversations of each arm and round whose last turn is read again.")
     rounds: int = Field(2, ge=1, description="Rounds of all arms.")
     move: float = Field(1e-5, gt=0, description="How far each weight moves in a sync.")
 
@@ -182,7 +184,9 @@ def measure(kept: str, model: str, flags: Flags, round_number: int) -> Seen:
                     seconds, syncs = time.monotonic() - start, syncing.version
                     after = served.counted()
                     differences = [
-                        difference for seed in seeds for difference in served.differences(f"d{seed}", seed, flags.turns)
+                        difference
+                        for seed in seeds[: flags.compared]
+                        for difference in served.differences(f"d{seed}", seed, flags.turns)
                     ]
         finally:
             os.killpg(server.pid, signal.SIGTERM)
@@ -198,7 +202,12 @@ def main() -> None:
     seen: dict[str, list[Seen]] = {kept: [] for kept in ON_SYNC}
     for number in range(flags.rounds):
         for kept in ON_SYNC if number % 2 == 0 else reversed(ON_SYNC):
-            seen[kept].append(measure(kept, model, flags, number))
+            seen[kept].append(one := measure(kept, model, flags, number))
+            print(
+                f"Round {number + 1}, {kept}: {one.seconds:.1f} s, {one.syncs} syncs, {one.computed} of"
+                f" {one.prompt_tokens} prompt tokens computed, {len(one.differences)} tokens compared",
+                flush=True,
+            )
     print(
         "| `--kv-on-sync` | seconds | syncs | prompt tokens | computed | to reset | again | difference, nats (tokens) |"
     )
