@@ -139,7 +139,8 @@ def attention_gradients(
     parents: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of query, key and value, by oneDNN's products, segment by segment and head by head.
+    """Return those of query, key and value, by oneDNN's products: segment by segment, and at once for the heads that
+    share keys.
 
     PyTorch's own backward multiplies by MKL, whose bits depend on where its threads' buffers lie.
     """
@@ -149,17 +150,17 @@ def attention_gradients(
     group, starts = len(query) // len(key), [0, *itertools.accumulate(lengths)]
     for start, length, places in zip(starts, lengths, _places(lengths, parents), strict=False):
         own = slice(start, start + length)
-        later = torch.ones(length, len(places), dtype=torch.bool).triu(len(places) - length + 1)
-        keys, values = key[:, places], value[:, places]
-        for head in range(len(query)):
-            of = head // group
-            scores = onednn_product(query[head, own], keys[of]).mul_(scale).masked_fill_(later, -torch.inf)
-            weights = scores.softmax(-1)
-            of_weights = onednn_product(grad[head, own], values[of].contiguous())
+        later = torch.ones(length, len(places), dtype=torch.bool).triu(len(places) - length + 1).repeat(group, 1)
+        for of in range(len(key)):
+            heads = slice(of * group, (of + 1) * group)
+            queries, outer = query[heads, own].flatten(0, 1), grad[heads, own].flatten(0, 1)
+            keys, values = key[of, places], value[of, places]
+            weights = onednn_product(queries, keys).mul_(scale).masked_fill_(later, -torch.inf).softmax(-1)
+            of_weights = onednn_product(outer, values)
             of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
-            of_query[head, own] = onednn_product(of_scores, keys[of].t())
-            of_key[of].index_add_(0, places, onednn_product(of_scores.t(), query[head, own].t()))
-            of_value[of].index_add_(0, places, onednn_product(weights.t(), grad[head, own].t()))
+            of_query[heads, own] = onednn_product(of_scores, keys.t()).unflatten(0, (group, length))
+            of_key[of].index_add_(0, places, onednn_product(of_scores.t(), queries.t()))
+            of_value[of].index_add_(0, places, onednn_product(weights.t(), outer.t()))
     return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
 
 
