@@ -76,6 +76,7 @@ __all__ = [
     "replace_adapter_products",
     "replace_norm_and_activation",
     "replace_rotary",
+    "replace_routing",
     "unlink_collective_files",
     "watch_processing",
     "why_not_exact_on_cuda",
@@ -322,9 +323,9 @@ def watch_processing(watch: Callable[[torch.nn.Module], AbstractContextManager[N
     cast(Any, base_loader).process_weights_after_loading = watched
 
 
-def keep_plain_experts() -> None:
-    """Make vLLM-CPU keep the experts' plain weights, and pack copies of them; before a model is loaded. A second call
-    changes nothing.
+def keep_plain_experts(plain: packed.Product | None = None) -> None:
+    """Make vLLM-CPU keep the experts' plain weights, and multiply by `plain`, or by packed copies of them; before a
+    model is loaded. A second call changes nothing.
 
     Stock vLLM-CPU puts packed weights in the place of the parameters, so new weights would be read in a layout that
     they do not have. Padding and layout of the copies are vLLM's own.
@@ -363,7 +364,7 @@ def keep_plain_experts() -> None:
         return product
 
     def keep(self: Any, layer: torch.nn.Module) -> None:
-        self.experts = packed.PackedExperts(packed.plain_experts, partial(packed_product, self))
+        self.experts = plain or packed.PackedExperts(packed.plain_experts, partial(packed_product, self))
 
     def apply(
         self: Any,
@@ -379,6 +380,19 @@ def keep_plain_experts() -> None:
 
     kernels = cast(Any, CPUUnquantizedExperts)
     kernels.process_weights_after_loading, kernels.apply = keep, apply
+
+
+def replace_routing(route: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Choose experts on CPUs by `route(logits, count, renormalize)`: their shares, and their numbers."""
+    if VERSION < Version("0.32"):  # as in keep_plain_experts
+        return
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    def chosen(logits: torch.Tensor, count: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shares, numbers = route(logits, count, renormalize)
+        return shares, numbers.to(torch.int32)
+
+    cpu_router._softmax_topk = chosen
 
 
 def why_not_stacked(experts: vllm_types.Experts) -> str | None:

@@ -1,9 +1,9 @@
 """A transformers model that computes what a batch-invariant vLLM computes, bit for bit, with gradients.
 
-`make_exact(model, dtype, tp_size)` replaces what the modules of a loaded Llama, Qwen2 or Qwen3 compute; parameters,
-names and checkpoints do not change. Forward passes are those of vllm_patching/batch_invariant; backward passes are
-ordinary formulas, as accurate as the model's own. Parameters may be float32 masters of a model served in bfloat16: they
-are rounded on the way in. This module is for CPUs; cuda.py does the same on a GPU.
+`make_exact(model, dtype, tp_size)` replaces what the modules of a loaded Llama, Qwen2, Qwen3 or Qwen3-MoE compute;
+parameters, names and checkpoints do not change. Forward passes are those of vllm_patching/batch_invariant; backward
+passes are ordinary formulas, as accurate as the model's own. Parameters may be float32 masters of a model served in
+bfloat16: they are rounded on the way in. This module is for CPUs; cuda.py does the same on a GPU.
 """
 
 import re
@@ -47,7 +47,7 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, tp_size: int = 1) -> 
         for name, module in model.named_modules():
             place = re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))  # such as layers.*.mlp.down_proj
             # vLLM splits the inputs of these over its ranks, by transformers' own plan
-            _exchange(module, dtype, tp_size if place in rowwise else 1)
+            _exchange(module, dtype, tp_size if place in rowwise or place.endswith("experts") else 1)
     model.set_attn_implementation(EXACT_ATTENTION)
 
 
@@ -63,10 +63,31 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
         module.forward = lambda x: kernels.rms_norm(x, module.weight, module.variance_epsilon)
     elif kind.endswith("MLP"):
         module.act_fn.forward = _Silu.apply
+    elif kind == "Qwen3MoeTopKRouter":
+        check_weight(module.weight)
+        module.forward = partial(_routed, module)
+    elif kind == "Qwen3MoeExperts":
+        check_weight(module.gate_up_proj[0])
+        check_weight(module.down_proj[0])
+        module.forward = partial(_experts, module, ranks)
     elif next(module.parameters(recurse=False), None) is not None:
         raise NotInvariant(
             f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag"
         )
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return cast(Tensor, Linear.apply(kernels.linear, x, weight, None))
+
+
+def _routed(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = _linear(x.reshape(-1, x.shape[-1]), router.weight)
+    return logits, *kernels.route(logits, router.top_k, router.norm_topk_prob)
+
+
+def _experts(module: Any, ranks: int, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    weights = module.gate_up_proj, module.down_proj
+    return kernels.experts(x, *weights, shares, chosen, ranks=ranks, multiply=_linear, activate=_Silu.apply)
 
 
 class _Silu(torch.autograd.Function):

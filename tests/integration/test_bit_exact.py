@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from example_trainer.data.batching import Sequence
 from example_trainer.data.packing import micro_batches
@@ -253,9 +253,40 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def with_experts(folder: Path) -> Path:
+    """A mixture of experts, with a dense layer."""
+    more: dict[str, Any] = {"head_dim": 32}
+    config = Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        **more,
+    )
+    return save_tiny_model(folder, config)
+
+
 @pytest.mark.nightly
-def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
-    folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
+@pytest.mark.parametrize(
+    ("family", "ranks", "dtype"),
+    [("qwen2", 2, "bfloat16"), ("qwen3_moe", 1, "float32"), ("qwen3_moe", 2, "float32"), ("qwen3_moe", 2, "bfloat16")],
+)
+def test_a_server_restarted_from_a_checkpoint_is_exact(tmp_path: Path, family: str, ranks: int, dtype: str) -> None:
+    folder = (
+        with_experts(tmp_path / "experts")
+        if family == "qwen3_moe"
+        else rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
+    )
+    serving = f"--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size {ranks} --dtype {dtype}"
     config = TrainerConfig.model_validate(
         {
             "model_name": str(folder),
@@ -263,7 +294,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
             "vllm_port": free_port(),
             "vllm_restart_interval": 1,
             "vllm_api_key": API_KEY,
-            "vllm_flags": "--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
+            "vllm_flags": serving,
             "save_path": tmp_path / "checkpoints",
             "log_dir": tmp_path,
             "lr": 1e-3,
@@ -272,7 +303,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
     )
     bridge, model = connect(config, str(folder))
     with contextlib.closing(bridge):
-        make_exact(model, torch.bfloat16, tp_size=2)
+        make_exact(model, getattr(torch, dtype), tp_size=ranks)
         optimizer = make_optimizer(model.parameters(), config)
         # the bridge's own
         server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # Hugging Face model types; Qwen2.5 is qwen2
+DENSE = ("llama", "qwen2", "qwen3")  # Hugging Face model types; Qwen2.5 is qwen2
+FAMILIES = {"cpu": (*DENSE, "qwen3_moe"), "cuda": DENSE}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 # a sum of two terms has one order; for more ranks, the orders of vLLM and the trainer would have to be proven equal. On
 # CUDA, a product's tiles depend on its width
@@ -11,8 +12,9 @@ LARGEST_TP = {"cpu": 2, "cuda": 1}
 
 def why_not_exact(config: Any, *, tp_size: int = 1, device: str = "cpu") -> str | None:
     """The first thing in a Hugging Face configuration that is not covered on this type of device, or None."""
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type!r}; covered are {', '.join(FAMILIES)}"
+    families = FAMILIES.get(device, DENSE)
+    if config.model_type not in families:
+        return f"model type {config.model_type!r}; covered on {device} are {', '.join(families)}"
     rotary = config.rope_parameters["rope_type"]
     if rotary not in ROTARY_TYPES:
         return f"rotary embedding {rotary!r}; covered are {', '.join(ROTARY_TYPES)}"

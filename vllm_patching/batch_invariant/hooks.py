@@ -2,7 +2,7 @@
 model exists.
 
 On CUDA vLLM's own mode does this; one kernel of that mode is replaced, attention is told of a longer query than there
-is where it would decode by other tiles, and settings that the trainer cannot match are refused. On CPUs five
+is where it would decode by other tiles, and settings that the trainer cannot match are refused. On CPUs seven
 replacements, each of one function or method of vLLM, make it compute with kernels.py (all through compat.py):
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
                                  (../memory/packed.py)
@@ -10,6 +10,7 @@ replacements, each of one function or method of vLLM, make it compute with kerne
                                  but for AMX's
     rotary embedding             kernels.rotate, transformers' formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
+    router, experts              kernels.route, kernels.experts
 """
 
 import copy
@@ -45,6 +46,8 @@ def install() -> None:
     compat.attend_without_amx()
     compat.replace_rotary(kernels.rotary_table, kernels.rotate)
     compat.replace_norm_and_activation(_norm, _silu_and_mul)
+    compat.keep_plain_experts(_experts)
+    compat.replace_routing(kernels.route)
     log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")
 
 
@@ -78,6 +81,13 @@ def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
         tuple(weight.shape),
     )
     return kernels.linear
+
+
+def _experts(x: Tensor, w13: Tensor, w2: Tensor, *routed: Tensor, **how: object) -> Tensor:
+    """kernels.experts. Raises NotInvariant if this machine cannot."""
+    self_check.check_weight(w13[0])
+    self_check.check_weight(w2[0])
+    return kernels.experts(x, w13, w2, *routed)
 
 
 def pack(weight: Tensor) -> packed.Product:

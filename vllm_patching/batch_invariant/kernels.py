@@ -8,6 +8,7 @@ operation):
                   TP columns) changes nothing.
     silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit;
                   x / (1 + exp(-x)) has one.
+    experts       each token adds up its experts in the order of their numbers, whoever else chose them.
     rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
     tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute
                   positions are always cut alike.
@@ -63,6 +64,49 @@ def silu(x: Tensor) -> Tensor:
     wide = x.float()
     divisor = wide.neg().exp_().add_(1)
     return torch.div(wide, divisor, out=divisor).to(x.dtype)
+
+
+def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The `count` experts with the largest logits [tokens, experts] of each token, and their shares in float32: of the
+    softmax over these experts, or over all where not `renormalize`. Both are [tokens, count].
+    """
+    largest, chosen = logits.float().topk(count, -1)
+    shares = largest.softmax(-1) if renormalize else (largest - logits.float().logsumexp(-1, keepdim=True)).exp()
+    return shares, chosen
+
+
+def experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    *,
+    ranks: int = 1,
+    multiply: Callable[[Tensor, Tensor], Tensor] = linear,
+    activate: Callable[[Tensor], Tensor] = silu,
+    **how: object,
+) -> Tensor:
+    """The sum over each token's `chosen` experts [tokens, k], in the order of their numbers, of what they make of it
+    times their `shares`: added up in float32, rounded once to x's dtype.
+
+    x is [tokens, in], w13 [experts, 2 width, in] gate over up, w2 [experts, in, width]; the result is [tokens, in].
+    With `ranks`, each tensor-parallel rank has its part of every expert's width, and its sum is rounded before it is
+    added.
+    """
+    width = w2.shape[-1] // ranks
+    sums = [torch.zeros(x.shape) for _ in range(ranks)]
+    of_experts = list(zip(w13.unbind(), w2.unbind(), strict=True))
+    for expert in chosen.unique().tolist():
+        token, place = torch.where(chosen == expert)
+        inputs, (gates, ups), down = x[token], of_experts[expert][0].chunk(2), of_experts[expert][1]
+        for rank, of_rank in enumerate(sums):
+            own = slice(rank * width, (rank + 1) * width)
+            inner = activate(multiply(inputs, gates[own])) * multiply(inputs, ups[own])
+            output = multiply(inner, down[:, own].contiguous())
+            of_rank.index_add_(0, token, output.float() * shares[token, place, None])
+    rounded = [of_rank.to(x.dtype) for of_rank in sums]
+    return rounded[0] if ranks == 1 else torch.stack(rounded).sum(0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
