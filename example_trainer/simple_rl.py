@@ -43,7 +43,8 @@ class SimpleConfig(Config):
     """Train with GRPO in one process: model, sampling and training beside vLLM's engine."""
 
     model: str | None = Field(
-        None, description="Hugging Face id or directory of a Llama, Qwen2 or Qwen3; default the quickstart's model"
+        None,
+        description="Hugging Face id or directory of a Llama, Qwen2, Qwen3, Qwen3-MoE; default the quickstart's model",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype in which trainer and vLLM compute; the optimizer steps float32 weights"
