@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -181,3 +182,58 @@ def test_flash_attention_never_hears_of_a_query_so_short_that_it_takes_other_til
     tokens: int, head_size: int, told: int
 ) -> None:
     assert longest_query(tokens, head_size) == told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_token_has_the_same_experts_shares_and_sum_alone_and_among_others(
+    dtype: torch.dtype, renormalize: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(33, 64, generator=generator).to(dtype)
+    gate = (torch.randn(8, 64, generator=generator) / 4).to(dtype)
+    w13 = (torch.randn(8, 2 * 48, 64, generator=generator) / 8).to(dtype)
+    w2 = (torch.randn(8, 64, 48, generator=generator) / 8).to(dtype)
+
+    def computed(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shares, chosen = kernels.route(kernels.linear(rows, gate), 3, renormalize)
+        return shares, chosen, kernels.experts(rows, w13, w2, shares, chosen)
+
+    together = computed(x)
+    for count in (1, 2, 7, 16):
+        for whole, part in zip(together, computed(x[:count]), strict=True):
+            assert torch.equal(whole[:count], part), count
+    for whole, part in zip(together, computed(x.flip(0)), strict=True):
+        assert torch.equal(whole.flip(0), part)
+    shares, chosen, output = together
+    if renormalize:
+        assert torch.allclose(shares.sum(-1), torch.ones(33))
+    wide, inner, down = x.double(), w13.double(), w2.double()
+    each = torch.stack(
+        [
+            (F.silu(wide @ inner[expert, :48].t()) * (wide @ inner[expert, 48:].t())) @ down[expert].t()
+            for expert in range(8)
+        ]
+    )  # [experts, tokens, width]
+    expected = (torch.zeros(33, 8).scatter(1, chosen, shares).t()[..., None] * each).sum(0)
+    assert torch.allclose(output.double(), expected, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_of_experts_compute_parts_that_add_up(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 64, generator=generator).to(dtype)
+    w13 = (torch.randn(4, 2 * 48, 64, generator=generator) / 8).to(dtype)
+    w2 = (torch.randn(4, 64, 48, generator=generator) / 8).to(dtype)
+    shares, chosen = kernels.route(torch.randn(9, 4, generator=generator), 2, True)
+    of_ranks = [  # as vLLM holds them: each rank's rows of gate and up, its columns of down
+        kernels.experts(
+            x,
+            torch.cat([w13[:, own], w13[:, 48 + own.start : 48 + own.stop]], 1),
+            w2[:, :, own].contiguous(),
+            shares,
+            chosen,
+        )
+        for own in (slice(0, 24), slice(24, 48))
+    ]
+    assert torch.equal(kernels.experts(x, w13, w2, shares, chosen, ranks=2), of_ranks[0] + of_ranks[1])
