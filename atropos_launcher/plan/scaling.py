@@ -119,6 +119,7 @@ class Scaling:
     def close(self) -> None:
         """Do nothing more."""
         self._over.set()
+        self._thread.join(ASK_S)
         self._api.close()
 
     def _watch(self) -> None:
@@ -134,7 +135,12 @@ class Scaling:
         def say(line: str) -> None:
             self._told.put(Scaled(line))
             answer.lines.append(line)
-            write_answer(self._records, answer)
+            write()
+
+        def write() -> None:
+            if not self._over.is_set():  # else its directory is about to go
+                with suppress(OSError):  # a full disk: launcher.log says it, too
+                    write_answer(self._records, answer)
 
         try:
             self._scale(count, say)
@@ -142,7 +148,7 @@ class Scaling:
             self._told.put(Scaled(f"atropos scale: {error}"))
             answer.error = str(error)
         answer.done = True
-        write_answer(self._records, answer)
+        write()
 
     def _scale(self, count: int, say: Callable[[str], None]) -> None:
         mode = LAUNCHED[self._plan.run.kind]
