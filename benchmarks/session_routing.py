@@ -1,0 +1,120 @@
+"""What conversations read on two vLLM servers: each turn at the server of the turn before, or at the least loaded one.
+
+    python -m benchmarks.session_routing [--conversations 16] [--turns 6] [--rounds 2]
+
+Two real vLLM servers with the quickstart's model serve eight conversations at a time, through an environment's own
+client: `managed_server`, whose requests stay with one server while it lives, against single calls, which go to the
+server with the most free slots. Each turn sends the whole conversation so far. The servers count the prompt tokens that
+they find in their caches; the rest is computed. Arms alternate, with other conversations in each round and arm. Prints
+what each has seen.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import httpx
+import torch
+from pydantic import Field
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.logs import configure_logging
+from atroposlib.utils.tokenizers import load_tokenizer
+from benchmarks.weight_sync import _start_server
+from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+Arm = Literal["sticky", "least loaded"]
+ARMS: tuple[Arm, ...] = ("sticky", "least loaded")
+AT_ONCE = 8
+PROMPT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 256, 32, 16
+
+
+class Flags(Config):
+    """Measure what staying with one server saves."""
+
+    conversations: int = Field(16, ge=1, description="Conversations of each arm and round.")
+    turns: int = Field(6, ge=1, description="Turns of each conversation.")
+    rounds: int = Field(2, ge=1, description="Rounds of both arms.")
+
+
+async def converse(manager: ServerManager, tokenizer: Any, arm: Arm, seed: int, turns: int) -> None:
+    """Ask for each turn of one conversation."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(100, 40_000, (PROMPT_TOKENS,), generator=draw).tolist()
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(manager.managed_server(tokenizer)) if arm == "sticky" else None
+        for _ in range(turns):
+            route = manager if client is None else client.server
+            sampled = await route.sample_tokens(input_ids=tokens, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            question = torch.randint(100, 40_000, (QUESTION_TOKENS,), generator=draw).tolist()
+            tokens = [*tokens, *sampled.sequences[0].token_ids, *question]
+
+
+async def counted(ports: list[int]) -> tuple[int, int]:
+    """Return the prompt tokens of all servers so far, and those of them that were found in a cache."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        replies = [(await client.get(f"http://127.0.0.1:{port}/v1/bridge/activity")).json() for port in ports]
+    return sum(each["prompt_tokens"] for each in replies), sum(each["cached_tokens"] for each in replies)
+
+
+@contextlib.asynccontextmanager
+async def two_servers(model: str) -> AsyncIterator[list[int]]:
+    """Start both, and end them."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        ports = []
+        for number in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                ports.append(free.getsockname()[1])
+            own = os.path.join(folder, str(number))
+            os.mkdir(own)
+            server = await asyncio.to_thread(_start_server, model, ports[-1], ["--max-model-len", "1024"], own)
+            stack.callback(server.wait, 60)
+            stack.callback(os.killpg, server.pid, signal.SIGTERM)
+        yield ports
+
+
+async def measure(flags: Flags) -> None:
+    """Run both arms in turn."""
+    model = str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    tokenizer = load_tokenizer(model)
+    async with two_servers(model) as ports:
+        configs = [
+            APIServerConfig(server_type="vllm", base_url=f"http://127.0.0.1:{port}/v1", model_name=model)
+            for port in ports
+        ]
+        async with contextlib.aclosing(ServerManager(configs)) as manager:
+            slots = asyncio.Semaphore(AT_ONCE)
+
+            async def one(arm: Arm, seed: int) -> None:
+                async with slots:
+                    await converse(manager, tokenizer, arm, seed, flags.turns)
+
+            for number in range(2 * flags.rounds):
+                arm = ARMS[(number + number // 2) % 2]  # sticky, least loaded, least loaded, sticky, ...
+                before, start = await counted(ports), time.monotonic()
+                seeds = range(1000 * number, 1000 * number + flags.conversations)
+                await asyncio.gather(*(one(arm, seed) for seed in seeds))
+                asked, cached = (after - old for after, old in zip(await counted(ports), before, strict=True))
+                print(
+                    f"Round {number // 2 + 1}, {arm}: {time.monotonic() - start:.1f} s, {asked - cached} of {asked}"
+                    f" prompt tokens computed ({(asked - cached) / asked:.2f})",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    flags = load_config(Flags, prog="session_routing")
+    configure_logging("benchmark")
+    asyncio.run(measure(flags))
+
+
+if __name__ == "__main__":
+    main()
