@@ -70,7 +70,7 @@ def test_the_remedy_is_accepted(size: float, monkeypatch: pytest.MonkeyPatch) ->
                 assert train.main([*words, *way[1].split()]) == 0
 
 
-@pytest.mark.parametrize(("size", "larger"), [(64, LARGER[0]), (24, LARGER[1]), (16, None)])
+@pytest.mark.parametrize(("size", "larger"), [(64, LARGER[0]), (24, LARGER[1]), (16, None), (8, None)])
 def test_a_newcomer_is_offered_what_the_machine_accepts(
     size: float, larger: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,16 +82,33 @@ def test_a_newcomer_is_offered_what_the_machine_accepts(
             assert train.is_accepted(command.removeprefix("atropos ")), command
 
 
-def test_every_command_of_the_readme_is_accepted_on_a_laptop_of_24_gb() -> None:
+@pytest.mark.parametrize("size", [8, 16, 24, 64])
+def test_a_command_of_the_readme_is_accepted_on_a_laptop_of_the_memory_that_it_names(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(monkeypatch, size)
     rows = (ROOT / "README.md").read_text()
-    found = [
-        words for line in rows.splitlines() if "GPUs" not in line for words in re.findall(r"`(scripts/[^`]+)`", line)
-    ]
-    recipes = [words.removeprefix("scripts/").replace(".sh", "").replace("run_", "train ") for words in found]
-    recipes = [words for words in recipes if words.startswith(("quickstart", "train"))]
-    assert len(recipes) >= 1
-    for words in recipes:
-        assert train.is_accepted(words), words
+    (memory,) = re.findall(r"(\d+) GB of memory", rows)
+    found = {"quickstart": int(memory)} | {
+        words.replace("run_", "train ").replace(".sh", ""): int(needs)
+        for words, needs in re.findall(r"`scripts/(run_[^`]+)`, in (\d+) GB", rows)
+    }
+    assert len(found) == 2
+    for words, needs in found.items():
+        argv = words.removeprefix("train ").split()
+        if size >= needs:
+            assert train.main([*argv, "--dry-run"]) == 0
+        else:
+            with pytest.raises(ConfigError, match=rf"this machine has {size:.1f} GB"):
+                train.main([*argv, "--dry-run"])
+
+
+def test_a_laptop_of_8_gb_is_told_how_it_can_run_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=r"give --bridge lora --trainer\.gradient-checkpointing") as refused:
+        train.main(["quickstart", "--dry-run"])
+    assert "this machine has 8.0 GB" in str(refused.value)
+    assert train.main(["quickstart", "--dry-run", "--bridge", "lora", "--trainer.gradient-checkpointing"]) == 0
 
 
 def test_too_little_free_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
