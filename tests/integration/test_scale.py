@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 @pytest.fixture
 def run(llama_folder: Path, tmp_path: Path) -> Iterator[Run]:
-    found = Run(llama_folder, tmp_path, "arithmetic")
+    # steps of a second or more: a server that wakes all the time keeps the core from one that loads
+    found = Run(llama_folder, tmp_path, "arithmetic", "--trainer.batch_size", "64", "--env.max_new_tokens", "128")
     yield found
     found.end()
 
