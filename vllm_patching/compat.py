@@ -388,8 +388,8 @@ def replace_routing(route: Callable[[torch.Tensor, int, bool], tuple[torch.Tenso
         return
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
-    def chosen(logits: torch.Tensor, count: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        shares, numbers = route(logits, count, renormalize)
+    def chosen(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shares, numbers = route(router_logits, top_k, renormalize)
         return shares, numbers.to(torch.int32)
 
     cpu_router._softmax_topk = chosen
