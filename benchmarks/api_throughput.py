@@ -154,7 +154,7 @@ def run_once(server: "Server", client: Client, bodies: list[bytes], settings: Se
     """Post all groups, fetch all batches, then check that each group came back once."""
     decode = msgspec.msgpack.decode if packed else msgspec.json.decode
     client.reset()
-    client.post("/register", _registration(settings))
+    client.post("/register", registration(settings.groups_per_batch * settings.sequences, settings.tokens))
     start, used = time.perf_counter(), cpu_seconds(server.process)
     for body in bodies:
         client.post("/scored_data", body, MSGPACK if packed else "application/json")
@@ -171,7 +171,7 @@ def run_once(server: "Server", client: Client, bodies: list[bytes], settings: Se
 def status_seconds(client: Client, settings: Settings) -> float:
     """Median seconds of a /status-env while many groups wait."""
     client.reset()
-    client.post("/register", _registration(settings))
+    client.post("/register", registration(settings.groups_per_batch * settings.sequences, settings.tokens))
     client.get("/batch")
     environment = {"max_token_length": 8, "desired_name": "benchmark", "weight": 1.0, "group_size": 1}
     env_id = msgspec.json.decode(client.post("/register-env", msgspec.json.encode(environment)))["env_id"]
@@ -211,7 +211,7 @@ async def write_at_once(port: int, bodies: list[bytes], settings: Settings) -> l
 
 def memory_ratio(client: Client, process: int, bodies: list[bytes], settings: Settings) -> float:
     """Measure how much a server that has held nothing before grows, by the bytes of the groups that it holds."""
-    client.post("/register", _registration(settings))
+    client.post("/register", registration(settings.groups_per_batch * settings.sequences, settings.tokens))
     before = resident_bytes(process)
     for body in bodies:
         client.post("/scored_data", body)
@@ -229,13 +229,14 @@ def resident_bytes(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _registration(settings: Settings) -> bytes:
+def registration(sequences: int, tokens: int) -> bytes:
+    """Make the body of /register for a trainer whose batches have this many sequences of at most so many tokens."""
     return msgspec.json.encode(
         {
             "wandb_group": "benchmark",
             "wandb_project": "benchmark",
-            "batch_size": settings.groups_per_batch * settings.sequences,
-            "max_token_len": settings.tokens,
+            "batch_size": sequences,
+            "max_token_len": tokens,
             "checkpoint_dir": "",
             "save_checkpoint_interval": 0,
             "starting_step": 0,

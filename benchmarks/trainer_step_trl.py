@@ -10,7 +10,8 @@ weights, and nothing is generated or scored. All processes have their model in m
 alternates, so that a noisy machine disturbs them alike. The first step of each is a warm-up: its loss and gradient norm
 must agree, which shows that all do the same work.
 
-TRL goes into a virtual environment of its own in a cache directory, layered on this one's PyTorch and transformers.
+TRL goes into a virtual environment of its own, layered on this one's PyTorch and transformers
+(`benchmarks/peers/environment.py`).
 """
 
 import argparse
@@ -18,15 +19,14 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.environment import folder_of, layered_python
 from benchmarks.trainer_step import (
     CLIP,
     LR,
@@ -151,30 +151,12 @@ def trl_arm(work: Path, threads: int, settings: Settings, tell: Callable[..., No
     trainer.train()
 
 
-def trl_python(folder: Path) -> Path:
-    """The Python of a virtual environment with TRL, layered on this one; made on first use."""
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        print(f"Installing trl=={TRL_VERSION} into {folder}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        (Path(site.stdout.strip()) / "layered.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", f"trl=={TRL_VERSION}"], check=True)
-        (folder / "ready").touch()
-    return python
-
-
 def make_arms(precision: str, work: Path, options: argparse.Namespace) -> list[Arm]:
     """This trainer and TRL's arms, started."""
     ours, theirs, _ = PRECISIONS[precision]
     common = ["--work", str(work), "--threads", str(options.threads), "--settings"]
     programs = {"ours": [sys.executable, "-m", "benchmarks.trainer_step", "--arm", "ours", *common, json.dumps(ours)]}
-    python = str(trl_python(options.trl_venv))
+    python = str(layered_python(options.trl_venv, [f"trl=={TRL_VERSION}"]))
     for name, settings in TRL_ARMS.items():
         module = [python, "-m", "benchmarks.trainer_step_trl", "--arm", "trl"]
         programs[name] = [*module, *common, json.dumps(theirs | settings)]
@@ -225,9 +207,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=tuple(PRECISIONS))
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument(
-        "--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}"
-    )
+    parser.add_argument("--trl-venv", type=Path, default=folder_of("trl", [f"trl=={TRL_VERSION}"]))
     parser.add_argument("--arm", choices=("trl",), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)

@@ -18,6 +18,7 @@ class Completions(Sampler):
     """`names` has the token id of each text that only one token has."""
 
     protocol = "completions"
+    product, version_route, imitation = "vLLM", "/version", "OpenAI-compatible"
 
     def __init__(self, url: str, key: str | None, answer_s: float, names: Mapping[str, int]) -> None:
         super().__init__(url, key, answer_s)
@@ -26,7 +27,7 @@ class Completions(Sampler):
 
     def open(self, name: str | None) -> None:
         """Find the model's name, and what of vLLM's extensions the server takes."""
-        self.model = name or self.get("/v1/models")["data"][0]["id"]
+        self.model = name or self.first_model()
         try:
             self._most_top()
         except NotOffered:
@@ -111,17 +112,6 @@ class Completions(Sampler):
         by_id = finite({self._id(name): value for name, value in names.items()})
         by_id.pop(UNNAMED, None)
         return by_id
-
-    def version(self) -> str:
-        try:
-            return f"vLLM {self.get('/version')['version']}"
-        except (NotOffered, TypeError, KeyError):
-            return "OpenAI-compatible"
-
-    def longest(self) -> int | None:
-        cards = {card["id"]: card for card in self.get("/v1/models")["data"]}
-        found = cards.get(self.model, {}).get("max_model_len")
-        return int(found) if found else None
 
     def load(self, directory: str) -> str:
         """vLLM's development route; a server of ours has `/reload_weights`."""

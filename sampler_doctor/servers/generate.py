@@ -13,6 +13,7 @@ class Generate(Sampler):
     """`vocabulary` is how many log-probabilities it is asked for at most."""
 
     protocol = "generate"
+    product, version_route, imitation = "SGLang", "/get_server_info", "SGLang-style"
 
     def __init__(self, url: str, key: str | None, answer_s: float, vocabulary: int) -> None:
         super().__init__(url, key, answer_s)
@@ -20,7 +21,7 @@ class Generate(Sampler):
 
     def open(self, name: str | None) -> None:
         """Find the model's name, for chat, and how many log-probabilities it gives."""
-        self.model = name or self._first_model()
+        self.model = name or self._listed_model()
         (answer,) = self.sample(Ask([1], top=self.top))
         self.top = len(answer.top[0])
 
@@ -38,25 +39,11 @@ class Generate(Sampler):
         reply = self.post("/generate", body)
         return [_answer(each["meta_info"], ask) for each in (reply if isinstance(reply, list) else [reply])]
 
-    def _first_model(self) -> str:
+    def _listed_model(self) -> str:
         try:
-            return str(self.get("/v1/models")["data"][0]["id"])
+            return self.first_model()
         except NotOffered:
             return "default"
-
-    def version(self) -> str:
-        try:
-            return f"SGLang {self.get('/get_server_info')['version']}"
-        except (NotOffered, TypeError, KeyError):
-            return "SGLang-style"
-
-    def longest(self) -> int | None:
-        try:
-            cards = self.get("/v1/models")["data"]
-        except NotOffered:
-            return None
-        found = cards[0].get("max_model_len") if cards else None
-        return int(found) if found else None
 
     def load(self, directory: str) -> str:
         self.post("/update_weights_from_disk", {"model_path": directory})

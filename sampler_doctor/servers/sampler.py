@@ -11,6 +11,7 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.errors import WRONG_USE, AtroposError
 
 CONNECT_S = 5.0
+MODELS_ROUTE = "/v1/models"
 NOT_OFFERED = {400, 404, 405, 406, 415, 422, 501}
 SHOWN_WORDS = 160
 UNNAMED = -1  # in place of a token id, where the server names a token by a text that several tokens have
@@ -71,6 +72,9 @@ class Sampler(ABC):
     """A server. Methods raise NotOffered, Broken, and CannotTest where the key is refused."""
 
     protocol: str
+    product: str  # that speaks the protocol first
+    version_route: str
+    imitation: str  # what a server without that route is called
 
     def __init__(self, url: str, key: str | None, answer_s: float) -> None:
         self.url = url.rstrip("/")
@@ -82,13 +86,26 @@ class Sampler(ABC):
     def sample(self, ask: Ask) -> list[Answer]:
         """Return as many answers as `options["n"]`."""
 
-    @abstractmethod
     def version(self) -> str:
         """Return the server's name and version, as it gives them."""
+        try:
+            return f"{self.product} {self.get(self.version_route)['version']}"
+        except (NotOffered, TypeError, KeyError):
+            return self.imitation
 
-    @abstractmethod
     def longest(self) -> int | None:
         """Return the longest sequence that the server takes, in tokens; None if it does not report it."""
+        try:
+            cards = self.get(MODELS_ROUTE)["data"]
+        except NotOffered:
+            return None
+        own = [card for card in cards if card["id"] == self.model] or cards[:1]
+        found = own[0].get("max_model_len") if own else None
+        return int(found) if found else None
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server lists."""
+        return str(self.get(MODELS_ROUTE)["data"][0]["id"])
 
     @abstractmethod
     def load(self, directory: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from sampler_doctor.__main__ import main
 from sampler_doctor.report import Row
 from sampler_doctor.rows.catalogue import NAMES, STALE
 from sampler_doctor.run import Doctor
+from sampler_doctor.servers.completions import Completions
+from sampler_doctor.servers.sampler import NotOffered
 from sampler_doctor.settings import SamplerConfig
 from tests.unit.sampler_doctor.faulty_server import ADAPTER, FAULTS, FaultySampler, Style, serve
 from tests.unit.sampler_doctor.tiny import save_adapter, save_model
@@ -106,6 +109,37 @@ def test_what_cannot_be_tested_is_one_line_and_status_2(
         main([word.replace("MODEL", str(models["model"])) for word in flags])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+class Listing(Completions):
+    """A server that lists these models, or has no list."""
+
+    def __init__(self, cards: list[dict[str, object]] | None) -> None:
+        super().__init__("http://127.0.0.1:9", None, 1.0, {})
+        self.model = "mine"
+        self._cards = cards
+
+    def get(self, path: str) -> Any:
+        if self._cards is None:
+            raise NotOffered(path)
+        return {"data": self._cards}
+
+
+@pytest.mark.parametrize(
+    ("cards", "longest"),
+    [
+        (None, None),
+        ([], None),
+        ([{"id": "other", "max_model_len": 5}, {"id": "mine", "max_model_len": 7}], 7),
+        ([{"id": "root-of-mine", "max_model_len": 5}], 5),
+        ([{"id": "mine"}], None),
+    ],
+)
+def test_the_longest_sequence_is_that_of_the_served_model(
+    cards: list[dict[str, object]] | None, longest: int | None
+) -> None:
+    assert Listing(cards).longest() == longest
+    assert Listing(None).version() == "OpenAI-compatible"
 
 
 @pytest.mark.services

@@ -1,0 +1,183 @@
+"""benchmarks/peers: what is metered, how results are told, and that our own arms do their work."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.api_throughput import Settings as Groups
+from benchmarks.api_throughput import make_groups
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers.arms.episodes import scores_of
+from benchmarks.peers.arms.quickstart import best
+from benchmarks.peers.comparison import Goal
+from benchmarks.peers.comparisons import COMPARISONS
+from benchmarks.peers.environment import folder_of, layered_python
+from benchmarks.peers.metering import ArmFailed, metered
+from benchmarks.peers.table import Result, table
+
+ROOT = Path(__file__).parents[3]
+SPINNING = """
+    import os, sys, time
+    def spin(seconds):
+        held = bytearray(80_000_000)
+        held[::4096] = b"1" * len(held[::4096])
+        while time.process_time() < seconds: pass
+        time.sleep(1.5)
+    if os.fork() == 0:
+        os.setsid()       # a daemon: in no process group of ours, and nobody waits for it
+        if os.fork() == 0:
+            spin(1.0)
+        os._exit(0)
+    os.wait()
+    spin(1.0)
+    print('@{"rate": 2.5}')
+"""
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(text)]
+
+
+def result(arm: str, run: int, **figures: float) -> Result:
+    return Result(
+        comparison="a",
+        arm=arm,
+        run=run,
+        when="2026-11-27",
+        commit="c",
+        processor="p",
+        load=0.5,
+        packages=["peer==1"],
+        figures=figures,
+    )
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_cpu_and_memory_of_a_daemon_count(tmp_path: Path) -> None:
+    done = metered(program(SPINNING), tmp_path / "log", 60)
+    assert done.figures == {"rate": 2.5}
+    assert 1.9 < done.cpu_s < 4
+    assert 0.16 < done.peak_gb < 0.4
+    assert done.wall_s > 2.5
+
+
+@pytest.mark.services
+def test_what_a_command_leaves_is_ended(tmp_path: Path) -> None:
+    left = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print('@{}', p.pid)"
+    with pytest.raises(json.JSONDecodeError):
+        metered(program(left), tmp_path / "log", 60)
+    pid = int((tmp_path / "log").read_text().split()[-1])
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("raise SystemExit(3)", "exit status 3"),
+        ("print('no figures')", "no figures"),
+        ("import time; time.sleep(60)", "took over 1 s"),
+    ],
+)
+def test_a_failed_arm_names_its_log(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ArmFailed, match=words) as error:
+        metered(program(text), tmp_path / "the.log", 1)
+    assert "the.log" in str(error.value)
+
+
+def wheel_of_a_peer(folder: Path) -> Path:
+    """A package of one module that imports one of ours' dependencies."""
+    path = folder / "peer_of_ours-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("peer_of_ours.py", "import msgspec\n")
+        wheel.writestr(
+            "peer_of_ours-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: peer-of-ours\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "peer_of_ours-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("peer_of_ours-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_an_environment_is_layered_on_this_one_and_made_once(tmp_path: Path) -> None:
+    wheel = wheel_of_a_peer(tmp_path)
+    python = layered_python(tmp_path / "env", [str(wheel)])
+    ask = "import peer_of_ours, torch; print(peer_of_ours.__file__, torch.__file__)"
+    shown = subprocess.run([python, "-c", ask], capture_output=True, text=True, cwd="/").stdout.split()
+    assert shown[0].startswith(str(tmp_path / "env"))
+    assert shown[1].startswith(sysconfig.get_path("purelib"))
+    wheel.unlink()
+    assert layered_python(tmp_path / "env", [str(wheel)]) == python
+
+
+def test_another_version_has_another_environment(tmp_path: Path) -> None:
+    assert folder_of("peer", ["a==1"], tmp_path) != folder_of("peer", ["a==2"], tmp_path)
+    for comparison in COMPARISONS.values():
+        assert all(package.count("==") == 1 for package in comparison.packages)
+
+
+def test_the_table_has_medians_ranges_and_goals() -> None:
+    results = [result("ours", run, rate=rate, cpu_s=1.0) for run, rate in enumerate((9.0, 30.0, 12.0))]
+    results += [result("peer", 1, rate=4.0, cpu_s=2.5)]
+    goals = (Goal("rate", "ours", "peer", 3), Goal("cpu_s", "ours", "peer", 3, less=True), Goal("x", "ours", "peer", 2))
+    shown = table(results, goals)
+    assert "| ours | 3 | 12 (9 to 30) | 1 (1 to 1) |" in shown
+    assert "| peer | 1 | 4 | 2.5 |" in shown
+    assert "rate: ours beside peer, goal 3 x: 3.00 x, reached" in shown
+    assert "cpu_s: ours beside peer, goal 3 x: 2.50 x, missed" in shown
+    assert "x: ours beside peer, goal 2 x: not measured" in shown
+
+
+def test_goals_name_arms_and_a_figure_that_was_not_reached_is_none() -> None:
+    shown = table([result("ours", 1, rate=1.0), result("peer", 1, other=2.0)], ())
+    assert "| ours | 1 | 1 | none |" in shown
+
+
+def test_results_are_appended_one_by_one_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.jsonl"
+    for run in (1, 2):
+        peers.append(path, result("ours", run, rate=float(run)))
+    assert [each.run for each in peers.read(path)] == [1, 2]
+    path.write_text(path.read_text().replace('"comparison":"a"', '"comparison":"trl"'))
+    peers.main(["--report", "--peers", "trl", "--out", str(path)])
+    assert "| ours | 2 | 1.5 (1 to 2) |" in capsys.readouterr().out
+
+
+def test_an_unknown_peer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--peers", "nobody", "--out", str(tmp_path / "r.jsonl")])
+    assert "--peers nobody is unknown; choose of transfer_queue" in capsys.readouterr().err
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_the_arm_of_the_batching_api_gets_every_group_back(tmp_path: Path) -> None:
+    bodies = make_groups(Groups(groups=8, sequences=2, tokens=8))
+    (tmp_path / "groups.json").write_bytes(b"[" + b",".join(bodies) + b"]")
+    command = [sys.executable, "-m", "benchmarks.peers.arms.batching_api", str(tmp_path), "4", str(tmp_path / "j.db")]
+    done = metered(command, tmp_path / "log", 120, {"PYTHONPATH": str(ROOT)})
+    assert done.figures["put_per_s"] > done.figures["groups_per_s"] > 0
+    assert (tmp_path / "j.db").stat().st_size > 0
+
+
+def test_scores_of_groups_and_of_traces_are_read() -> None:
+    assert scores_of({"scores": [1.0, 0.0]}) == [1.0, 0.0]
+    rewards = {"is_right": {"score": 1.0}, "short": {"score": 0.5, "weight": 0.5}}
+    assert scores_of({"traces": [{"rewards": rewards}]}) == [1.25]
+
+
+def test_a_line_that_is_being_written_is_no_evaluation_yet(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    assert best(path) == 0
+    path.write_text('{"accuracy": 0.5, "policy_version": 5}\n{"accuracy": 0.9')
+    assert best(path) == 0.5
