@@ -58,17 +58,20 @@ class Reference:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.after = lru_cache(maxsize=64)(self._after)
+        self._along = lru_cache(maxsize=8)(self._logits)  # two rows look at the same answers
 
     def along(self, prompt: Sequence[int], answer: Sequence[int]) -> Array:
         """Return the logits that predict each token of `answer`, [tokens, vocabulary]."""
-        return self._logits([*prompt, *answer[:-1]], len(answer))
+        if len(answer) == 1:
+            return self.after(tuple(prompt))[None]
+        return self._along((*prompt, *answer[:-1]), len(answer))
 
     def _after(self, prompt: tuple[int, ...]) -> Array:
         """Return the logits behind `prompt`, [vocabulary]."""
         row: Array = self._logits(prompt, 1)[0]
         return row
 
-    def _logits(self, tokens: Sequence[int], rows: int) -> Array:
+    def _logits(self, tokens: tuple[int, ...], rows: int) -> Array:
         ids = torch.tensor([list(tokens)], device=self.device)
         with torch.inference_mode():
             logits = self._model(ids, logits_to_keep=rows, use_cache=False).logits[0]
@@ -92,13 +95,14 @@ class Words:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError):
             self.tokenizer = None
+        self.names = lru_cache(maxsize=1)(self._names)
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of `text` alone."""
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return found
 
-    def names(self) -> Mapping[str, int]:
+    def _names(self) -> Mapping[str, int]:
         """Return the id of each text that one token alone has."""
         if self.tokenizer is None:
             return {}

@@ -14,7 +14,7 @@ RESULT_WIDTH, NAME_WIDTH = 11, 25
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `after` is the update behind which it was measured."""
+    """One line of the table; `after` is the update behind which it was measured, `seconds` what it took."""
 
     name: str
     result: Result
@@ -23,6 +23,7 @@ class Row:
     means: str
     remedy: str
     after: str = ""
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         limit = f" (limit {self.limit})" if self.limit else ""

@@ -6,6 +6,7 @@ Called by `__main__`, and by tests.
 import importlib.metadata
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -137,8 +138,10 @@ class Doctor:
 
 
 def _row(check: Check, session: Session, after: str) -> Row:
+    started = time.perf_counter()
     found = _found(partial(check.run, session))
-    return Row(check.name, found.result, found.figure, found.limit, check.means, check.remedy, after)
+    seconds = round(time.perf_counter() - started, 2)
+    return Row(check.name, found.result, found.figure, found.limit, check.means, check.remedy, after, seconds)
 
 
 def _found(act: Callable[[], Found]) -> Found:

@@ -4,7 +4,7 @@ Token ids come from `token_ids`, or from names like `token_id:42`; a plain OpenA
 which only those that belong to one id are used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sampler_doctor.servers.sampler import UNNAMED, Answer, Ask, NotOffered, Sampler, finite, offered
@@ -15,12 +15,12 @@ MOST_TOP = (-1, 20, 5, 1)  # log-probabilities to ask for; -1 is the whole vocab
 
 
 class Completions(Sampler):
-    """`names` has the token id of each text that only one token has."""
+    """`names` returns the token id of each text that only one token has; it is called where the server gives no ids."""
 
     protocol = "completions"
     product, version_route, imitation = "vLLM", "/version", "OpenAI-compatible"
 
-    def __init__(self, url: str, key: str | None, answer_s: float, names: Mapping[str, int]) -> None:
+    def __init__(self, url: str, key: str | None, answer_s: float, names: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(url, key, answer_s)
         self._names = names
         self._extensions: Mapping[str, Any] = WITH_IDS
@@ -106,7 +106,7 @@ class Completions(Sampler):
     def _id(self, name: str) -> int:
         if name.startswith(ID_NAME):
             return int(name.removeprefix(ID_NAME))
-        return self._names.get(name, UNNAMED)
+        return self._names().get(name, UNNAMED)
 
     def _by_id(self, names: Mapping[str, float]) -> dict[int, float]:
         by_id = finite({self._id(name): value for name, value in names.items()})

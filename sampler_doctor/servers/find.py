@@ -26,7 +26,7 @@ def open_sampler(
         if protocol == "generate" or (protocol == "auto" and _is_sglang(generate)):
             generate.open(model)
             return generate
-        completions = Completions(url, key, answer_s, names())
+        completions = Completions(url, key, answer_s, names)
         completions.open(model)
     except Broken as error:
         raise CannotTest(f"{url}: {error}; start the server, or correct --sampler") from None

@@ -36,7 +36,7 @@ def reward(completions: list[Any], result: list[str], **_: Any) -> list[float]:
     return [float(is_right(each[0]["content"], known)) for each, known in zip(completions, result, strict=True)]
 
 
-class Evaluations(TrainerCallback):  # type: ignore[misc]
+class Evaluations(TrainerCallback):
     """Greedy answers to the held-out questions before training and every five steps; ends training at the goal."""
 
     def __init__(self, tokenizer: Any, problems: list[dict[str, str]], goal: float, start: float) -> None:

@@ -21,10 +21,10 @@ IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPAC
 def main(work: Path) -> None:
     """Answer each line on stdin by a step."""
     os.environ |= IN_THIS_PROCESS
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     items = json.loads((work / "items.json").read_text())
-    prompts = [{"prompt_token_ids": group["tokens"][0][: group["prompt_tokens"]]} for group in items]
+    prompts = [TokensPrompt(prompt_token_ids=group["tokens"][0][: group["prompt_tokens"]]) for group in items]
     model = LLM(str(work / "model"), dtype="float32", max_model_len=LONGEST, generation_config="vllm")
     group_size = len(items[0]["tokens"])
     sampling = SamplingParams(n=group_size, temperature=1.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=0)

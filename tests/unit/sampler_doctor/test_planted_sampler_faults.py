@@ -87,6 +87,7 @@ def test_the_exit_status_is_1_and_the_receipt_has_the_figure(
     assert "teach nothing" in shown
     content = json.loads(receipt.read_text())
     assert [(row["name"], row["result"]) for row in content["rows"]] == [("n", "fails")]
+    assert 0 < content["rows"][0]["seconds"] <= content["seconds"]
     assert content["digest"].startswith("sha256:")
     assert server.url not in receipt.read_text()
 
@@ -115,7 +116,7 @@ class Listing(Completions):
     """A server that lists these models, or has no list."""
 
     def __init__(self, cards: list[dict[str, object]] | None) -> None:
-        super().__init__("http://127.0.0.1:9", None, 1.0, {})
+        super().__init__("http://127.0.0.1:9", None, 1.0, dict)
         self.model = "mine"
         self._cards = cards
 
