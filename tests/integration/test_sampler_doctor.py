@@ -45,7 +45,7 @@ def other(model: Path) -> Path:
     torch.manual_seed(1)
     with torch.no_grad():
         for weights in changed.parameters():
-            weights += 0.03 * torch.randn_like(weights)
+            weights.add_(0.03 * torch.randn_like(weights))
     changed.save_pretrained(folder)
     return save_tiny_tokenizer(folder)
 

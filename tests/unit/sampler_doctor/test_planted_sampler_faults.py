@@ -8,11 +8,14 @@ import pytest
 
 from atropos_launcher.commands import doctor
 from sampler_doctor.__main__ import main
+from sampler_doctor.reference import Reference, Words
 from sampler_doctor.report import Row
 from sampler_doctor.rows.catalogue import NAMES, STALE
+from sampler_doctor.rows.session import ANSWER, PROMPT_TOKENS, Session
+from sampler_doctor.rows.tokens import seed, several
 from sampler_doctor.run import Doctor
 from sampler_doctor.servers.completions import Completions
-from sampler_doctor.servers.sampler import NotOffered
+from sampler_doctor.servers.sampler import Answer, Ask, NotOffered, NotShown, Sampler
 from sampler_doctor.settings import SamplerConfig
 from tests.unit.sampler_doctor.faulty_server import ADAPTER, FAULTS, FaultySampler, Style, serve
 from tests.unit.sampler_doctor.tiny import save_adapter, save_model
@@ -110,6 +113,30 @@ def test_what_cannot_be_tested_is_one_line_and_status_2(
         main([word.replace("MODEL", str(models["model"])) for word in flags])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+class Brief(Sampler):
+    """Ends the answer to every prompt but one at its first token; to that one it gives the same answer each time."""
+
+    def __init__(self, long: int) -> None:
+        super().__init__("http://127.0.0.1:9", None, 1.0)
+        self._long = long
+
+    def sample(self, ask: Ask) -> list[Answer]:
+        count = ANSWER if len(ask.prompt) == self._long else 1
+        return [Answer([7] * count, [-1.0] * count, [{}] * count)] * int(ask.options.get("n", 1))
+
+    def load(self, directory: str) -> str:
+        raise NotOffered(directory)
+
+
+@pytest.mark.parametrize("long", PROMPT_TOKENS)
+def test_an_answer_that_ends_at_once_hides_no_repeated_one(long: int, models: Models) -> None:
+    session = Session(Brief(long), Reference(models["model"]), Words(models["model"]), 384, "float32")
+    assert several(session).result == "fails"
+    assert seed(session).result == "fails"
+    with pytest.raises(NotShown, match="so certain"):
+        several(Session(Brief(0), session.reference, session.words, 384, "float32"))
 
 
 class Listing(Completions):
