@@ -73,7 +73,7 @@ def result_of(name: str, arm: Arm, run: int, logs: Path) -> Result:
     print(f"{name}, run {run}: running {arm.name} for at most {arm.limit_s:g} s, log {log}", flush=True)
     done = metered(arm.command, log, arm.limit_s, {"PYTHONPATH": str(ROOT), **arm.variables})
     used = {"wall_s": done.wall_s, "cpu_s": done.cpu_s, "peak_gb": done.peak_gb}
-    print("  " + ", ".join(f"{figure} {value:.4g}" for figure, value in (done.figures | used).items()), flush=True)
+    print("  " + ", ".join(f"{metric} {value:.4g}" for metric, value in (done.metrics | used).items()), flush=True)
     return Result(
         comparison=name,
         arm=arm.name,
@@ -83,7 +83,7 @@ def result_of(name: str, arm: Arm, run: int, logs: Path) -> Result:
         processor=processor(),
         load=load,
         packages=list(COMPARISONS[name].packages),
-        figures=done.figures | used,
+        metrics=done.metrics | used,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Arm:
-    """A command that prints figures (`metering.py`)."""
+    """A command that prints metrics (`metering.py`)."""
 
     name: str
     command: list[str]
@@ -18,9 +18,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Goal:
-    """Our `figure` shall be `factor` times as good as the peer's; less is better where `less` is set."""
+    """Our `metric` shall be `factor` times as good as the peer's; less is better where `less` is set."""
 
-    figure: str
+    metric: str
     ours: str
     peer: str
     factor: float

@@ -148,8 +148,8 @@ COMPARISONS = {  # the quickest first
         TRL,
         trl,
         tuple(
-            Goal(figure, "quickstart", "TRL, bfloat16, no checkpointing", 3, less=True)
-            for figure in ("seconds_to_goal", "cpu_s")
+            Goal(metric, "quickstart", "TRL, bfloat16, no checkpointing", 3, less=True)
+            for metric in ("seconds_to_goal", "cpu_s")
         ),
     ),
 }

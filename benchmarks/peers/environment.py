@@ -19,7 +19,7 @@ PIP = ["-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-c
 
 
 def folder_of(name: str, requirements: Sequence[str], cache: Path = CACHE) -> Path:
-    """Return where the environment of these requirements belongs; another version is another folder."""
+    """Return where the environment of these requirements belongs; another version has another directory."""
     return cache / f"{name}-{hashlib.sha256(' '.join(requirements).encode()).hexdigest()[:8]}"
 
 

@@ -1,4 +1,4 @@
-"""A server without a model beside the arms of a comparison; what it uses is in no arm's figures."""
+"""A server without a model beside the arms of a comparison; what it uses is in no arm's metrics."""
 
 import re
 import subprocess

@@ -1,7 +1,7 @@
-"""Runs a command, and reports what it and all that it started used: wall time, CPU, peak memory; and its own figures.
+"""Runs a command, and reports what it and all that it started used: wall time, CPU, peak memory; and its own metrics.
 
     metered(command) ──▶ command ──▶ its children, daemons in sessions of their own: all have inherited MARK=...
-                                     its output, a file; figures are JSON behind an @ (`benchmarks/trainer_step.py`)
+                                     its output, a file; metrics are JSON behind an @ (`benchmarks/trainer_step.py`)
 
 CPU is a lower bound, the larger of two: what the kernel adds up for children that were waited for, which misses those
 whose parent waits for none (Ray's workers), and the last sample of each process, which misses the short-lived.
@@ -34,17 +34,17 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class ArmFailed(AtroposError):
-    """The command failed, took too long, or printed no figures; the message names its log."""
+    """The command failed, took too long, or printed no metrics; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Metered:
-    """What one run of a command used; `figures` are its own."""
+    """What one run of a command used; `metrics` are its own."""
 
     wall_s: float
     cpu_s: float
     peak_gb: float
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -94,7 +94,7 @@ def metered(command: Sequence[str], log: Path, limit_s: float, variables: Mappin
     if status:
         raise ArmFailed(f"{' '.join(command[:4])} ended with exit status {status}: see {log}")
     cpu_s = max(_children_cpu_s() - before, sum(usage.cpu_s.values()))
-    return Metered(wall_s, cpu_s, memory.nbytes / 1e9, _figures(log))
+    return Metered(wall_s, cpu_s, memory.nbytes / 1e9, _metrics(log))
 
 
 def _end(marked: Marked) -> None:
@@ -111,10 +111,10 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _figures(log: Path) -> dict[str, float]:
+def _metrics(log: Path) -> dict[str, float]:
     """Return the object of the last line that begins with an @. Raises ArmFailed where there is none."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         if line.startswith("@"):
-            figures: dict[str, float] = json.loads(line[1:])
-            return figures
-    raise ArmFailed(f"no figures were printed: see {log}")
+            metrics: dict[str, float] = json.loads(line[1:])
+            return metrics
+    raise ArmFailed(f"no metrics were printed: see {log}")

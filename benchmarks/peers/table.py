@@ -19,17 +19,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     processor: str
     load: float  # of the minute before
     packages: list[str]
-    figures: dict[str, float]  # its own, and those of the process group: wall_s, cpu_s, peak_gb
+    metrics: dict[str, float]  # its own, and those of the process group: wall_s, cpu_s, peak_gb
 
 
 def table(results: Sequence[Result], goals: Iterable[Goal]) -> str:
-    """One row an arm, one column a figure, and a line for each goal."""
+    """One row an arm, one column a metric, and a line for each goal."""
     arms = list(dict.fromkeys(result.arm for result in results))
-    names = list(dict.fromkeys(name for result in results for name in result.figures))
+    names = list(dict.fromkeys(name for result in results for name in result.metrics))
     lines = ["| | runs | " + " | ".join(names) + " |", "|---|---" + "|---" * len(names) + "|"]
     for arm in arms:
         own = [result for result in results if result.arm == arm]
-        cells = [_cell([result.figures[name] for result in own if name in result.figures]) for name in names]
+        cells = [_cell([result.metrics[name] for result in own if name in result.metrics]) for name in names]
         lines.append(f"| {arm} | {len(own)} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(_told(goal, results) for goal in goals)])
 
@@ -44,10 +44,10 @@ def _cell(values: Sequence[float]) -> str:
 
 def _told(goal: Goal, results: Sequence[Result]) -> str:
     median = {
-        arm: [result.figures[goal.figure] for result in results if result.arm == arm and goal.figure in result.figures]
+        arm: [result.metrics[goal.metric] for result in results if result.arm == arm and goal.metric in result.metrics]
         for arm in (goal.ours, goal.peer)
     }
-    asked = f"{goal.figure}: {goal.ours} beside {goal.peer}, goal {goal.factor:g} x"
+    asked = f"{goal.metric}: {goal.ours} beside {goal.peer}, goal {goal.factor:g} x"
     if not all(median.values()):
         return f"{asked}: not measured"
     found = goal.reached(*(statistics.median(median[arm]) for arm in (goal.ours, goal.peer)))

@@ -30,8 +30,8 @@ def main(work: Path, goal: float, seed: int) -> None:
     process.send_signal(signal.SIGINT)
     process.wait(END_S)
     reached = [row for row in found if row["accuracy"] >= goal]
-    figures = {"seconds_to_goal": seconds, "steps": reached[0]["policy_version"]} if reached else {}
-    answer(accuracy=100 * max(row["accuracy"] for row in found), **figures)
+    metrics = {"seconds_to_goal": seconds, "steps": reached[0]["policy_version"]} if reached else {}
+    answer(accuracy=100 * max(row["accuracy"] for row in found), **metrics)
 
 
 def rows(evaluations: Path) -> list[dict[str, float]]:

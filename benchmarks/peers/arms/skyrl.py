@@ -1,7 +1,7 @@
 """SkyRL-tx: forward_backward and optim_step, or sampling, by its JAX backend in this process, without its HTTP server.
 
     python -m benchmarks.peers.arms.skyrl train WORK        in an environment with skyrl[jax]
-    python -m benchmarks.peers.arms.skyrl sample WORK       64 answers of 24 tokens a step
+    python -m benchmarks.peers.arms.skyrl sample WORK       64 answers of 24 tokens per step
 
 Speaks the protocol of `benchmarks/trainer_step.py`. It trains a LoRA adapter: SkyRL-tx trains nothing else. The batch
 is one micro-batch, its default.
@@ -110,8 +110,8 @@ def main(what: str, work: Path) -> None:
     step = (training_step if what == "train" else sampling_step)(backend, items)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
-        figures = step()
-        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, **figures)
+        metrics = step()
+        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, **metrics)
 
 
 if __name__ == "__main__":

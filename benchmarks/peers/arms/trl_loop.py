@@ -47,7 +47,7 @@ class Evaluations(TrainerCallback):
             chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         self.best = 0.0
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self._look(given["model"], state, control)
@@ -61,7 +61,7 @@ class Evaluations(TrainerCallback):
         print(f"step {state.global_step}: {accuracy:.1%} after {time.perf_counter() - self._start:.0f} s", flush=True)
         self.best = max(self.best, accuracy)
         if accuracy >= self._goal:
-            self.figures = {"seconds_to_goal": time.perf_counter() - self._start, "steps": state.global_step}
+            self.metrics = {"seconds_to_goal": time.perf_counter() - self._start, "steps": state.global_step}
             control.should_training_stop = True
 
     def _accuracy(self, model: Any) -> float:
@@ -114,7 +114,7 @@ def main(work: Path, goal: float, seed: int, settings: dict[str, Any]) -> None:
         processing_class=tokenizer,
         callbacks=[evaluations],
     ).train()
-    answer(accuracy=100 * evaluations.best, **evaluations.figures)
+    answer(accuracy=100 * evaluations.best, **evaluations.metrics)
 
 
 if __name__ == "__main__":

@@ -229,11 +229,17 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     return lambda: known_in(file, flags)
 
 
+def module_file(name: str) -> str:
+    """The file that `python -m` runs: a module's, or a package's `__main__.py`."""
+    path = name.replace(".", "/")
+    return f"{path}/__main__.py" if (ROOT / path / "__main__.py").is_file() else f"{path}.py"
+
+
 def python_checker(argv: list[str]) -> Callable[[], None] | None:
     program, *flags = argv
     if program == "-c":
         return None
-    file = f"{flags.pop(0).replace('.', '/')}.py" if program == "-m" else program
+    file = module_file(flags.pop(0)) if program == "-m" else program
     if not (ROOT / file).is_file():
         return None
     if file.startswith("environments/"):
@@ -288,6 +294,7 @@ def test_what_is_said_to_be_run_is_in_the_page_and_in_the_test(page: str, part: 
         "python -m atroposlib.cli.run_api --ports 8000",
         "VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --modell M",
         "python benchmarks/weight_sync.py --sinks 10",
+        "python -m benchmarks.peers --peer trl",
     ],
 )
 def test_a_wrong_flag_is_noticed(wrong: str) -> None:

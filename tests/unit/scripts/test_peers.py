@@ -44,7 +44,7 @@ def program(text: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(text)]
 
 
-def result(arm: str, run: int, **figures: float) -> Result:
+def result(arm: str, run: int, **metrics: float) -> Result:
     return Result(
         comparison="a",
         arm=arm,
@@ -54,7 +54,7 @@ def result(arm: str, run: int, **figures: float) -> Result:
         processor="p",
         load=0.5,
         packages=["peer==1"],
-        figures=figures,
+        metrics=metrics,
     )
 
 
@@ -62,7 +62,7 @@ def result(arm: str, run: int, **figures: float) -> Result:
 @pytest.mark.slow
 def test_cpu_and_memory_of_a_daemon_count(tmp_path: Path) -> None:
     done = metered(program(SPINNING), tmp_path / "log", 60)
-    assert done.figures == {"rate": 2.5}
+    assert done.metrics == {"rate": 2.5}
     assert 1.9 < done.cpu_s < 4
     assert 0.16 < done.peak_gb < 0.4
     assert done.wall_s > 2.5
@@ -82,7 +82,7 @@ def test_what_a_command_leaves_is_ended(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("raise SystemExit(3)", "exit status 3"),
-        ("print('no figures')", "no figures"),
+        ("print('no metrics')", "no metrics"),
         ("import time; time.sleep(60)", "took over 1 s"),
     ],
 )
@@ -138,7 +138,7 @@ def test_the_table_has_medians_ranges_and_goals() -> None:
     assert "x: ours beside peer, goal 2 x: not measured" in shown
 
 
-def test_goals_name_arms_and_a_figure_that_was_not_reached_is_none() -> None:
+def test_goals_name_arms_and_a_metric_that_was_not_reached_is_none() -> None:
     shown = table([result("ours", 1, rate=1.0), result("peer", 1, other=2.0)], ())
     assert "| ours | 1 | 1 | none |" in shown
 
@@ -166,7 +166,7 @@ def test_the_arm_of_the_batching_api_gets_every_group_back(tmp_path: Path) -> No
     (tmp_path / "groups.json").write_bytes(b"[" + b",".join(bodies) + b"]")
     command = [sys.executable, "-m", "benchmarks.peers.arms.batching_api", str(tmp_path), "4", str(tmp_path / "j.db")]
     done = metered(command, tmp_path / "log", 120, {"PYTHONPATH": str(ROOT)})
-    assert done.figures["put_per_s"] > done.figures["groups_per_s"] > 0
+    assert done.metrics["put_per_s"] > done.metrics["groups_per_s"] > 0
     assert (tmp_path / "j.db").stat().st_size > 0
 
 
