@@ -69,8 +69,11 @@ def _fill(directory: Path, version: str) -> None:
 def _remove(directory: Path, name: str) -> None:
     """Remove the files of a package; pip leaves them beside those of another version that it installs there."""
     for package in importlib.metadata.distributions(name=name, path=[str(directory)]):
-        for file in package.files or []:
-            Path(str(package.locate_file(file))).unlink(missing_ok=True)
+        files = [Path(str(package.locate_file(file))) for file in package.files or []]
+        for file in files:
+            file.unlink(missing_ok=True)
+        for record in {file.parent for file in files if file.parent.suffix == ".dist-info"}:
+            shutil.rmtree(record)  # an empty one would still count as a version that is there
 
 
 def unmet(package: importlib.metadata.Distribution) -> Iterator[Requirement]:

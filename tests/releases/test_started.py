@@ -213,3 +213,12 @@ def test_no_release_is_offered_that_was_not_started() -> None:
 def test_a_release_serves_samples_and_takes_weights_each_way(version: str) -> None:
     """The oldest one that is offered, and the newest that is not installed. The script starts all."""
     assert started.start(version).failed == {}
+
+
+def test_a_package_that_is_removed_leaves_nothing_by_which_it_could_be_found(tmp_path: Path) -> None:
+    package(tmp_path, "hub", "3.0")
+    info = tmp_path / "hub-3.0.dist-info"
+    (tmp_path / "hub.py").touch()
+    info.joinpath("RECORD").write_text("hub.py,,\nhub-3.0.dist-info/METADATA,,\nhub-3.0.dist-info/RECORD,,\n")
+    environment._remove(tmp_path, "hub")
+    assert list(tmp_path.iterdir()) == []
