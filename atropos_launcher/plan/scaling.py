@@ -7,6 +7,7 @@ A thread does what waits; the supervisor's thread, which calls `look`, starts an
 last leave first. A run that is resumed begins with as many as its run file says.
 """
 
+import os
 import queue
 import threading
 import time
@@ -178,7 +179,9 @@ class Scaling:
         teacher = self._plan.site.teacher
         free = [gpu for gpu in self._gpus if gpu not in taken and gpu not in (teacher.gpus if teacher else ())]
         port = self._ports.first_free(max(self._plan.site.vllm_ports) + 1)
-        more = with_one_more(self._plan, port, free)
+        held = {core for server in self._servers for core in self._plan.site.cores.vllm[server.place]}
+        cores = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
+        more = with_one_more(self._plan, port, free, cores)
         place = len(more.run.servers) - 1
         self._expect_fit(only(more, [*(server.place for server in self._servers), place]))
         flags = vllm_flags(more.run, more.site, more.trainer.bridge, place)
@@ -295,9 +298,10 @@ class Scaling:
             raise CannotScale(f"{server.url} does not say what it does (HTTP {reply.status})") from error
 
 
-def with_one_more(plan: Plan, port: int, free_gpus: list[str]) -> Plan:
+def with_one_more(plan: Plan, port: int, free_gpus: Sequence[str], free_cores: Sequence[int] = ()) -> Plan:
     """Return the plan with one more vLLM server, like the first, on this port and on the first of the GPUs that nothing
-    uses. Raises CannotScale where there are too few.
+    uses. Where the first has cores of its own, it has as many of those that no server has, else the same. Raises
+    CannotScale where there are too few GPUs.
     """
     first, site = plan.run.servers[0], plan.site
     gpus: tuple[str, ...] = ()
@@ -309,13 +313,16 @@ def with_one_more(plan: Plan, port: int, free_gpus: list[str]) -> Plan:
                 " uses them, or start the run with fewer for the others"
             )
         gpus = tuple(free_gpus[:needed])
+    cores = site.cores.vllm[0]
+    if len(free_cores) >= len(cores):
+        cores = tuple(free_cores[: len(cores)])
     own = {key: value for key, value in first.items() if key != "port"}
     run = plan.run.model_copy(update={"vllm": [*plan.run.servers, own]})
     grown = replace(
         site,
         vllm_ports=(*site.vllm_ports, port),
         placement=replace(site.placement, servers=(*site.placement.servers, ServerPlace(gpus))),
-        cores=replace(site.cores, vllm=(*site.cores.vllm, site.cores.vllm[0])),
+        cores=replace(site.cores, vllm=(*site.cores.vllm, cores)),
     )
     return replace(plan, run=run, site=grown)
 

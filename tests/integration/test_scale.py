@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 @pytest.fixture
 def run(llama_folder: Path, tmp_path: Path) -> Iterator[Run]:
-    # steps of a second or more: a server that wakes all the time keeps the core from one that loads
-    found = Run(llama_folder, tmp_path, "arithmetic", "--trainer.batch_size", "64", "--env.max_new_tokens", "128")
+    # on a core of its own: a server that wakes all the time keeps its core from one that loads
+    last = max(os.sched_getaffinity(0))
+    found = Run(llama_folder, tmp_path, "arithmetic", "--layout.cores.vllm", f"[{last}]")
     yield found
     found.end()
 

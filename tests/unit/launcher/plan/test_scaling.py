@@ -1,6 +1,7 @@
 """`atropos scale` in a run's launcher: servers that are started, fed, drained and ended, without a process."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -203,3 +204,12 @@ def test_a_further_server_takes_gpus_that_nothing_uses(monkeypatch: pytest.Monke
     assert only(more, [1]).site.vllm_ports == (9100,)
     with pytest.raises(CannotScale, match=r"needs 1 GPU\(s\), and 0 of this machine are free"):
         with_one_more(planned, 9100, [])
+
+
+def test_a_further_server_takes_cores_that_no_server_has_where_the_first_has_its_own() -> None:
+    first = min(os.sched_getaffinity(0))
+    pinned = plan("two_servers", "--vllm.count", "1", "--layout.cores.vllm", f"[{first}]")
+    assert with_one_more(pinned, 9100, [], [first + 1, first + 2]).site.cores.vllm == ((first,), (first + 1,))
+    assert with_one_more(pinned, 9100, [], []).site.cores.vllm == ((first,), (first,))
+    free = plan("two_servers", "--vllm.count", "1")
+    assert with_one_more(free, 9100, [], [first]).site.cores.vllm == ((), ())
