@@ -10,9 +10,10 @@ import shutil
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -378,7 +379,8 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
         if window is not None:
             console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
         try:
-            end = start(asked, plan, console, ports, [] if window is None else [window])
+            more = [] if window is None else [window]
+            end = start(plan, console, asked.gpus, more, partial(scaling, asked, plan, ports))
         except AtroposError:
             say_how_to_continue(asked, plan, console)
             raise
@@ -393,6 +395,15 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
     if end.status != 0 or steps_done(site.run_dir) < run.steps:
         say_how_to_continue(asked, plan, console)
     return end.status
+
+
+def scaling(asked: Asked, plan: Plan, ports: Ports, supervisor: Supervisor) -> Scaling:
+    """Let servers join and leave a run that starts."""
+
+    def fits(more: Plan) -> None:
+        expect_fit(more, replace(asked, run=more.run, dry_run=True))
+
+    return Scaling(plan, asked.gpus, ports, supervisor, fits)
 
 
 def disk_line(run_dir: Path) -> str:
@@ -464,8 +475,16 @@ class End(NamedTuple):
         return ""
 
 
-def start(asked: Asked, plan: Plan, console: PlainConsole, ports: Ports, more: Sequence[Service] = ()) -> End:
-    """Write what is kept of the plan, start its services, and `more`, and watch them."""
+def start(
+    plan: Plan,
+    console: PlainConsole,
+    gpus: list[str],
+    more: Sequence[Service] = (),
+    scale: Callable[[Supervisor], Scaling] | None = None,
+) -> End:
+    """Write what is kept of the plan, start its services, and `more`, and watch them. With `scale`, servers may join
+    and leave.
+    """
     run_dir = plan.site.run_dir
     make_private_directory(run_dir)
     token = plan.trainer.atropos_token
@@ -483,20 +502,18 @@ def start(asked: Asked, plan: Plan, console: PlainConsole, ports: Ports, more: S
 
     def look() -> Iterable[Event]:
         kept.write()
-        return chain(watch(), scaling.look())
-
-    def fits(more: Plan) -> None:
-        expect_fit(more, replace(asked, run=more.run, dry_run=True))
+        return chain(watch(), *(each.look() for each in scalings))
 
     with (
         closing(watch),
         closing(kept),
         Supervisor(run_dir, services, tell, watch=look) as supervisor,
-        closing(Scaling(plan, asked.gpus, ports, supervisor, fits)) as scaling,
+        ExitStack() as also,
     ):
+        scalings = [] if scale is None else [also.enter_context(closing(scale(supervisor)))]
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
-        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, asked.gpus, services)
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
         status = supervisor.run()
         return End(status, supervisor.out_of_memory, supervisor.killed)
 
