@@ -14,16 +14,13 @@ prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from atroposlib.wire.bridge import Decoded, DecodeProbe
+from atroposlib.wire.bridge import Decoded, DecodeProbe, ServerActivity
 from example_trainer.errors import TrainerError
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import TrainedModel, remove_folder
-
-if TYPE_CHECKING:
-    from example_trainer.bridges.vllm_client import VllmClient
 
 
 class BridgeError(TrainerError):
@@ -56,6 +53,15 @@ class Decodes(Protocol):
 
     def longest(self) -> int | None:
         """Return the tokens of a prompt with its answer, at most. Raises BridgeError."""
+
+
+class TellsActivity(Protocol):
+    """A client whose server says what it has done."""
+
+    url: str
+
+    def activity(self) -> ServerActivity:
+        """Return what the server has done since its start. Raises BridgeError."""
 
 
 class WeightBridge(Protocol):
@@ -100,7 +106,7 @@ class WeightBridge(Protocol):
         """Feed the server at `url` no more: it is about to end. Nothing for one that is not fed."""
         raise BridgeError("this bridge feeds the servers of its configuration alone")
 
-    def joined(self) -> Sequence["VllmClient"]:
+    def joined(self) -> Sequence[TellsActivity]:
         """The servers that joined by `admit`, and were found to compute with the trainer's words."""
         return ()
 

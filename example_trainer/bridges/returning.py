@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
-from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, WeightBridge
+from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, TellsActivity, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
 
 log = get_logger(__name__)
@@ -77,7 +77,7 @@ class ReturningBridge(WeightBridge):
     def release(self, url: str) -> None:
         self._inner.release(url)
 
-    def joined(self) -> Sequence[VllmClient]:
+    def joined(self) -> Sequence[TellsActivity]:
         return self._inner.joined()
 
     def check(self) -> None:

@@ -19,8 +19,7 @@ from torch.profiler import record_function
 
 from atroposlib.wire.bridge import ServerActivity
 from atroposlib.wire.step_seconds import StepSeconds
-from example_trainer.bridges.base import BridgeError
-from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.bridges.base import BridgeError, TellsActivity
 from example_trainer.output.metrics import Row
 
 Phase = Literal[
@@ -42,7 +41,7 @@ READ = {  # column of a row -> what it sums over the servers
 }
 
 
-Look = dict[VllmClient, ServerActivity]
+Look = dict[TellsActivity, ServerActivity]
 
 
 class Timeline:
@@ -50,7 +49,7 @@ class Timeline:
     some may join or leave.
     """
 
-    def __init__(self, clients: Sequence[VllmClient], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clients: Sequence[TellsActivity], now: Callable[[], float] = time.monotonic) -> None:
         self.clients = list(clients)
         self._now = now
         self._began = now()

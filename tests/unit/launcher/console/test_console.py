@@ -23,6 +23,7 @@ from atropos_launcher.services.events import (
     Outlived,
     Quiet,
     Restarted,
+    Scaled,
     Started,
     StillThere,
     StillWaiting,
@@ -44,6 +45,7 @@ SENTENCES = {
     Restarted("gsm8k", 8, 1, 3): "Restarted gsm8k (pid 8), restart 1 of 3",
     Outlived(("gsm8k",), 300, LOG, ()): "Still running 300 s after the others ended: gsm8k.",
     LogLine("api", "a\x1bb"): "api a\\x1bb",
+    Scaled("vllm-2 serves\x1b the policy"): "vllm-2 serves\\x1b the policy",
     Quiet(45.2, ("3 of 8 groups are there", "environment a\x1b samples")): (
         "No step for 45 s: 3 of 8 groups are there. environment a\\x1b samples"
     ),
