@@ -36,7 +36,7 @@ from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.run.api_link import ApiLink
 from atroposlib.envs.run.env_run import EnvRun
-from atroposlib.envs.run.environment import Environment
+from atroposlib.envs.run.environment import Environment, allowed_workers
 from atroposlib.envs.run.order import Order, placed, why_not_repeatable
 from atroposlib.envs.run.pacing import (
     EVALUATION_RUNS,
@@ -444,7 +444,8 @@ class ServeLoop:
             return
         self._listed_at = time.monotonic()
         if await self.env.server.follow(await self.link.servers()):
-            self.env.max_num_workers = self.env._allowed_workers()
+            env = self.env
+            env.max_num_workers = allowed_workers(env.config, len(env.server.servers))
 
     def _save_checkpoint(self, step: int) -> None:
         """Save a checkpoint by the author's method; on a full disk the previous one stays."""

@@ -60,6 +60,12 @@ log = get_logger(__name__)
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 
 
+def allowed_workers(config: BaseEnvConfig, servers: int) -> int:
+    """Return how many groups may be in flight with so many inference servers."""
+    given = config.max_num_workers
+    return given if given >= 0 else config.max_num_workers_per_node * servers
+
+
 class Environment(FormerAttributes, ABC):
     """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`,
     mostly `setup` too.
@@ -87,7 +93,7 @@ class Environment(FormerAttributes, ABC):
         )
         if config.chat_template is not None or config.chat_template_kwargs:
             self.server.tokenizer = self.tokenizer
-        self.max_num_workers = self._allowed_workers()  # groups that may be in flight
+        self.max_num_workers = allowed_workers(config, len(self.server.servers))  # groups that may be in flight
         self.process_mode = False
 
         # What the API and the trainer said last.
@@ -111,11 +117,6 @@ class Environment(FormerAttributes, ABC):
         if self.jsonl_writer is not None:
             self.jsonl_writer.keep(parse_keep(config.keep_samples))
         self._env_run: EnvRun[Environment] = EnvRun(self)
-
-    def _allowed_workers(self) -> int:
-        """Return how many groups may be in flight, with the servers that there are now."""
-        given: int = self.config.max_num_workers
-        return given if given >= 0 else self.config.max_num_workers_per_node * len(self.server.servers)
 
     # --- what an author writes ------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_awaits_teacher",
         "_before_sending",
         "_check_installed",
+        "_decided",
         "_env_run",
         "_evaluate_samples",
         "_expect_teacher",
