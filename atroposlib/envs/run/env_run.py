@@ -235,7 +235,7 @@ class EnvRun(Generic[E]):
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
         try:
             await self._chosen_among(item)
-        except Exception:
+        except Exception:  # the caller's; what was decided before it is told, unless the item was cancelled
             await self._tell_decided()
             raise
         await self._tell_decided()

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from vllm_patching.batch_invariant import hooks, kernels
+from vllm_patching.batch_invariant import coverage, hooks, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
 from vllm_patching.batch_invariant.cuda import longest_query
 from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
@@ -237,3 +237,11 @@ def test_ranks_of_experts_compute_parts_that_add_up(dtype: torch.dtype) -> None:
         for own in (slice(0, 24), slice(24, 48))
     ]
     assert torch.equal(kernels.experts(x, w13, w2, shares, chosen, ranks=2), of_ranks[0] + of_ranks[1])
+
+
+def test_experts_are_covered_on_a_cpu_and_refused_by_name_on_a_gpu() -> None:
+    config = Qwen3MoeConfig()
+    assert coverage.why_not_exact(config, tp_size=2) is None
+    refused = "model type 'qwen3_moe'; covered on cuda are llama, qwen2, qwen3"
+    assert coverage.why_not_exact(config, device="cuda") == refused
+    assert "covered on cpu" in (coverage.why_not_exact(MixtralConfig()) or "")
