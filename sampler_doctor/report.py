@@ -43,5 +43,5 @@ def summary(rows: Sequence[Row], seconds: float) -> str:
 
 def write_receipt(path: Path, versions: Mapping[str, object], rows: Sequence[Row], seconds: float) -> None:
     """Write versions and rows as JSON. The server's address is not in it."""
-    content = {**versions, "seconds": round(seconds, 1), "rows": [asdict(row) for row in rows]}
+    content = {**versions, "seconds": round(seconds, 3), "rows": [asdict(row) for row in rows]}
     write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

@@ -140,7 +140,7 @@ class Doctor:
 def _row(check: Check, session: Session, after: str) -> Row:
     started = time.perf_counter()
     found = _found(partial(check.run, session))
-    seconds = round(time.perf_counter() - started, 2)
+    seconds = round(time.perf_counter() - started, 3)
     return Row(check.name, found.result, found.figure, found.limit, check.means, check.remedy, after, seconds)
 
 
