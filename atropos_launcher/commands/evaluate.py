@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from atropos_launcher.commands.train import AUTO, choose_folder, described, find_site, start
+from atropos_launcher.commands.train import AUTO, choose_folder, described, find_site, start, with_best_layout
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     asked = replace(asked, run=untaught(asking(asked.run, given)))
     run_dir = evaluation_folder(asked, given)
     with Ports() as ports:
+        asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         plan = replace(
             plan,

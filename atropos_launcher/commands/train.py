@@ -39,6 +39,7 @@ from atropos_launcher.placement.gpus import (
 )
 from atropos_launcher.placement.machines import LOOPBACK, MachineFlags, Machines
 from atropos_launcher.placement.ports import Ports, holder
+from atropos_launcher.placement.speed import best_layout, layouts, speed_lines
 from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.scaling import Scaling
@@ -66,6 +67,7 @@ from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import GIB, amount
+from example_trainer.settings.bridges import MODES
 from example_trainer.settings.cpu_cores import shown_cores
 
 # "trainer" is where ranks of several machines meet
@@ -93,6 +95,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
     asked = read_command_line(argv, prog=prog)
     run_dir = choose_folder(asked)
     with Ports() as ports:
+        asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         expect_lesson(plan.run, plan.trainer, plan.environments)
         expect_sampling(plan.trainer)
@@ -156,6 +159,23 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     teacher = find_teacher(asked, mine, ports, vllm_ports)
     placed = [replace(_placed(asked, site), teacher=teacher, agents_port=agents_port) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def with_best_layout(asked: Asked, run_dir: Path, ports: Ports) -> Asked:
+    """With as many vLLM servers as sample the most on vLLM's GPUs, where neither the user nor the recipe says how these
+    are used. A run that is resumed keeps what it had. Raises ConfigError.
+    """
+    run, vllm = asked.run, asked.run.vllm
+    if isinstance(vllm, list) or {"count", "port"} & {*vllm} or tensor_parallel_size(vllm) > 1:
+        return asked
+    if not MODES[run.kind].feeds_several or run.layout.names_gpus or asked.resume is not None:
+        return asked
+    site = find_site(replace(asked, dry_run=True), run_dir, ports)
+    need = need_of(asked, site)
+    ways = {} if need is None else layouts(need, site.placement)
+    if not ways or (count := best_layout(ways)) == 1:
+        return asked
+    return replace(asked, run=run.model_copy(update={"vllm": {**vllm, "count": count}, "model": site.model}))
 
 
 def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple[int, ...]) -> TeacherPlace | None:
@@ -289,7 +309,9 @@ def is_accepted(command: str) -> bool:
     try:
         asked = read_command_line([*(["quickstart"] if name == "quickstart" else []), *words, "--dry-run"])
         with Ports() as ports:
-            plan = make_plan(asked.run, asked.sections, find_site(asked, choose_folder(asked), ports))
+            run_dir = choose_folder(asked)
+            asked = with_best_layout(asked, run_dir, ports)
+            plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
             expect_fit(plan, asked)
     except AtroposError:
         return False
@@ -359,6 +381,7 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
+    notes += [] if need is None else ["", *speed_lines(need, site.placement)]
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)

@@ -1,0 +1,144 @@
+"""What a step takes on GPUs by arithmetic, and the layout of vLLM's GPUs that follows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atropos_launcher.commands.train import with_best_layout
+from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
+from atropos_launcher.placement.ports import Ports
+from atropos_launcher.placement.speed import (
+    SUM_S,
+    active_weights,
+    best_layout,
+    card_of,
+    layouts,
+    sampling,
+    speed_lines,
+    training_s,
+)
+from example_trainer.memory.model_size import model_size
+from example_trainer.memory.plan import GB
+from example_trainer.settings.config import TrainerConfig
+from tests.unit.launcher.plans import ask_for, no_processes, on_gpus
+
+__all__ = ["no_processes"]
+
+FOUR = Placement((ServerPlace(("0", "1", "2", "3")),), ("4", "5", "6", "7"))
+FOUR_SERVERS = replace(FOUR, servers=tuple(ServerPlace((gpu,)) for gpu in "0123"))
+
+
+def need(model: str, gpu_gb: int = 80, **settings: object) -> Need:
+    size = model_size(model)
+    assert size is not None
+    batch = {"batch_size": 8, "gradient_accumulation_steps": 8, "seq_len": 1024}
+    config = TrainerConfig.model_validate({"model_name": model, "bridge": {"kind": "broadcast"}, **batch, **settings})
+    return Need(config, size, gpu_gb * GB, "bfloat16", (ServerNeed(1024),) * 4, 1000 * GB)
+
+
+def test_a_token_reads_the_weights_and_half_full_caches_once() -> None:
+    """Qwen3-8B: 8.191e9 weights without the embedding's 151,936 x 4,096, and 147,456 bytes of cache for each of 512
+    tokens of 16 answers, at 3.35e12 bytes per second.
+    """
+    found = sampling(need("Qwen/Qwen3-8B"), FOUR_SERVERS)
+    assert found is not None
+    read = 2 * (8.1907e9 - 151_936 * 4096) + 16 * 512 * 147_456
+    assert found.token_s == pytest.approx(read / 3.35e12, rel=1e-3)
+    assert found.tokens_per_s == pytest.approx(64 / found.token_s)
+
+
+def test_tensor_parallel_ranks_read_a_part_each_and_add_two_sums_a_layer() -> None:
+    alone = sampling(need("Qwen/Qwen3-8B"), replace(FOUR, servers=(ServerPlace(("0",)),)))
+    split = sampling(need("Qwen/Qwen3-8B"), FOUR)
+    assert alone is not None
+    assert split is not None
+    assert split.token_s - alone.token_s / 4 == pytest.approx(2 * 36 * SUM_S, rel=0.2)  # and 0.5 MB over the link
+
+
+def test_many_answers_are_bound_by_operations_and_not_by_bytes() -> None:
+    busy = sampling(need("Qwen/Qwen3-0.6B", batch_size=64, seq_len=64), replace(FOUR, servers=(ServerPlace(("0",)),)))
+    assert busy is not None
+    assert busy.rows == 256  # at once, of 512
+    assert busy.tokens_per_s == pytest.approx(256 / busy.token_s)
+
+
+def test_a_full_cache_bounds_the_answers_at_once() -> None:
+    """Each answer of 32,768 tokens, half full, takes 2.4 GB of the 44 GB that a GPU of 80 has beside two copies."""
+    long = replace(need("Qwen/Qwen3-8B"), servers=(ServerNeed(32_768),) * 4)
+    found = sampling(long, replace(FOUR, servers=(ServerPlace(("0",)),)))
+    assert found is not None
+    assert found.rows == int((0.92 * 80e9 - 4 * 8.1907e9 - 2e9) / (147_456 * 16_384))
+
+
+def test_a_mixture_reads_the_experts_that_any_token_chooses() -> None:
+    size = model_size("Qwen/Qwen3-30B-A3B")
+    assert size is not None
+    one, many = active_weights(size, 1), active_weights(size, 64)
+    assert 2.5e9 < one < 3.5e9  # "A3B"
+    assert 0.9 * size.count < many < size.count
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "name"),
+    [(80 * GB, "H100"), (81_559 << 20, "H100"), (143_771 << 20, "H200"), (24_564 << 20, "RTX 4090"), (0, None)],
+)
+def test_a_card_is_known_by_its_memory(nbytes: int, name: str | None) -> None:
+    card = card_of(nbytes)
+    assert (card and card.name) == name
+
+
+def test_a_gpu_that_no_data_sheet_matches_gets_no_figures() -> None:
+    assert card_of(64 * GB) is None
+    assert speed_lines(need("Qwen/Qwen3-0.6B", gpu_gb=64), FOUR) == []
+
+
+def test_small_models_are_sampled_by_many_servers_and_large_ones_by_one() -> None:
+    assert best_layout(layouts(need("Qwen/Qwen3-0.6B"), FOUR)) == 4
+    assert best_layout(layouts(need("Qwen/Qwen3-8B"), FOUR)) == 1
+
+
+def test_a_server_of_one_gpu_is_no_choice_where_the_model_does_not_fit_one() -> None:
+    ways = layouts(need("Qwen/Qwen3-32B", optimizer="adamw", gradient_checkpointing=True), FOUR)
+    assert 4 not in ways
+    assert 1 in ways
+
+
+def test_training_takes_six_operations_a_weight_and_eight_with_checkpointing() -> None:
+    """64 rollouts of 1,024 tokens of Qwen3-8B on four H100s: attention multiplies 36 layers of 4,096 features."""
+    plain, card = need("Qwen/Qwen3-8B"), card_of(80 * GB)
+    assert card is not None
+    seconds = training_s(plain, FOUR, card)
+    operations = 65_536 * 6 * (8.1907e9 - 151_936 * 4096 + 36 * 4096 * 1024)
+    assert seconds == pytest.approx(operations / (4 * 0.27 * 989e12), rel=1e-3)
+    again = training_s(need("Qwen/Qwen3-8B", gradient_checkpointing=True), FOUR, card)
+    assert again == pytest.approx(seconds * 8 / 6)
+
+
+def test_the_lines_say_that_nothing_was_measured_and_which_layout_the_run_has() -> None:
+    said = "\n".join(speed_lines(need("Qwen/Qwen3-8B"), FOUR))
+    assert "by arithmetic" in said
+    assert "not measured" in said
+    assert "1 of 4 GPUs: 27,397 (this run); 2 of 2 GPUs" in said
+    assert "broadcast" not in "\n".join(speed_lines(need("Qwen/Qwen3-8B", bridge={"kind": "lora"}), FOUR))
+
+
+@pytest.mark.parametrize(
+    ("typed", "servers"),
+    [
+        ([], 4),
+        (["--vllm.count", "1"], 1),
+        (["--vllm.count", "2"], 2),
+        (["--vllm.tensor_parallel_size", "2"], 1),
+        (["--layout.vllm", "0,1"], 1),
+        (["--bridge", "reload"], 1),  # feeds one server
+        (["--model", "Qwen/Qwen3-8B"], 1),
+    ],
+)
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_takes_the_layout_that_samples_the_most_unless_the_user_chose(
+    typed: list[str], servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch, list("01234567"))
+    asked = ask_for("gsm8k", *([] if "--model" in typed else ["--model", "Qwen/Qwen3-0.6B"]), *typed)
+    assert len(with_best_layout(asked, Path("/run"), Ports()).run.servers) == servers
