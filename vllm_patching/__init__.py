@@ -2,7 +2,7 @@
 
 endpoint.py, plugin.py   what vLLM loads: in its API server, in each of its processes
 worker.py      BridgeWorker, AdapterWorker (--worker-cls): arena and updater thread, or adapters
-compat.py      with worker.py the only file that knows where things are in each supported vLLM version
+compat         with worker.py the only place that knows where things are in each supported vLLM version
 engines/       how weights arrive, one class per mode; the session; the WeightUpdater_TP{r} thread
 memory/        vLLM's fused, sharded parameters as flat buffers: one live, one staging; memory that two processes share
 kv_cache/      what vLLM's KV cache keeps over a sync, and what it saves

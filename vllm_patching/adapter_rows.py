@@ -1,4 +1,4 @@
-"""The products of a LoRA layer on CPUs: one matrix product per adapter. compat.py puts them in place of vLLM's.
+"""The products of a LoRA layer on CPUs: one matrix product per adapter. compat/ puts them in place of vLLM's.
 
 vLLM-CPU copies the adapter's matrices for every token before it multiplies: 8 MB per token and layer for a rank-16
 adapter of a 135M model. `slots` [rows] is the adapter of each row, -1 for none. `weights` [adapters, 1, out, in] has

@@ -12,7 +12,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from atroposlib.http_guard import HostGuard, OwnHosts
-from vllm_patching import compat, structured_outputs, vllm_types
+from vllm_patching import structured_outputs, vllm_types
+from vllm_patching.compat import vllm_engine, vllm_requests, vllm_server
 from vllm_patching.engines import ROUTES, engines_of
 from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
@@ -27,7 +28,7 @@ from vllm_patching.kv_cache.counted import ReadTokens
 from vllm_patching.kv_cache.salts import tagged
 from vllm_patching.kv_cache.session import InSession, current_session
 
-log = compat.init_logger("vllm.atropos_bridge")
+log = vllm_engine.init_logger("vllm.atropos_bridge")
 
 
 class BridgeEndpoints:
@@ -48,12 +49,12 @@ class BridgeEndpoints:
         add_routes(app)
 
     async def init_state(self, engine_client: vllm_types.EngineClient, state: Any, args: vllm_types.Arguments) -> None:
-        compat.refuse_undecodable_requests(engine_client)
+        vllm_requests.refuse_undecodable_requests(engine_client)
         state.limited_work = LimitedWork(_child_order(engine_client, args))
         structured = getattr(args, "structured_outputs", False)
         bounds = structured_outputs.refusal if structured else structured_outputs.off
-        compat.check_structured_outputs(bounds)
-        compat.check_requests(engine_client, GrammarCheck(state.limited_work, bounds).expect_fast)
+        vllm_requests.check_structured_outputs(bounds)
+        vllm_requests.check_requests(engine_client, GrammarCheck(state.limited_work, bounds).expect_fast)
         bridge = (args.additional_config or {}).get("atropos_bridge")
         serving = Serving(
             engine_client,
@@ -62,22 +63,22 @@ class BridgeEndpoints:
             tp_size=args.tensor_parallel_size,
             bridge_on=bridge is not None,
             staging=bridge is not None and bridge["staging"] != "none",
-            max_model_len=compat.longest_sequence(engine_client),
+            max_model_len=vllm_engine.longest_sequence(engine_client),
             max_lora_rank=args.max_lora_rank if args.enable_lora else None,
             models=state.openai_serving_models,
             kv_on_sync=getattr(args, "kv_on_sync", "reset"),
         )
         if serving.kv_on_sync == "salt":
-            compat.tag_requests(engine_client, lambda salt: tagged(current_session(), salt))
+            vllm_engine.tag_requests(engine_client, lambda salt: tagged(current_session(), salt))
         state.read_tokens = ReadTokens()
-        compat.count_read_tokens(engine_client, state.read_tokens)
+        vllm_engine.count_read_tokens(engine_client, state.read_tokens)
         await serving.start()
         state.sessions = Sessions(serving, engines_of(serving))
         chosen = getattr(args, "tool_call_parser", None)
         state.tool_calls = ToolCallParsing(state.limited_work, chosen)
         if structured or chosen:  # otherwise most servers never need it
             state.starting = asyncio.create_task(state.limited_work.warm_up())
-        self._guard_hosts(args, compat.api_keys(args))
+        self._guard_hosts(args, vllm_server.api_keys(args))
         state.engine_watch.start(engine_client, getattr(args, "engine_deadline_s", ENGINE_DEADLINE_S))
         on = "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1"
         log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if serving.bridge_on else on)
@@ -95,7 +96,7 @@ class BridgeEndpoints:
 def _child_order(engine: vllm_types.EngineClient, args: vllm_types.Arguments) -> dict[str, object]:
     model = engine.model_config
     return {
-        "tokenizer": compat.tokenizer_of(model),
+        "tokenizer": vllm_server.tokenizer_of(model),
         "vocabulary": model.get_vocab_size(),
         "tool_parser_plugin": getattr(args, "tool_parser_plugin", None) or None,
     }

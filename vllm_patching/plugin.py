@@ -30,18 +30,18 @@ def register() -> None:
         from vllm_patching.batch_invariant import hooks
 
         hooks.install()
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_engine, vllm_layers
 
-    if compat.on_cpu():
-        compat.accept_routed_experts()
-        compat.take_back_discarded_draws()
+    if vllm_layers.on_cpu():
+        vllm_engine.accept_routed_experts()
+        vllm_engine.take_back_discarded_draws()
     if os.environ.get(SALTED) == "1":
-        compat.salt_requests()
+        vllm_engine.salt_requests()
     parent = multiprocessing.parent_process()
     if parent is not None:  # the API process has none
-        compat.end_engine_with_its_threads()
-        if compat.on_cpu():
-            compat.zero_new_kv_blocks()
+        vllm_engine.end_engine_with_its_threads()
+        if vllm_layers.on_cpu():
+            vllm_engine.zero_new_kv_blocks()
         _end_with(parent.pid)
 
 

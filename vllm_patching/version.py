@@ -1,4 +1,4 @@
-"""The vLLM versions that compat.py supports. They are checked before vLLM is imported, which takes seconds."""
+"""The vLLM versions that compat/ supports. They are checked before vLLM is imported, which takes seconds."""
 
 from importlib.metadata import packages_distributions, version
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from atroposlib.files import write_whole
 from atroposlib.processes.identity import this_process
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
-from vllm_patching import adapter_rows, compat, refusal, vllm_types
+from vllm_patching import adapter_rows, refusal, vllm_types
+from vllm_patching.compat import vllm_engine, vllm_layers, vllm_server
 from vllm_patching.decode_watch import DecodeWatch, Watched
 from vllm_patching.engines import RECEIVERS
 from vllm_patching.engines.adapter_files import Pairs
@@ -36,16 +37,16 @@ from vllm_patching.memory.shared_buffer import SharedBuffer
 from vllm_patching.routing import RoutingRecorder
 from vllm_patching.version import VERSION
 
-log = compat.init_logger("vllm.atropos_bridge")
+log = vllm_engine.init_logger("vllm.atropos_bridge")
 
 
 def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
     """Returns the function that computes a layer from its weight: vLLM's product with a packed weight, which is packed
     again for new weights. A compiled model would keep the first packed weight forever, so it gets torch's product.
     """
-    if enforce_eager and compat.has_onednn_linear():
-        return lambda weight: packed.PackedLinear(compat.plain_linear, compat.onednn_linear)
-    return lambda weight: compat.plain_linear
+    if enforce_eager and vllm_layers.has_onednn_linear():
+        return lambda weight: packed.PackedLinear(vllm_layers.plain_linear, vllm_layers.onednn_linear)
+    return lambda weight: vllm_layers.plain_linear
 
 
 def _answered(method: Callable[..., object]) -> Callable[..., object]:
@@ -62,7 +63,7 @@ def _answered(method: Callable[..., object]) -> Callable[..., object]:
     return answer
 
 
-class ProbedWorker(compat.worker_class()):  # type: ignore[misc]
+class ProbedWorker(vllm_engine.worker_class()):  # type: ignore[misc]
     """Keeps the logits of a trainer's probe (decode_watch.py). On CPUs it records the experts of each token, if the
     server returns them. CUDA's model runner does so itself.
     """
@@ -76,8 +77,8 @@ class ProbedWorker(compat.worker_class()):  # type: ignore[misc]
         if hasattr(model, "compute_logits"):
             self._watch = DecodeWatch(model)
         connector = None
-        if compat.on_cpu():
-            connector = compat.routing_connector(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
+        if vllm_layers.on_cpu():
+            connector = vllm_engine.routing_connector(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
         if connector is not None:
             self._recorder = RoutingRecorder(connector)
             log.info("[vLLM Patch] ✓ Routed experts of each token are recorded")
@@ -113,10 +114,10 @@ class BridgeWorker(ProbedWorker):
     """Loads the model with plain weights, exports its mapping, and starts `WeightUpdater_TP{rank}`."""
 
     def load_model(self, **kwargs: object) -> None:
-        if compat.on_cpu():
-            compat.keep_plain_linears(linear_for(self.model_config.enforce_eager))
-            compat.keep_plain_experts()
-        compat.watch_processing(refusing_derived)
+        if vllm_layers.on_cpu():
+            vllm_layers.keep_plain_linears(linear_for(self.model_config.enforce_eager))
+            vllm_layers.keep_plain_experts()
+        vllm_layers.watch_processing(refusing_derived)
         try:
             super().load_model(**kwargs)
             self._map_weights()
@@ -125,9 +126,9 @@ class BridgeWorker(ProbedWorker):
             raise
 
     def _map_weights(self) -> None:
-        group = compat.get_tp_group()
+        group = vllm_engine.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size
-        compat.unlink_collective_files()
+        vllm_engine.unlink_collective_files()
         model = self.model_runner.get_model()
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
@@ -316,15 +317,15 @@ class AdapterWorker(ProbedWorker):
     """Loads adapters beside the one that is served."""
 
     def load_model(self, **kwargs: object) -> None:
-        if compat.on_cpu():
+        if vllm_layers.on_cpu():
             if self.model_config.is_moe:
                 raise RuntimeError(
                     f"{self.model_config.model} is a mixture of experts, for which vLLM has no adapters on CPUs: train"
                     " its weights (--weight-bridge-mode shared_vllm), or serve it on a GPU"
                 )
-            compat.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
+            vllm_layers.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
         super().load_model(**kwargs)
-        compat.unlink_collective_files()
+        vllm_engine.unlink_collective_files()
 
     @_answered
     def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> None:
@@ -335,7 +336,7 @@ class AdapterWorker(ProbedWorker):
         model = self.model_runner.get_model()
         layers = mapping.adaptable_layers(model)
         for tensors, (rank, inputs, outputs) in pairs.items():
-            layer = compat.adapted_layer(model, f"{tensors}.lora_A.weight")
+            layer = vllm_layers.adapted_layer(model, f"{tensors}.lora_A.weight")
             if layer not in layers:
                 raise ValueError(f"the served model has no layer {layer} that takes an adapter")
             sizes = layers[layer]
@@ -344,4 +345,4 @@ class AdapterWorker(ProbedWorker):
                     f"{layer} has lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, "
                     f"the served model's layer has {sizes[0]} inputs and {sizes[1]} outputs"
                 )
-        self.add_lora(compat.adapter_request(name, lora_id, path))
+        self.add_lora(vllm_server.adapter_request(name, lora_id, path))

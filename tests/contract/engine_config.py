@@ -2,8 +2,8 @@
 
     PYTHONPATH=WHEEL:TRITON:. python -m tests.contract.engine_config MODE     (of releases.MODES)
 
-`vllm_api_server.main` runs whole, with vLLM's own parser and plugins; `compat.serve` is replaced by what comes next in
-vLLM: the engine's configuration on its CUDA platform, and the worker class that this names. It prints a JSON
+`vllm_api_server.main` runs whole, with vLLM's own parser and plugins; `vllm_server.serve` is replaced by what comes
+next in vLLM: the engine's configuration on its CUDA platform, and the worker class that this names. It prints a JSON
 object on a line of its own.
 """
 
@@ -29,12 +29,12 @@ def main(mode: str) -> None:
     platform.device_count = classmethod(lambda cls: gpus)  # vLLM asks PyTorch, whose build has no CUDA
     from example_trainer import vllm_api_server
     from tests.contract.tiny_model import write_model
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_server
 
     with tempfile.TemporaryDirectory() as directory:
         write_model("qwen3", Path(directory) / "model")
         os.environ["VLLM_BRIDGE_CONFIG_PATH"] = f"{directory}/bridge.json"
-        compat.serve = lambda args: print(json.dumps(engine_of(args), default=str))
+        vllm_server.serve = lambda args: print(json.dumps(engine_of(args), default=str))
         argv = ["--model", f"{directory}/model", "--max-model-len", "128", "--max-num-seqs", "8", "--port", "0"]
         vllm_api_server.main([*argv, *MODES[mode][0]])
 
@@ -47,8 +47,9 @@ def engine_of(args: Any) -> dict[str, Any]:
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_patching import compat, version
+    from vllm_patching import version
     from vllm_patching.batch_invariant.attention import BLOCK
+    from vllm_patching.compat import vllm_kernels
     from vllm_patching.endpoint import BridgeEndpoints
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -68,7 +69,7 @@ def engine_of(args: Any) -> dict[str, Any]:
         "extends_gpu_worker": issubclass(worker, Worker),
         "bridge": "atropos_bridge" in (config.additional_config or {}),
         "endpoints": isinstance(BridgeEndpoints(), EndpointPlugin),
-        "why_not_exact": compat.why_not_exact_on_cuda(config, BLOCK),
+        "why_not_exact": vllm_kernels.why_not_exact_on_cuda(config, BLOCK),
     }
 
 

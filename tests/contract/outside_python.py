@@ -21,6 +21,7 @@ COMMAND_LINES = (
 )  # for vLLM's parser
 ENTRY, MODELS = "vllm/entrypoints", "vllm/model_executor/models"
 ENDPOINT = "vllm_patching/endpoint.py"
+COMPAT = "vllm_patching/compat/vllm_"
 
 
 class Row(NamedTuple):
@@ -54,19 +55,19 @@ TABLE = (
     Row(ENDPOINT, "state: Any, args", ENTRY, r"init_endpoint_plugins_state\(engine_client, state, args\)"),
     Row(ENDPOINT, "state.openai_serving_models", ENTRY, r"state\.openai_serving_models = "),
     # who may come in: the keys as vLLM reads them, and that it serves the very app whose middleware we wrap
-    Row("vllm_patching/compat.py", "args.api_key or [envs", ENTRY, r"args\.api_key or \[envs\.VLLM_API_KEY\]"),
+    Row(COMPAT + "server.py", "args.api_key or [envs", ENTRY, r"args\.api_key or \[envs\.VLLM_API_KEY\]"),
     Row(ENDPOINT, "self._app.middleware_stack = ", ENTRY, r"await serve_http\(\s*app,"),
     # structured outputs: the fields of the backend's base, and that every route comes by what is hooked
-    Row("vllm_patching/compat.py", "vocab_size=vocabulary", "vllm/v1/structured_output", r"^    vocab_size: int"),
-    Row("vllm_patching/compat.py", "._validate_structured_outputs", "vllm", r"self\._validate_structured_outputs\("),
-    Row("vllm_patching/compat.py", ".__post_init__", "vllm/sampling_params.py", r"^    def __post_init__\(self\):"),
-    Row("vllm_patching/compat.py", "sampling_params: obj", "vllm/v1/engine/async_llm.py", r"^ {8}sampling_params: S"),
+    Row(COMPAT + "requests.py", "vocab_size=vocabulary", "vllm/v1/structured_output", r"^    vocab_size: int"),
+    Row(COMPAT + "requests.py", "._validate_structured_outputs", "vllm", r"self\._validate_structured_outputs\("),
+    Row(COMPAT + "requests.py", ".__post_init__", "vllm/sampling_params.py", r"^    def __post_init__\(self\):"),
+    Row(COMPAT + "requests.py", "sampling_params: obj", "vllm/v1/engine/async_llm.py", r"^ {8}sampling_params: S"),
     # by name, so that no import shows them
-    Row("vllm_patching/compat.py", "home.log_softmax", "vllm/model_executor", r"^def log_softmax\(input: .*, dim: "),
-    Row("vllm_patching/compat.py", "mm_features=None", "vllm/v1/engine/__init__.py", r"^    mm_features: .*None"),
-    Row("vllm_patching/compat.py", "prompt_embeds=None", "vllm/v1/engine/__init__.py", r"^    prompt_embeds: .*None"),
+    Row(COMPAT + "kernels.py", "home.log_softmax", "vllm/model_executor", r"^def log_softmax\(input: .*, dim: "),
+    Row(COMPAT + "requests.py", "mm_features=None", "vllm/v1/engine/__init__.py", r"^    mm_features: .*None"),
+    Row(COMPAT + "requests.py", "prompt_embeds=None", "vllm/v1/engine/__init__.py", r"^    prompt_embeds: .*None"),
     Row("vllm_patching/memory/mapping.py", "packed_modules_mapping", f"{MODELS}/llama.py", "packed_modules_mapping ="),
-    Row("vllm_patching/compat.py", '"keep"', "vllm/v1/engine", r'"keep"'),
+    Row(COMPAT + "engine.py", '"keep"', "vllm/v1/engine", r'"keep"'),
     Row("vllm_patching/engines/base.py", '"abort"', "vllm/v1/engine", r'"abort"'),
     Row(COMMAND_LINES[0], "args.worker_cls = ", "vllm/v1/worker", r"config\.worker_cls"),
 )  # fmt: skip

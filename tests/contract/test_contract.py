@@ -93,11 +93,11 @@ def test_a_use_that_no_release_serves_is_named(tmp_path: Path) -> None:
     for package in ("vllm_patching", "example_trainer", "atroposlib"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    compat = tmp_path / "vllm_patching/compat.py"
+    compat = tmp_path / "vllm_patching/compat/vllm_engine.py"
     source = compat.read_text(encoding="utf-8")
     assert "pause_scheduler_async(mode=" in source
     compat.write_text(source.replace("pause_scheduler_async(mode=", "pause_scheduler_async(modes="), encoding="utf-8")
-    use = r"compat\.py:\d+ uses pause_scheduler_async\(modes=, clear_cache=\)"
+    use = r"vllm_engine\.py:\d+ uses pause_scheduler_async\(modes=, clear_cache=\)"
     expected = rf"{use}, but vllm/v1/engine/core_client\.py:\d+: it takes no modes"
     with wheels_needed(), pytest.raises(releases.NotProven, match=expected):
         releases.check_symbols(PROVEN[-1], tmp_path)

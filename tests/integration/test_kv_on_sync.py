@@ -16,7 +16,7 @@ from tests.client import http
 from tests.integration.conftest import AUTHORIZED, Server, start_server, stop_server
 from tests.integration.test_bridge import finish, read_until, start_child
 from tests.waiting import wait_until
-from vllm_patching import compat  # noqa: F401  # before a test's time limit begins
+from vllm_patching.compat import vllm_engine  # noqa: F401  # before a test's time limit begins
 
 PROMPT = [5 + i % 50 for i in range(200)]
 BLOCKS = 192  # tokens of PROMPT in whole blocks of 32

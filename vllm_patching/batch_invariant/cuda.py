@@ -6,7 +6,7 @@ The trainer calls them through example_trainer/exact/cuda.py. Forward only. Writ
 
     linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) stay
                   fused
-    rms_norm      one Triton kernel, one program per row; of a sum, once the sum is rounded (compat.add_before_norm)
+    rms_norm      one Triton kernel, one program per row; of a sum, once the sum is rounded (add_before_norm)
     silu_and_mul, rotate                 vLLM's elementwise kernels, the rotary table by vLLM's formula on the GPU
     attention     FlashAttention over a paged cache with pages of the server's size, the context never split
     log_softmax   the Triton kernel that the mode registers for torch's own
@@ -113,9 +113,9 @@ def vllm_kernels(config: object, dtype: torch.dtype, device: torch.device) -> Cu
         from vllm_patching import version
 
         version.check_version()
-        from vllm_patching import compat
+        from vllm_patching.compat import vllm_kernels
 
-        return CudaKernels(**compat.cuda_kernels(config, dtype, device))
+        return CudaKernels(**vllm_kernels.cuda_kernels(config, dtype, device))
     except (ImportError, KeyError, RuntimeError) as error:  # not installed, not importable, UnsupportedVllm
         raise NotInvariant(
             f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}"

@@ -3,7 +3,7 @@ model exists.
 
 On CUDA vLLM's own mode does this; one kernel of that mode is replaced, attention is told of a longer query than there
 is where it would decode by other tiles, and settings that the trainer cannot match are refused. On CPUs seven
-replacements, each of one function or method of vLLM, make it compute with kernels.py (all through compat.py):
+replacements, each of one function or method of vLLM, make it compute with kernels.py (all through compat/):
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
                                  (../memory/packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays,
@@ -19,45 +19,46 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
 from vllm_patching.batch_invariant import coverage, kernels, self_check
 from vllm_patching.batch_invariant.attention import BLOCK
 from vllm_patching.batch_invariant.cuda import longest_query
 from vllm_patching.batch_invariant.switch import NotInvariant
+from vllm_patching.compat import vllm_engine, vllm_kernels, vllm_layers
 from vllm_patching.memory import packed
 
-log = compat.init_logger("vllm.atropos_exact")
+log = vllm_engine.init_logger("vllm.atropos_exact")
 
 
 @cache
 def install() -> None:
     """Check the model, replace what must be replaced; idempotent."""
-    compat.wrap_config_check(check_model)
-    if not compat.on_cpu():
-        compat.add_before_norm()
-        compat.tell_longest_query(longest_query)
+    vllm_kernels.wrap_config_check(check_model)
+    if not vllm_layers.on_cpu():
+        vllm_kernels.add_before_norm()
+        vllm_kernels.tell_longest_query(longest_query)
         log.info(
             "[vLLM Patch] ✓ Batch-invariant: vLLM's own kernels, the residual added before each norm, decoding in the"
             " attention tiles of prefill"
         )
         return
-    compat.keep_plain_linears(_linear_for)
-    compat.wrap_attention_metadata(_tiled)
-    compat.attend_without_amx()
-    compat.replace_rotary(kernels.rotary_table, kernels.rotate)
-    compat.replace_norm_and_activation(_norm, _silu_and_mul)
-    compat.keep_plain_experts(_experts)
-    compat.replace_routing(kernels.route)
+    vllm_layers.keep_plain_linears(_linear_for)
+    vllm_kernels.wrap_attention_metadata(_tiled)
+    vllm_kernels.attend_without_amx()
+    vllm_kernels.replace_rotary(kernels.rotary_table, kernels.rotate)
+    vllm_kernels.replace_norm_and_activation(_norm, _silu_and_mul)
+    vllm_layers.keep_plain_experts(_experts)
+    vllm_kernels.replace_routing(kernels.route)
     log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")
 
 
 def check_model(config: vllm_types.VllmConfig) -> None:
     """Raise NotInvariant for a model or setting of vLLM that is not covered. `config` is vLLM's own, resolved."""
     model, parallel = config.model_config, config.parallel_config
-    device = "cpu" if compat.on_cpu() else "cuda"
+    device = "cpu" if vllm_layers.on_cpu() else "cuda"
     reason = coverage.why_not_exact(model.hf_config, tp_size=parallel.tensor_parallel_size, device=device)
     if device == "cuda":
-        reason = reason or compat.why_not_exact_on_cuda(config, BLOCK)
+        reason = reason or vllm_kernels.why_not_exact_on_cuda(config, BLOCK)
     asked = {
         "torch.compile (--no-enforce-eager)": device == "cpu" and not model.enforce_eager,
         f"--quantization {model.quantization}": model.quantization,
@@ -74,7 +75,7 @@ def check_model(config: vllm_types.VllmConfig) -> None:
 def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
     """The function that computes a layer with this weight. Raises NotInvariant if this machine cannot."""
     self_check.check_weight(weight)
-    if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
+    if vllm_layers.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
         return packed.PackedLinear(kernels.linear, pack)
     log.warning_once(
         "Packed weights of shape %s give other bits on this machine: using plain ones, which is slower",
@@ -92,7 +93,7 @@ def _experts(x: Tensor, w13: Tensor, w2: Tensor, *routed: Tensor, **how: object)
 
 def pack(weight: Tensor) -> packed.Product:
     """kernels.linear, computed by vLLM's own product with a float32 copy of this weight that oneDNN packed."""
-    return partial(kernels.linear, by=compat.onednn_linear(weight.float()))
+    return partial(kernels.linear, by=vllm_layers.onednn_linear(weight.float()))
 
 
 def _tiled(metadata: vllm_types.AttentionMetadata) -> vllm_types.AttentionMetadata:

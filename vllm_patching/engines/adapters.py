@@ -20,7 +20,8 @@ from msgspec import Meta, Struct
 
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer, Served
 from atroposlib.wire.typed import Name, PolicyVersion, printable
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_engine, vllm_server
 from vllm_patching.engines.adapter_files import Pairs, read_config, read_pairs
 from vllm_patching.engines.base import Engine, FileFault, Refused, Serving, WorkerFailed, log
 from vllm_patching.engines.session import Route, Sessions
@@ -78,7 +79,7 @@ class AdapterEngine(Engine):
         self._staged: _Staged | None = None
         self._versions: dict[str, int] = {}  # of every adapter name ever used
         aliases = {None, "", DEFAULT, *(path.name for path in models.base_model_paths)}
-        compat.add_base_names(models, [DEFAULT, BASE])
+        vllm_server.add_base_names(models, [DEFAULT, BASE])
         self._table = models.lora_requests = PolicyTable(models.lora_requests, aliases - {BASE})
         started_with = {name: int(match[1]) for name in self._table if (match := re.match(r"policy-v(\d+)", name))}
         if started_with:  # --lora-modules policy-v7=DIR: a server restarted in the middle of a run
@@ -123,7 +124,7 @@ class AdapterEngine(Engine):
             raise Refused(
                 f"vLLM cannot load {request.path}: {failed.reason}; it keeps serving {self.serving.served_model}", 422
             ) from None
-        self._staged = _Staged(version, compat.adapter_request(request.name, lora_id, request.path), start)
+        self._staged = _Staged(version, vllm_server.adapter_request(request.name, lora_id, request.path), start)
 
     async def apply(self, version: int) -> AdapterLoaded:
         staged, self._staged = self._staged, None
@@ -134,7 +135,7 @@ class AdapterEngine(Engine):
         self._table[name] = staged.request
         self._versions[name] = self.serving.policy_version = version
         self.serving.served_model = name
-        needed = {name} | compat.adapters_in_use(self.serving.client)
+        needed = {name} | vllm_server.adapters_in_use(self.serving.client)
         if former is not None:
             needed.add(former.lora_name)  # a request may have chosen it a moment ago
             del self._table[former.lora_name]
@@ -144,7 +145,7 @@ class AdapterEngine(Engine):
         return AdapterLoaded(version, seconds, sorted(needed))
 
     async def _unload_when_unused(self, former: vllm_types.LoRARequest) -> None:
-        while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM sends no event
+        while former.lora_name in vllm_server.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM sends no event
             await asyncio.sleep(POLL_S)
         await self.serving.client.remove_lora(former.lora_int_id)
         log.info("Unloaded %s", former.lora_name)
@@ -161,7 +162,7 @@ class AdapterEngine(Engine):
             self._check_rank(max(config.ranks))
             if config.base_model_name_or_path is not None:
                 self._check_base(config.base_model_name_or_path, path)
-            return read_pairs(Path(path), config, compat.served_dtype(self.serving.client))
+            return read_pairs(Path(path), config, vllm_engine.served_dtype(self.serving.client))
         except (FileFault, OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise Refused(
                 f"{printable(path, 300)} cannot be read as a PEFT adapter directory ({printable(str(error), 900)}): "

@@ -27,7 +27,8 @@ from atroposlib.wire.bridge import (
     WorkerStatus,
     read_policy_version,
 )
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_engine
 from vllm_patching.http.gate import Gate
 from vllm_patching.kv_cache import OnSync
 
@@ -96,7 +97,7 @@ class Serving:
     async def start(self) -> None:
         """The weights loaded from disk are the policy version that their directory names, else 0."""
         self.policy_version = read_policy_version(self.model)
-        await compat.label_weights(self.client, self.policy_version)
+        await vllm_engine.label_weights(self.client, self.policy_version)
 
     async def rpc(self, method: str, *args: object) -> list[Any]:
         """Call `method` on every worker, between two forward passes; their replies, rank by rank.
@@ -165,12 +166,12 @@ class Serving:
     async def pause(self, session: str) -> None:
         """Pause for the next version of `session`. What the KV cache has of another trainer's versions always goes."""
         keep = self.kv_on_sync != "reset" and self._cache_of == session
-        await compat.pause(self.client, keep_cache=keep)
+        await vllm_engine.pause(self.client, keep_cache=keep)
         self._cache_of = session
 
     async def serve(self, version: int) -> None:
         """Label the live weights as `version`, which every rank has completely, and let generation continue."""
-        await compat.label_weights(self.client, version)
+        await vllm_engine.label_weights(self.client, version)
         self.policy_version = version
         await self.allow_generation(WEIGHTS)
 

@@ -28,8 +28,8 @@ from atroposlib.wire.bridge import (
     parse_offer,
 )
 from atroposlib.wire.typed import Name, PolicyVersion, printable, typed_body
-from vllm_patching import compat
 from vllm_patching.batch_invariant import switch
+from vllm_patching.compat import vllm_engine, vllm_server
 from vllm_patching.engines.base import FENCE, WEIGHTS, Engine, Refused, Serving, log
 
 
@@ -73,7 +73,7 @@ class Sessions:
             enabled=serving.bridge_on,
             model=serving.model,
             served_model=serving.served_model,
-            dtype=str(compat.served_dtype(serving.client)).removeprefix("torch."),
+            dtype=str(vllm_engine.served_dtype(serving.client)).removeprefix("torch."),
             tp_size=serving.tp_size,
             max_model_len=serving.max_model_len,
             batch_invariant=switch.is_on(),
@@ -87,7 +87,9 @@ class Sessions:
             lease_left_s=round(session.lease_left(), 1) if session else None,
             workers=await serving.workers() if serving.bridge_on else [],
             max_lora_rank=serving.max_lora_rank,
-            adapters_in_use=sorted(compat.adapters_in_use(serving.client)) if serving.max_lora_rank is not None else [],
+            adapters_in_use=sorted(vllm_server.adapters_in_use(serving.client))
+            if serving.max_lora_rank is not None
+            else [],
         )
 
     async def manifest(self) -> Manifest:

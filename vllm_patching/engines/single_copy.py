@@ -19,7 +19,7 @@ from atroposlib.processes.identity import still_runs, this_process
 from atroposlib.wire.bridge import Attached, Paused, Resumed, Served, SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import Process
 from atroposlib.wire.typed import Name, PolicyVersion
-from vllm_patching import compat
+from vllm_patching.compat import vllm_layers
 from vllm_patching.engines.base import Engine, Refused, Serving, log
 from vllm_patching.engines.session import Commit, Route, Session, Sessions
 
@@ -94,7 +94,7 @@ class SingleCopyEngine(Engine):
             deadline_s,
         )
         await self.serving.pause(session.offer.session)
-        if not compat.on_cpu():  # vLLM before 0.29 ends a pause with kernels still running, by its source
+        if not vllm_layers.on_cpu():  # vLLM before 0.29 ends a pause with kernels still running, by its source
             await self.serving.rpc("bridge_quiesce")
         still = time.perf_counter()
         session.renewed = time.monotonic()

@@ -13,7 +13,7 @@ import msgspec
 
 from atroposlib.wire.bridge import Decoded, DecodeProbe
 from atroposlib.wire.typed import WrongValue
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine, vllm_requests
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
 from vllm_patching.http.generate import adapter_of, final_output, refusal_of
@@ -31,7 +31,7 @@ class Probing:
         meanwhile; WrongValue for a probe that contradicts itself or the model.
         """
         serving = sessions.serving
-        _check(probe, compat.vocabulary_size(serving.client), serving.max_model_len)
+        _check(probe, vllm_requests.vocabulary_size(serving.client), serving.max_model_len)
         if (reason := serving.gate.reason()) is not None:
             raise Refused(reason, 503)
         async with self._one:
@@ -53,7 +53,12 @@ class Probing:
                         for sent, prompt in zip(ids, prompts, strict=True)
                     )
                 )
-            except (ValueError, compat.ClientError, compat.EngineGenerateError, compat.EngineDeadError) as error:
+            except (
+                ValueError,
+                vllm_requests.ClientError,
+                vllm_engine.EngineGenerateError,
+                vllm_engine.EngineDeadError,
+            ) as error:
                 await serving.rpc("bridge_watch", {})
                 raise refusal_of(error) from error
             ranks = await serving.rpc("bridge_watched")

@@ -11,10 +11,11 @@ import time
 
 from starlette.types import Scope
 
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_engine
 from vllm_patching.http.gate import generates
 
-log = compat.init_logger("vllm.atropos_bridge")
+log = vllm_engine.init_logger("vllm.atropos_bridge")
 
 ASK_EVERY_S = 2.0
 # vLLM ends a server whose engine died; for this many seconds, /health still answers with the reason

@@ -23,7 +23,8 @@ from msgspec import UNSET, Struct, UnsetType
 from atroposlib.routing import pack
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_engine, vllm_requests
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
@@ -54,7 +55,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
     WrongValue.
     """
     serving = sessions.serving
-    prompt = _prompt(body, compat.vocabulary_size(serving.client))
+    prompt = _prompt(body, vllm_requests.vocabulary_size(serving.client))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
     adapter, adapter_version = adapter_of(sessions, typed_value("model", body.get("model"), str | None))
     started, request_id = serving.policy_version, f"generate-{uuid.uuid4().hex}"
@@ -67,7 +68,12 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
         output = generating.result()
     except asyncio.CancelledError:  # from uvicorn, at the end of its shutdown timeout: the engine is gone
         raise Refused("the server is shutting down", 503) from None
-    except (ValueError, compat.ClientError, compat.EngineGenerateError, compat.EngineDeadError) as error:
+    except (
+        ValueError,
+        vllm_requests.ClientError,
+        vllm_engine.EngineGenerateError,
+        vllm_engine.EngineDeadError,
+    ) as error:
         raise refusal_of(error) from error
     finally:
         generating.cancel()
@@ -90,13 +96,13 @@ def adapter_of(sessions: Sessions, model: str | None) -> tuple[vllm_types.LoRARe
 
 def refusal_of(error: BaseException) -> Refused:
     """Explain why vLLM refused a request, such as one longer than --max-model-len, or could not serve it."""
-    if isinstance(error, compat.EngineDeadError):
+    if isinstance(error, vllm_engine.EngineDeadError):
         return Refused(printable(str(error), 500), 503)
-    if isinstance(error, compat.EngineGenerateError):  # it has no message of its own
+    if isinstance(error, vllm_engine.EngineGenerateError):  # it has no message of its own
         error = error.__cause__ or error
     return Refused(
         f"vLLM cannot generate: {printable(str(error), 500)}",
-        400 if isinstance(error, ValueError | TypeError | compat.ClientError) else 500,
+        400 if isinstance(error, ValueError | TypeError | vllm_requests.ClientError) else 500,
     )
 
 
@@ -133,7 +139,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _reply(output: vllm_types.RequestOutput, params: vllm_types.SamplingParams, started: int, finished: int) -> Reply:
-    spans = [compat.version_spans(sequence, started, finished) for sequence in output.outputs]
+    spans = [vllm_engine.version_spans(sequence, started, finished) for sequence in output.outputs]
     reply = Reply(
         text=[sequence.text for sequence in output.outputs],
         prompt=output.prompt,

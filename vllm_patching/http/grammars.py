@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.wire.typed import printable
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine, vllm_requests
 from vllm_patching.http.limited_work import LimitedWork
 
 Bounds = Callable[[Mapping[str, object]], str | None]
@@ -30,7 +30,7 @@ class GrammarCheck:
     async def expect_fast(self, fields: Mapping[str, object]) -> None:
         """Raise ClientError, a 400 on every route, for what xgrammar refuses, and what is late or slow."""
         if (why := self._bounds(fields)) is not None:  # of a record that was made without its own check
-            raise compat.ClientError(why)
+            raise vllm_requests.ClientError(why)
         key = json.dumps(fields, sort_keys=True, default=str)
         if key in self._passed:
             self._passed.move_to_end(key)
@@ -42,10 +42,10 @@ class GrammarCheck:
             if not error.is_wrong:
                 late = f"takes longer than {self._time_limit_s:g} s"
                 why = f"its grammar {late if why == 'late' else f'cannot be compiled: the process was {why}'}"
-            raise compat.ClientError(f"structured outputs: {why}") from error
+            raise vllm_requests.ClientError(f"structured outputs: {why}") from error
         except ChildFailed as error:
             why = printable(str(error), 500)
-            raise compat.EngineGenerateError(f"structured outputs cannot be checked: {why}") from error
+            raise vllm_engine.EngineGenerateError(f"structured outputs cannot be checked: {why}") from error
         self._passed[key] = None
         if len(self._passed) > REMEMBERED:
             self._passed.popitem(last=False)

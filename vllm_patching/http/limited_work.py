@@ -18,9 +18,9 @@ from typing import Any
 
 from atroposlib.child_processes.lines import LineChild
 from atroposlib.child_processes.pool import ChildFailed
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 
-log = compat.init_logger("vllm.atropos_bridge")
+log = vllm_engine.init_logger("vllm.atropos_bridge")
 
 CHILD = "vllm_patching.http.vllm_child"
 START_LIMIT_S = 180.0

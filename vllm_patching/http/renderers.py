@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.sessions import SESSION_HEADER, TOKEN_ROUTE, Call, digest
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
@@ -128,7 +128,7 @@ def _calls(choices: Sequence[_Choice], sessions: Sessions, started: int, finishe
     for choice in choices:
         if isinstance(sessions.engines.get(AdapterOffer), AdapterEngine):
             choice.weight_versions = None  # an adapter is not what vLLM labels
-        spans = compat.version_spans(choice, started, finished)
+        spans = vllm_engine.version_spans(choice, started, finished)
         versions = [spans[0][1], spans[-1][1]] if spans else [started, finished]
         calls.append(Call(digest(choice.token_ids), versions, spans))
     return calls

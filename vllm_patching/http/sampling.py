@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from atroposlib.wire.typed import WrongValue, brief, printable, typed_value
-from vllm_patching import compat
+from vllm_patching.compat import vllm_requests
 from vllm_patching.engines.base import Refused
 
 LARGEST_BIAS = 100.0  # as in OpenAI's API
@@ -21,7 +21,7 @@ LARGEST_BIAS = 100.0  # as in OpenAI's API
 _INTERNAL = {"output_kind", "output_text_buffer_length", "skip_clone"}
 
 
-def sampling_params(given: dict[str, object]) -> compat.SamplingParams:
+def sampling_params(given: dict[str, object]) -> vllm_requests.SamplingParams:
     """vLLM's sampling parameters, from those of a request. Raises Refused for an unknown name, WrongValue for a
     value.
     """
@@ -38,10 +38,10 @@ def sampling_params(given: dict[str, object]) -> compat.SamplingParams:
         )
     typed_value("extra_args.kv_transfer_params", typed.get("extra_args", {}).get("kv_transfer_params"), dict | None)
     try:
-        return compat.SamplingParams(
-            **{"max_tokens": None, **typed, "output_kind": compat.RequestOutputKind.FINAL_ONLY}
+        return vllm_requests.SamplingParams(
+            **{"max_tokens": None, **typed, "output_kind": vllm_requests.RequestOutputKind.FINAL_ONLY}
         )
-    except (ValueError, TypeError, compat.ClientError) as error:
+    except (ValueError, TypeError, vllm_requests.ClientError) as error:
         raise WrongValue(printable(str(error), 500)) from error
 
 
@@ -58,9 +58,9 @@ def _typed(name: str, value: object, expected: object) -> Any:
 @functools.cache
 def _types() -> dict[str, object]:
     """The parameters that a request may have, and their types: those that JSON can express."""
-    hints = typing.get_type_hints(compat.SamplingParams)
+    hints = typing.get_type_hints(vllm_requests.SamplingParams)
     return {
         name: hints[name]
-        for name in compat.SamplingParams.__struct_fields__
+        for name in vllm_requests.SamplingParams.__struct_fields__
         if not name.startswith("_") and name not in _INTERNAL and np.ndarray not in typing.get_args(hints[name])
     }

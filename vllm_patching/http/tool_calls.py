@@ -10,7 +10,7 @@ from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.wire.tool_calls import LONGEST_TEXT, FoundCall, FoundToolCalls, ParseToolCalls
 from atroposlib.wire.typed import printable
-from vllm_patching import compat
+from vllm_patching.compat import vllm_server
 from vllm_patching.engines.base import Refused
 from vllm_patching.http.limited_work import LimitedWork
 
@@ -36,7 +36,7 @@ class ToolCallParsing:
         name = request.parser or self._chosen
         if name is None:
             raise Refused("no tool parser: name one in the request, or start the server with --tool-call-parser", 400)
-        if name not in (known := compat.tool_parsers()):
+        if name not in (known := vllm_server.tool_parsers()):
             raise Refused(f"tool parser {name!r} is not one of vLLM's: {', '.join(known)}", 400)
         if len(request.text) > (most := most_characters(name)):
             raise Refused(

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from atroposlib.child_processes.forks import answer_by_forks
-from vllm_patching import compat
+from vllm_patching.compat import vllm_requests, vllm_server
 
 MEMORY_BYTES = 1 << 30  # of one fork, beyond what is loaded
 STEPS = 200
@@ -26,13 +26,15 @@ class TooSlow(ValueError):
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    tokenizer = compat.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
+    tokenizer = vllm_server.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
 
     def answer(request: dict[str, Any]) -> dict[str, object]:
         if request["do"] == "parse":
-            content, calls = compat.parse_tool_calls(tokenizer, request["parser"], request["text"], request["tools"])
+            content, calls = vllm_server.parse_tool_calls(
+                tokenizer, request["parser"], request["text"], request["tools"]
+            )
             return {"content": content, "calls": calls}
-        grammar = compat.compile_structured_output(tokenizer, order["vocabulary"], request["fields"])
+        grammar = vllm_requests.compile_structured_output(tokenizer, order["vocabulary"], request["fields"])
         return {"step_s": slowest_step(grammar, order["vocabulary"], tokenizer.eos_token_id)}
 
     answer_by_forks(answer, MEMORY_BYTES)

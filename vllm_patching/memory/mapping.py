@@ -20,7 +20,8 @@ from torch import nn
 
 from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, Shard, lay_out
 from atroposlib.wire.published import hugging_face_name
-from vllm_patching import compat, vllm_types
+from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_layers
 
 # Layers that Hugging Face may have as one tensor, with the blocks one after the other. Under other names they are
 # interleaved head by head, and vLLM reorders them while it loads (query_key_value of Falcon, for one).
@@ -67,7 +68,7 @@ def expect_stacked_experts(model: nn.Module) -> None:
     has.
     """
     for name, module in model.named_modules():
-        if isinstance(module, compat.RoutedExperts) and (reason := compat.why_not_stacked(module)):
+        if isinstance(module, vllm_layers.RoutedExperts) and (reason := vllm_layers.why_not_stacked(module)):
             raise UnsupportedModel(
                 f"{type(model).__name__}: {name} holds experts that the bridge cannot replace: {reason}"
             )
@@ -86,12 +87,12 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
         if name == wrapped:
             continue
         parent, _, leaf = name.rpartition(".")
-        if isinstance(module, compat.QKVParallelLinear):
+        if isinstance(module, vllm_layers.QKVParallelLinear):
             size, kv_heads = module.head_size, module.total_num_kv_heads
             sizes = [module.total_num_heads * size, kv_heads * size, kv_heads * getattr(module, "v_head_size", size)]
-        elif isinstance(module, compat.MergedColumnParallelLinear):
+        elif isinstance(module, vllm_layers.MergedColumnParallelLinear):
             sizes = list(module.output_sizes)
-        elif isinstance(module, compat.LinearBase):
+        elif isinstance(module, vllm_layers.LinearBase):
             sizes = [module.output_size]
         else:
             layers[name] = None
@@ -141,13 +142,13 @@ def _shards(
             yield from _of_one(names[0], full_name, blocks, shape)
         else:
             yield from _of_parts(names, full_name, blocks, shape)
-    elif isinstance(module, compat.ColumnParallelLinear):
+    elif isinstance(module, vllm_layers.ColumnParallelLinear):
         yield rows(full_name, 0, shape[0], shape[0] * tp_size, tp_rank * shape[0])
-    elif isinstance(module, compat.RowParallelLinear) and leaf == "weight":
+    elif isinstance(module, vllm_layers.RowParallelLinear) and leaf == "weight":
         yield Shard(full_name, full_name, 1, 0, shape[1], tp_rank * shape[1], (shape[0], shape[1] * tp_size))
-    elif isinstance(module, compat.RoutedExperts):
+    elif isinstance(module, vllm_layers.RoutedExperts):
         yield from _experts(module, full_name, shape, tp_rank, tp_size)
-    elif isinstance(module, compat.VocabParallelEmbedding):
+    elif isinstance(module, vllm_layers.VocabParallelEmbedding):
         first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
         yield rows(full_name, 0, last - first, module.org_vocab_size, first)
     else:
@@ -158,7 +159,7 @@ Block = tuple[int, int, int]  # of a fused layer: rows on this rank, rows in all
 
 
 def _blocks(module: torch.nn.Module, tp_rank: int, tp_size: int) -> list[Block]:
-    if isinstance(module, compat.QKVParallelLinear):
+    if isinstance(module, vllm_layers.QKVParallelLinear):
         size = module.head_size
         kv_block = (
             module.num_kv_heads * size,
@@ -166,7 +167,7 @@ def _blocks(module: torch.nn.Module, tp_rank: int, tp_size: int) -> list[Block]:
             tp_rank // module.num_kv_head_replicas,
         )
         return [(module.num_heads * size, module.total_num_heads * size, tp_rank), kv_block, kv_block]
-    if isinstance(module, compat.MergedColumnParallelLinear):
+    if isinstance(module, vllm_layers.MergedColumnParallelLinear):
         return [(full_length // tp_size, full_length, tp_rank) for full_length in module.output_sizes]
     return []
 

@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from starlette.middleware.cors import CORSMiddleware
 
 from example_trainer.vllm_api_server import own_flags
-from vllm_patching import compat
+from vllm_patching.compat import vllm_server
 from vllm_patching.endpoint import BridgeEndpoints
 
 KEY = {"Authorization": "Bearer key-of-the-server"}
@@ -69,7 +69,7 @@ def test_an_allowed_host_is_answered() -> None:
 
 def test_the_launcher_takes_allowed_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "m", "--allowed-host", "Vllm.Example.", "--allowed_host=::1"]
-    assert compat.parse_serve_arguments(flags, own_flags()).allowed_host == ["vllm.example", "::1"]
+    assert vllm_server.parse_serve_arguments(flags, own_flags()).allowed_host == ["vllm.example", "::1"]
     with pytest.raises(SystemExit):
-        compat.parse_serve_arguments(["--model", "m", "--allowed-host", "http://vllm"], own_flags())
+        vllm_server.parse_serve_arguments(["--model", "m", "--allowed-host", "http://vllm"], own_flags())
     assert "without scheme and port" in capsys.readouterr().err

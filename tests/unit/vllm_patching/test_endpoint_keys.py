@@ -14,7 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from example_trainer.vllm_api_server import own_flags
 from tests.unit.vllm_patching.test_endpoint_hosts import server
-from vllm_patching import compat
+from vllm_patching.compat import vllm_server
 from vllm_patching.endpoint import BridgeEndpoints
 from vllm_patching.http.keys import RequireKey
 
@@ -37,11 +37,11 @@ def whole_app(keys: list[str]) -> FastAPI:
     """vLLM's app with every route that the installed release attaches, development and scale-out included, and ours."""
     from vllm.entrypoints.launchers.app import build_app
 
-    args = compat.parse_serve_arguments(["--model", "m"], own_flags())
+    args = vllm_server.parse_serve_arguments(["--model", "m"], own_flags())
     args.api_key, args.enable_scale_out, args.enable_fault_tolerance = keys, True, True
     app = build_app(args, TASKS, None)
     (endpoints,) = (plugin for plugin in app.state.endpoint_plugins if plugin.name == BridgeEndpoints.name)
-    endpoints._guard_hosts(Namespace(host="127.0.0.1", allowed_host=[]), compat.api_keys(args))
+    endpoints._guard_hosts(Namespace(host="127.0.0.1", allowed_host=[]), vllm_server.api_keys(args))
     return app
 
 
@@ -178,7 +178,7 @@ def test_keys_are_those_that_vllm_reads(
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("VLLM_API_KEY", variable)
-    assert compat.api_keys(Namespace(api_key=flag)) == keys
+    assert vllm_server.api_keys(Namespace(api_key=flag)) == keys
 
 
 def test_a_websocket_with_the_key_reaches_the_app() -> None:

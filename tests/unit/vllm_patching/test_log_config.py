@@ -15,7 +15,7 @@ def test_uvicorn_is_given_no_file_that_lacks_its_formatters(ours: bool, monkeypa
     pytest.importorskip("vllm")
     from vllm.entrypoints.cli import serve
 
-    from vllm_patching import compat
+    from vllm_patching.compat import vllm_server
 
     started: list[tuple[Any, dict[str, Any]]] = []
 
@@ -25,7 +25,7 @@ def test_uvicorn_is_given_no_file_that_lacks_its_formatters(ours: bool, monkeypa
     monkeypatch.setattr(serve, "run_server", run_server)
     path = f"/run/{log_config.LOG_CONFIG}" if ours else "/home/me/mine.json"
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", path)
-    compat.serve(Namespace(log_config_file=path))
+    vllm_server.serve(Namespace(log_config_file=path))
     ((args, settings),) = started
     assert args.log_config_file == (None if ours else path)
     assert ("log_config" in settings) is ours

@@ -9,7 +9,8 @@ import pytest
 
 from example_trainer.vllm_api_server import LaunchError, _naming_refused_model
 from tests.unit.vllm_patching.engine_with_workers import make_worker
-from vllm_patching import compat, refusal
+from vllm_patching import refusal
+from vllm_patching.compat import vllm_layers
 from vllm_patching.memory.mapping import UnsupportedModel
 from vllm_patching.worker import BridgeWorker
 
@@ -27,8 +28,8 @@ def refusing_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         raise UnsupportedModel("GPT2LMHeadModel: vLLM fuses 3 blocks in h.0.attn.c_attn.weight")
 
     monkeypatch.setattr(inspect.getmro(BridgeWorker)[1], "load_model", load_model)
-    monkeypatch.setattr(compat, "keep_plain_linears", lambda linear_for: None)
-    monkeypatch.setattr(compat, "watch_processing", lambda watch: None)
+    monkeypatch.setattr(vllm_layers, "keep_plain_linears", lambda linear_for: None)
+    monkeypatch.setattr(vllm_layers, "watch_processing", lambda watch: None)
     worker: Any = make_worker(0, 1, tmp_path)
     worker.model_config = SimpleNamespace(enforce_eager=True)
     return worker

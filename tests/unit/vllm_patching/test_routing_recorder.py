@@ -18,7 +18,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 from vllm.platforms import current_platform
 
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 from vllm_patching.routing import RoutingRecorder
 
 LAYERS, TOP_K, EXPERTS, BLOCK = 3, 2, 300, 4
@@ -210,8 +210,8 @@ def test_vllm_cpu_takes_the_flag_and_refuses_what_it_refuses_elsewhere(monkeypat
         use_v2_model_runner=False,
         model_config=SimpleNamespace(runner_type="generate", is_moe=False),
     )
-    compat.accept_routed_experts()
-    compat.accept_routed_experts()
+    vllm_engine.accept_routed_experts()
+    vllm_engine.accept_routed_experts()
     with pytest.raises(ValueError, match="only supports MoE models"):
         VllmConfig._verify_aux_output_compatibility(dense)
     assert not current_platform.is_out_of_tree()

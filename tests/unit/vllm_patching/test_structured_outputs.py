@@ -14,7 +14,8 @@ import pytest
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.vllm_api_server import own_flags
 from tests.unit.vllm_patching.fake_engine import FakeEngine, serving
-from vllm_patching import compat, structured_outputs
+from vllm_patching import structured_outputs
+from vllm_patching.compat import vllm_requests, vllm_server
 from vllm_patching.http.grammars import GrammarCheck
 from vllm_patching.http.limited_work import LimitedWork
 from vllm_patching.structured_outputs import refusal
@@ -141,9 +142,9 @@ def test_what_ends_or_slows_a_server_is_refused_at_once(name: str) -> None:
 
 @pytest.fixture
 def off() -> Iterator[None]:
-    compat.check_structured_outputs(structured_outputs.off)
+    vllm_requests.check_structured_outputs(structured_outputs.off)
     yield
-    compat.check_structured_outputs(lambda asked: None)
+    vllm_requests.check_structured_outputs(lambda asked: None)
 
 
 def chat(**fields: Any) -> Any:
@@ -171,7 +172,7 @@ def chat(**fields: Any) -> Any:
 )
 @pytest.mark.usefixtures("off")
 def test_a_server_without_the_flag_refuses_every_form_and_names_the_flag(fields: dict[str, Any]) -> None:
-    with pytest.raises(compat.ClientError, match="--structured-outputs"):
+    with pytest.raises(vllm_requests.ClientError, match="--structured-outputs"):
         chat(**fields)
 
 
@@ -191,28 +192,28 @@ def test_the_check_comes_before_vllms_own_and_before_every_record() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     made = StructuredOutputsParams(regex="a")  # before anything is checked
-    compat.check_structured_outputs(refusal)
-    compat.check_structured_outputs(refusal)  # a second call is one check
+    vllm_requests.check_structured_outputs(refusal)
+    vllm_requests.check_structured_outputs(refusal)  # a second call is one check
     try:
-        with pytest.raises(compat.ClientError, match="brackets"):
+        with pytest.raises(vllm_requests.ClientError, match="brackets"):
             chat(structured_outputs={"regex": DEEP[:600]})
         made.regex = DEEP
-        with pytest.raises(compat.ClientError, match="32768 characters"):
-            compat.SamplingParams(structured_outputs=made)._validate_structured_outputs(None, None, None)  # type: ignore[arg-type]
+        with pytest.raises(vllm_requests.ClientError, match="32768 characters"):
+            vllm_requests.SamplingParams(structured_outputs=made)._validate_structured_outputs(None, None, None)  # type: ignore[arg-type]
         assert chat(structured_outputs={"regex": "a"}).structured_outputs.regex == "a"
     finally:
-        compat.check_structured_outputs(lambda asked: None)
+        vllm_requests.check_structured_outputs(lambda asked: None)
 
 
 def test_parsers_of_tools_that_call_xgrammar_themselves_are_refused_too(off: None) -> None:
     import xgrammar
 
     for make, text in [("from_json_schema", {"type": "object"}), ("from_regex", "a"), ("from_ebnf", 'root ::= "a"')]:
-        with pytest.raises(compat.ClientError, match="--structured-outputs"):
+        with pytest.raises(vllm_requests.ClientError, match="--structured-outputs"):
             getattr(xgrammar.Grammar, make)(text)
-    compat.check_structured_outputs(refusal)
+    vllm_requests.check_structured_outputs(refusal)
     assert xgrammar.Grammar.from_regex("a") is not None
-    with pytest.raises(compat.ClientError, match="brackets"):
+    with pytest.raises(vllm_requests.ClientError, match="brackets"):
         xgrammar.Grammar.from_json_schema({"pattern": DEEP[:600]})
 
 
@@ -222,17 +223,17 @@ async def test_our_own_route_refuses_with_400_and_the_flag() -> None:
         reply = await client.post("/generate", json=body)
     assert reply.status_code == 400, reply.text
     assert "--structured-outputs" in reply.json()["error"]["message"]
-    compat.check_structured_outputs(lambda asked: None)
+    vllm_requests.check_structured_outputs(lambda asked: None)
 
 
 def test_the_flag_leaves_xgrammar_alone() -> None:
-    args = compat.parse_serve_arguments(["--model", "m", "--structured-outputs"], own_flags())
+    args = vllm_server.parse_serve_arguments(["--model", "m", "--structured-outputs"], own_flags())
     assert args.structured_outputs
-    compat.use_xgrammar_alone(args)
+    vllm_requests.use_xgrammar_alone(args)
     assert args.structured_outputs_config.backend == "xgrammar"
     with pytest.raises(ValueError, match="backend guidance: --structured-outputs checks"):
-        compat.use_xgrammar_alone(Namespace(structured_outputs_config=Namespace(backend="guidance")))
-    assert not compat.parse_serve_arguments(["--model", "m"], own_flags()).structured_outputs
+        vllm_requests.use_xgrammar_alone(Namespace(structured_outputs_config=Namespace(backend="guidance")))
+    assert not vllm_server.parse_serve_arguments(["--model", "m"], own_flags()).structured_outputs
 
 
 @pytest.fixture
@@ -256,16 +257,16 @@ async def test_grammars_are_compiled_and_stepped_in_a_process_that_is_killed_whe
     rules = "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60))
     doubling = {"grammar": f"root ::= a0\n{rules}\na60 ::= [a-z]*"}
     assert refusal(doubling) is None, "only its steps show it"
-    with pytest.raises(compat.ClientError, match=r"token \d+ took .* s of the engine's own loop"):
+    with pytest.raises(vllm_requests.ClientError, match=r"token \d+ took .* s of the engine's own loop"):
         await check.expect_fast(doubling)
-    with pytest.raises(compat.ClientError, match="minItems is greater than"):
+    with pytest.raises(vllm_requests.ClientError, match="minItems is greater than"):
         await check.expect_fast({"json": {"type": "array", "minItems": 1000}})  # llguidance would write it out
     # beyond the static bounds, as if they had a hole: the process survives its forks
-    with pytest.raises(compat.ClientError, match=r"killed by signal |takes longer than 1 s"):
+    with pytest.raises(vllm_requests.ClientError, match=r"killed by signal |takes longer than 1 s"):
         await GrammarCheck(work, lambda asked: None, time_limit_s=1.0).expect_fast(
             {"json": {"type": "string", "pattern": DEEP}}
         )
-    with pytest.raises(compat.ClientError, match="takes longer than 1 s"):
+    with pytest.raises(vllm_requests.ClientError, match="takes longer than 1 s"):
         await GrammarCheck(work, lambda asked: None, time_limit_s=1.0).expect_fast(
             {"json": record(400, minProperties=200)}
         )

@@ -35,9 +35,9 @@ from tests.unit.trainer.fakes import (
     tiny_model,
 )
 from tests.unit.trainer.whole_runs import rows
-from vllm_patching import compat  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.switch import NotInvariant
+from vllm_patching.compat import vllm_engine  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96

@@ -25,7 +25,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.digest import digest_of_files
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 from tests.unit.trainer.whole_runs import config
-from vllm_patching import compat  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
+from vllm_patching.compat import vllm_engine  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
 
 STEPS = 3
 Groups = list[dict[str, Any]]

@@ -14,9 +14,9 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNSc
 from vllm.v1.attention.backends import cpu_attn
 
 from example_trainer.vllm_api_server import _with_defaults
-from vllm_patching import compat
 from vllm_patching.batch_invariant import kernels, switch
 from vllm_patching.batch_invariant.attention import BLOCK
+from vllm_patching.compat import vllm_kernels
 
 
 def test_the_launcher_chooses_what_the_trainer_can_match(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +64,10 @@ def configuration(**changes: Any) -> Any:
 def test_settings_that_the_trainer_cannot_match_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refused: str | None
 ) -> None:
-    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == refused
-    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: False))
-    assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == "GPUs that are not NVIDIA's"
+    monkeypatch.setattr(vllm_kernels, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert vllm_kernels.why_not_exact_on_cuda(configuration(**changes), BLOCK) == refused
+    monkeypatch.setattr(vllm_kernels, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    assert vllm_kernels.why_not_exact_on_cuda(configuration(**changes), BLOCK) == "GPUs that are not NVIDIA's"
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -75,7 +75,7 @@ def test_query_and_key_are_rotated_wherever_they_lie(monkeypatch: pytest.MonkeyP
     for rotary in (RotaryEmbeddingBase, LinearScalingRotaryEmbedding, YaRNScalingRotaryEmbedding):
         monkeypatch.setattr(rotary, "_compute_cos_sin_cache", rotary._compute_cos_sin_cache)
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
-    compat.replace_rotary(kernels.rotary_table, kernels.rotate)
+    vllm_kernels.replace_rotary(kernels.rotary_table, kernels.rotate)
     torch.manual_seed(0)
     product, table, positions = (
         torch.randn(5, 4 * 64 + 2 * 64 + 2 * 64),
@@ -99,7 +99,7 @@ def test_the_residual_is_added_and_rounded_before_the_norm(monkeypatch: pytest.M
     monkeypatch.setattr(
         RMSNorm, "forward_cuda", lambda self, x, residual=None: ("norm", x) if residual is None else "fused"
     )
-    compat.add_before_norm()
+    vllm_kernels.add_before_norm()
     x, residual = torch.randn(2, 3, 8, dtype=torch.bfloat16)
     (name, normed), total = RMSNorm.forward_cuda(None, x, residual)  # type: ignore[arg-type]
     assert name == "norm"
@@ -128,6 +128,6 @@ def test_half_precision_attention_on_cpus_takes_the_vector_kernel(monkeypatch: p
         "_get_attn_isa",
         lambda dtype, block_size, head_size=None: "amx" if dtype == torch.bfloat16 else "vec16",
     )
-    compat.attend_without_amx()
+    vllm_kernels.attend_without_amx()
     assert cpu_attn._get_attn_isa(torch.bfloat16, 32, 64) == "vec"
     assert cpu_attn._get_attn_isa(torch.float32, 32, head_size=48) == "vec16"

@@ -19,7 +19,7 @@ from atroposlib.wire.bridge import SingleCopyOffer
 from atroposlib.wire.processes import Process
 from tests.unit.vllm_patching.fake_engine import MANIFEST, BridgeClient, FakeEngine, broadcast, serving
 from tests.waiting import until
-from vllm_patching import compat
+from vllm_patching.compat import vllm_layers
 
 TP_SIZE = 2
 
@@ -243,7 +243,7 @@ def trainer() -> Iterator[subprocess.Popen[bytes]]:
 async def test_a_gpu_has_done_its_work_before_a_trainer_writes(
     client: BridgeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "on_cpu", lambda: False)
+    monkeypatch.setattr(vllm_layers, "on_cpu", lambda: False)
     assert (await client.order("attach", **single_copy())).status_code == 200
     await client.paused(0)
     assert client.engine.events == ["pause keep", "bridge_quiesce"]

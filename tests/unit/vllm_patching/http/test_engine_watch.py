@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.waiting import until
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 from vllm_patching.http import engine_watch
 from vllm_patching.http.engine_watch import EngineWatch
 from vllm_patching.http.gate import Unavailable
@@ -105,7 +105,7 @@ def test_an_engine_ends_with_the_thread_that_reads_or_answers(monkeypatch: pytes
 
     for each in ("process_input_sockets", "process_output_sockets"):  # put back after the test
         monkeypatch.setattr(EngineCoreProc, each, getattr(EngineCoreProc, each))
-    compat.end_engine_with_its_threads()
+    vllm_engine.end_engine_with_its_threads()
     core = SimpleNamespace(input_queue=Queue())  # without the rest either thread fails in its first lines
     getattr(EngineCoreProc, name)(core, ["tcp://nowhere"], None, b"")
     assert core.input_queue.get_nowait()[0] == EngineCoreRequestType.EXECUTOR_FAILED

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from atroposlib.routing import unpack
 from tests.unit.vllm_patching.fake_engine import VOCABULARY, FakeEngine, serving
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 
 PROMPT = {"prompt_token_ids": [5, 6]}
 
@@ -97,7 +97,7 @@ async def test_a_sequence_names_the_versions_of_its_tokens(
     expected: list[int],
     spans: list[list[int]] | None,
 ) -> None:
-    monkeypatch.setattr(compat, "VERSION", Version("0.32"))
+    monkeypatch.setattr(vllm_engine, "VERSION", Version("0.32"))
     engine = FakeEngine(1)
     engine.output = output(sequence([7, 8, 9], *versions))
     async with serving(engine) as client:
@@ -115,7 +115,7 @@ async def test_a_sequence_names_the_versions_of_its_tokens(
 async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "VERSION", Version("0.31"))
+    monkeypatch.setattr(vllm_engine, "VERSION", Version("0.31"))
     engine = FakeEngine(1)
     engine.output = output(sequence([7]), sequence([8]))
     async with serving(engine) as client:

@@ -14,7 +14,7 @@ from packaging.version import Version
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.sessions import Call, digest
 from tests.unit.vllm_patching.fake_engine import BridgeClient, FakeEngine, serving
-from vllm_patching import compat
+from vllm_patching.compat import vllm_engine
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.http.renderers import Conversations, _served_version
 
@@ -57,7 +57,7 @@ async def versions(client: httpx.AsyncClient, session: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "VERSION", Version("0.32"))
+    monkeypatch.setattr(vllm_engine, "VERSION", Version("0.32"))
 
 
 async def test_each_log_probability_names_its_token_and_the_rest_is_vllm_s() -> None:

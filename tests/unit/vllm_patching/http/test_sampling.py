@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from atroposlib.wire.typed import WrongValue
-from vllm_patching import compat
+from vllm_patching.compat import vllm_requests
 from vllm_patching.engines.base import Refused
 from vllm_patching.http.sampling import _types, sampling_params
 
@@ -26,7 +26,7 @@ def request(params: Any = None, **changes: Any) -> EngineCoreRequest:
         request_id="r",
         prompt_token_ids=[1, 2],
         mm_features=None,
-        sampling_params=params or compat.SamplingParams(),
+        sampling_params=params or vllm_requests.SamplingParams(),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
@@ -214,7 +214,7 @@ def engine(vocabulary: int = 10, multimodal: bool = False) -> Any:
 
 def checked(engine: Any, request: EngineCoreRequest) -> bool:
     """Whether `engine` keeps the request to send it."""
-    compat.refuse_undecodable_requests(engine)
+    vllm_requests.refuse_undecodable_requests(engine)
     engine.output_processor.add_request(request)
     return bool(engine.kept == [request])
 
@@ -222,11 +222,11 @@ def checked(engine: Any, request: EngineCoreRequest) -> bool:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sampling_params": compat.SamplingParams(max_tokens=1.5)},  # type: ignore
-        {"sampling_params": compat.SamplingParams(seed=2**70)},
-        {"sampling_params": compat.SamplingParams(logit_bias={"5": 1.0})},  # type: ignore
-        {"sampling_params": compat.SamplingParams(ignore_eos="false")},  # type: ignore
-        {"sampling_params": compat.SamplingParams(extra_args={"a": {1, 2}, "b": object()})},
+        {"sampling_params": vllm_requests.SamplingParams(max_tokens=1.5)},  # type: ignore
+        {"sampling_params": vllm_requests.SamplingParams(seed=2**70)},
+        {"sampling_params": vllm_requests.SamplingParams(logit_bias={"5": 1.0})},  # type: ignore
+        {"sampling_params": vllm_requests.SamplingParams(ignore_eos="false")},  # type: ignore
+        {"sampling_params": vllm_requests.SamplingParams(extra_args={"a": {1, 2}, "b": object()})},
         {"priority": 2**70},
         {"priority": 1.5},
         {"cache_salt": 5},
@@ -240,12 +240,12 @@ def checked(engine: Any, request: EngineCoreRequest) -> bool:
 )
 def test_no_route_hands_the_engine_what_it_cannot_decode(changes: dict[str, Any]) -> None:
     found = engine()
-    with pytest.raises(compat.VLLMValidationError, match=r"cannot decode the request|below 10"):
+    with pytest.raises(vllm_requests.VLLMValidationError, match=r"cannot decode the request|below 10"):
         checked(found, request(**changes))
     assert found.kept == []
 
 
 def test_a_request_that_the_engine_decodes_goes_on_unchanged() -> None:
-    assert checked(engine(), request(compat.SamplingParams(max_tokens=3)))
+    assert checked(engine(), request(vllm_requests.SamplingParams(max_tokens=3)))
     assert checked(engine(multimodal=True), request(prompt_token_ids=[11]))
     assert checked(engine(), request(prompt_token_ids=None))

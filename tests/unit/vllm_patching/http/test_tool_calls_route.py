@@ -17,7 +17,7 @@ import pytest
 from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from tests.unit.vllm_patching.fake_engine import FakeEngine, serving
-from vllm_patching import compat
+from vllm_patching.compat import vllm_server
 from vllm_patching.http.limited_work import LimitedWork
 from vllm_patching.http.tool_calls import LONGEST_SUPERLINEAR, SUPERLINEAR, ToolCallParsing
 
@@ -32,7 +32,7 @@ class InProcess(LimitedWork):
 
     async def ask(self, do: str, lane: str, limit_s: float, **content: Any) -> dict[str, Any]:
         try:
-            found, calls = compat.parse_tool_calls(
+            found, calls = vllm_server.parse_tool_calls(
                 make_tiny_tokenizer(), content["parser"], content["text"], content["tools"]
             )
         except Exception as error:  # a parser's own
@@ -143,7 +143,7 @@ async def test_hostile_texts_are_answered(real: httpx.AsyncClient) -> None:
 async def test_a_parsers_characters_are_bounded_and_fewer_where_time_grows_faster_than_the_text() -> None:
     async with parsing() as client:
         for parser in SUPERLINEAR:
-            assert parser in compat.tool_parsers()
+            assert parser in vllm_server.tool_parsers()
             reply = await parsed(client, "x" * (LONGEST_SUPERLINEAR + 1), parser=parser)
             assert reply.status_code == 400
             assert "has 65537 characters, at most 65536 are parsed" in reply.json()["error"]["message"]

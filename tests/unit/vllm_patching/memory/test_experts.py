@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.unit.vllm_patching.memory.test_mapping import received
-from vllm_patching import compat
+from vllm_patching.compat import vllm_layers
 from vllm_patching.memory import mapping, packed
 from vllm_patching.memory.arena import Arena
 from vllm_patching.memory.derived import refusing_derived
@@ -20,14 +20,14 @@ EXPERTS, HIDDEN, WIDTH = 4, 64, 24
 
 def routed_experts(tp: int, rank: int = 0, backend: str = "CPU", **parallel: Any) -> Any:
     """vLLM's layer of experts as one rank has it, made without its configuration."""
-    layer: Any = compat.RoutedExperts.__new__(compat.RoutedExperts)
+    layer: Any = vllm_layers.RoutedExperts.__new__(vllm_layers.RoutedExperts)
     nn.Module.__init__(layer)
     for name, shape in {"w13": (EXPERTS, 2 * WIDTH // tp, HIDDEN), "w2": (EXPERTS, HIDDEN, WIDTH // tp)}.items():
         setattr(layer, f"{name}_weight", nn.Parameter(torch.zeros(shape), requires_grad=False))
     ranks = SimpleNamespace(tp_size=tp, tp_rank=rank, use_ep=False, enable_eplb=False)
     ranks.__dict__.update(parallel)
     layer.moe_config = SimpleNamespace(moe_parallel_config=ranks, is_act_and_mul=True, tp_rank=rank, tp_size=tp)
-    layer.quant_method = compat.UnquantizedFusedMoEMethod.__new__(compat.UnquantizedFusedMoEMethod)
+    layer.quant_method = vllm_layers.UnquantizedFusedMoEMethod.__new__(vllm_layers.UnquantizedFusedMoEMethod)
     nn.Module.__init__(layer.quant_method)
     layer.quant_method.unquantized_backend = SimpleNamespace(name=backend)
     layer.activation = SimpleNamespace(name="SILU", value="silu")
@@ -146,8 +146,8 @@ def test_packed_experts_are_packed_again_and_the_parameters_stay_plain(
     kernels: Any = CPUUnquantizedExperts
     for name in ("process_weights_after_loading", "apply"):  # as they were, after the test
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
-    compat.keep_plain_experts()
-    compat.keep_plain_experts()  # vLLM may load several models
+    vllm_layers.keep_plain_experts()
+    vllm_layers.keep_plain_experts()  # vLLM may load several models
     kernel = kernels.__new__(kernels)
     kernel._use_zentorch = False
     kernel.moe_config = SimpleNamespace(intermediate_size_per_partition=width, activation=MoEActivation.SILU)

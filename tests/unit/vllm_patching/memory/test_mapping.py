@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm_patching import compat
+from vllm_patching.compat import vllm_layers
 from vllm_patching.memory import mapping
 from vllm_patching.memory.arena import Arena, Staging
 
@@ -28,14 +28,14 @@ class OneLayer(nn.Module):
 
     def __init__(self, heads: int, kv_heads: int, *, tied: bool) -> None:
         super().__init__()
-        self.embed_tokens = compat.VocabParallelEmbedding(VOCAB, HIDDEN)
+        self.embed_tokens = vllm_layers.VocabParallelEmbedding(VOCAB, HIDDEN)
         self.layer = nn.Module()
-        self.layer.qkv_proj = compat.QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, bias=True)
-        self.layer.o_proj = compat.RowParallelLinear(heads * HEAD, HIDDEN, bias=True)
-        self.layer.gate_up_proj = compat.MergedColumnParallelLinear(HIDDEN, [FEED, FEED], bias=False)
-        self.layer.c_fc = compat.ColumnParallelLinear(HIDDEN, FEED, bias=True)
+        self.layer.qkv_proj = vllm_layers.QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, bias=True)
+        self.layer.o_proj = vllm_layers.RowParallelLinear(heads * HEAD, HIDDEN, bias=True)
+        self.layer.gate_up_proj = vllm_layers.MergedColumnParallelLinear(HIDDEN, [FEED, FEED], bias=False)
+        self.layer.c_fc = vllm_layers.ColumnParallelLinear(HIDDEN, FEED, bias=True)
         self.layer.norm = nn.LayerNorm(HIDDEN)
-        self.lm_head = compat.VocabParallelEmbedding(VOCAB, HIDDEN)
+        self.lm_head = vllm_layers.VocabParallelEmbedding(VOCAB, HIDDEN)
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -228,7 +228,7 @@ def test_fused_heads_that_hugging_face_interleaves_are_refused(rank_of: Any) -> 
     rank_of(0, 1)
     packed = {"query_key_value": ["query_key_value"]}
     falcon = type("FalconForCausalLM", (nn.Module,), {"packed_modules_mapping": packed})()
-    falcon.query_key_value = compat.QKVParallelLinear(HIDDEN, HEAD, 8, 2, bias=False)
+    falcon.query_key_value = vllm_layers.QKVParallelLinear(HIDDEN, HEAD, 8, 2, bias=False)
     message = r"FalconForCausalLM: vLLM fuses 3 blocks in query_key_value.weight"
     with pytest.raises(mapping.UnsupportedModel, match=message):
         mapping.shards_of(falcon, 0, 1)
@@ -257,7 +257,7 @@ def model(packed: dict[str, list[str]], **layers: Any) -> Any:
 
 
 QKV = layer(
-    compat.QKVParallelLinear,
+    vllm_layers.QKVParallelLinear,
     input_size=64,
     head_size=8,
     v_head_size=8,
@@ -265,8 +265,8 @@ QKV = layer(
     total_num_kv_heads=2,
     num_kv_heads=1,
 )
-GATE_UP = layer(compat.MergedColumnParallelLinear, input_size=64, output_sizes=[128, 96])
-DOWN = layer(compat.RowParallelLinear, input_size=128, output_size=64, input_size_per_partition=64)
+GATE_UP = layer(vllm_layers.MergedColumnParallelLinear, input_size=64, output_sizes=[128, 96])
+DOWN = layer(vllm_layers.RowParallelLinear, input_size=128, output_size=64, input_size_per_partition=64)
 
 
 def test_parts_of_fused_layers_have_sizes_of_their_own() -> None:

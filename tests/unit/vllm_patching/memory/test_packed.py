@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tests.waiting import Clock
-from vllm_patching import compat
+from vllm_patching.compat import vllm_layers
 from vllm_patching.memory import packed
 from vllm_patching.memory.packed import PackedLinear, Product
 
@@ -72,11 +72,11 @@ def test_packing_takes_a_quarter_of_the_time_at_most_and_gives_right_products_me
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_bfloat16_layers_round_once_on_every_processor(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_bfloat16:
-        monkeypatch.setattr(compat, "has_bfloat16", lambda: False)
+        monkeypatch.setattr(vllm_layers, "has_bfloat16", lambda: False)
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((7, 64), (32, 64), (32,)))
     exact = linear(x.double(), weight.double(), bias.double())
-    for product in (compat.plain_linear, compat.onednn_linear(weight)):
+    for product in (vllm_layers.plain_linear, vllm_layers.onednn_linear(weight)):
         found = product(x, weight, bias)
         assert found.dtype == torch.bfloat16
         assert (found - exact).abs().max() <= exact.abs().max() / 256
