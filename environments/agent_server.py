@@ -43,7 +43,7 @@ from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
-from atroposlib.envs.server_handling.request_seeds import current_sample, with_seed
+from atroposlib.envs.server_handling.dispatching.request_seeds import current_sample, with_seed
 from atroposlib.grading import last_number
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -37,8 +37,8 @@ from atroposlib.agents.model_call import (
 from atroposlib.agents.tape import Tape, TapedRoute, playing, recording
 from atroposlib.agents.turn_journal import SessionRecord, Turn, TurnJournal
 from atroposlib.api.journal.journal_file import JournalError
+from atroposlib.envs.server_handling.dispatching.request_seeds import RequestSeeds, seeded
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
-from atroposlib.envs.server_handling.request_seeds import RequestSeeds, seeded
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import Tokenizer

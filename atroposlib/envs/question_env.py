@@ -46,7 +46,7 @@ from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
-from atroposlib.envs.server_handling.request_seeds import for_sample
+from atroposlib.envs.server_handling.dispatching.request_seeds import for_sample
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -28,9 +28,8 @@ from example_trainer.errors import TrainerError
 from example_trainer.model.files import DTYPES
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import exact_value
-from example_trainer.weights.digest import weights_digest
 from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.manifest import write_manifest
+from example_trainer.weights.manifest import weights_digest, write_manifest
 from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.source import WeightSource
 

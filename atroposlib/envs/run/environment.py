@@ -44,8 +44,8 @@ from atroposlib.envs.run.pacing import batch_share
 from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.dispatching.request_seeds import for_sample
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.request_seeds import for_sample
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.flags import Setting
 from atroposlib.groups import rollouts_of

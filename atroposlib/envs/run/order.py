@@ -19,7 +19,7 @@ from typing import Any
 
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import GroupLost
-from atroposlib.envs.server_handling.request_seeds import RequestSeeds, seeded
+from atroposlib.envs.server_handling.dispatching.request_seeds import RequestSeeds, seeded
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)

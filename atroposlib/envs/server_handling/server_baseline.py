@@ -27,10 +27,10 @@ from atroposlib.envs.server_handling.dispatching.dispatch import (
     run_with_retries,
 )
 from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
+from atroposlib.envs.server_handling.dispatching.request_seeds import with_seed
 from atroposlib.envs.server_handling.dispatching.throttle import Throttle
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, describe
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.request_seeds import with_seed
 from atroposlib.envs.server_handling.sequences.sampling import (
     Arguments,
     PromptLogprobs,

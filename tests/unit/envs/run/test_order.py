@@ -13,7 +13,7 @@ from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.run import order
 from atroposlib.envs.run.order import post_key
-from atroposlib.envs.server_handling.request_seeds import RequestSeeds, seeded, with_seed
+from atroposlib.envs.server_handling.dispatching.request_seeds import RequestSeeds, seeded, with_seed
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, Asking, CountingEnv, Trainer, config, running_api, server_config
 

@@ -22,7 +22,7 @@ from example_trainer.loop import learner
 from example_trainer.model import cpu_kernels
 from example_trainer.recompute import recompute
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.digest import digest_of_files
+from example_trainer.weights.manifest import digest_of_files
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 from tests.unit.trainer.whole_runs import config
 from vllm_patching.compat import vllm_engine  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
