@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 RULES = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text())["rule"]
 PATTERNS = [(re.compile(rule["pattern"], re.IGNORECASE), rule["use"]) for rule in RULES]
 TOPS: tuple[str, ...] = (".ci", ".github", "atroposlib", "atropos_environments", "benchmarks", "docs", "environments")
-TOPS += ("atropos_launcher", "example_trainer", "recipes", "scripts", "tests", "vllm_patching")
+TOPS += ("atropos_launcher", "example_trainer", "recipes", "sampler_doctor", "scripts", "tests", "vllm_patching")
 KINDS = (".py", ".md", ".sh", ".yaml", ".yml")
 
 # What stands between two words of a text that Python's source splits: quotes, line ends, comment signs.
@@ -127,3 +127,13 @@ def test_texts_of_python_are_read_as_they_are_shown() -> None:
     source = 'x = (\n    "a line"\n    " a step"\n)\n# the engine\n# stands still\nlog.info(f"{rooms} {kind}")\n'
     found = findings("x.py", _of_python(source))
     assert [line.split(":")[1] for line in found] == ["2", "5"]
+
+
+WIDE_CLAIM = re.compile(r"\b(?:nobody|no ?one else|no other (?:project|framework))\b", re.IGNORECASE)
+
+
+def test_readers_get_no_claim_about_all_other_projects() -> None:
+    """A comparison names one peer, its version and the command, so that it can be repeated."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    prose = {path: re.sub(r"`+[^`]*`+", "", path.read_text()) for path in pages}
+    assert [(path.name, match[0]) for path, text in prose.items() for match in WIDE_CLAIM.finditer(text)] == []
