@@ -1,6 +1,7 @@
 """The four comparisons. Each makes its peer's environment, writes the work, and names the commands of its arms."""
 
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from atropos_launcher.placement.ray_cluster import ON_LOOPBACK
 from atroposlib.envs.data.problems import arithmetic_problems
 from benchmarks.api_throughput import Settings, make_groups
 from benchmarks.peers.comparison import Arm, Comparison, Goal, Work
@@ -28,7 +30,7 @@ SKYRL = (
     *("skyrl==0.3.0", "jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8", "optax==0.2.8", "orbax-checkpoint==0.12.8"),
     *("tensorstore==0.1.86", "ml_dtypes==0.6.0", "opt_einsum==3.4.0", "treescope==0.1.10", "etils==1.15.0"),
     *("humanize==4.17.0", "simplejson==4.3.0", "aiofiles==25.1.0", "zipp==4.1.2", "scipy==1.17.1"),
-    *("cloudpathlib==0.26.0", "peft==0.18.1", "transformers==5.8.0", "tokenizers==0.22.2"),
+    *("cloudpathlib==0.26.0", "peft==0.18.1", "transformers==5.8.0", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
 )
 TRL = ("trl==1.16.0",)
 
@@ -44,6 +46,11 @@ def python_of(name: str, packages: tuple[str, ...]) -> str:
     return str(layered_python(folder_of(name, packages), packages))
 
 
+def own_cluster() -> dict[str, str]:
+    """Settings of Ray with which only the arm's processes join its cluster; by itself it writes a token to ~/.ray."""
+    return {**ON_LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
 @contextmanager
 def transfer_queue(work: Work) -> Iterator[list[Arm]]:
     """Groups put and fetched: the batching API with its journal and without, and TransferQueue."""
@@ -55,7 +62,7 @@ def transfer_queue(work: Work) -> Iterator[list[Arm]]:
     yield [
         Arm("batching API, fsync", [OURS, "-m", f"{ARMS}.batching_api", *given, journal], 600),
         Arm("batching API, in memory", [OURS, "-m", f"{ARMS}.batching_api", *given], 600),
-        Arm("TransferQueue", [theirs, "-m", f"{ARMS}.transfer_queue", *given], 600),
+        Arm("TransferQueue", [theirs, "-m", f"{ARMS}.transfer_queue", *given], 600, own_cluster()),
     ]
 
 

@@ -5,20 +5,27 @@
 
 Speaks the protocol of `benchmarks/trainer_step.py`. It trains a LoRA adapter: SkyRL-tx trains nothing else. The batch
 is one micro-batch, its default.
+
+skyrl 0.3.0 declares Python 3.11, on which pydantic takes no TypedDict of `typing`: it is given the backport of the same
+class.
 """
 
 import json
 import statistics
 import sys
 import time
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.tinker import types
+import typing_extensions
 
 from benchmarks.trainer_step import CLIP, LR, answer
+
+typing.TypedDict = typing_extensions.TypedDict
+from skyrl.backends.jax import JaxBackend, JaxBackendConfig  # noqa: E402
+from skyrl.tinker import types  # noqa: E402
 
 MODEL = "policy"
 RANK = 32

@@ -8,6 +8,7 @@ those of one batch, by the controller's own order, followed by their removal, as
 
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tensordict import TensorDict
 from benchmarks.trainer_step import answer
 
 PARTITION, TASK = "train", "train"
+ACTORS = 3  # a controller and two storage units, each of which asks Ray for a CPU: with fewer, tq.init never returns
 TYPES = {"tokens": torch.int64, "masks": torch.int64, "inference_logprobs": torch.float32, "scores": torch.float32}
 
 
@@ -30,9 +32,16 @@ def rows(group: dict[str, Any]) -> TensorDict:
 
 
 def main(work: Path, batch: int) -> None:
-    """Put every group, get every batch, compare."""
+    """Measure in a Ray cluster of its own, whatever others run here."""
     groups = [rows(group) for group in json.loads((work / "groups.json").read_bytes())]
-    ray.init(include_dashboard=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:  # short: sockets lie in it
+        ray.init("local", num_cpus=ACTORS, include_dashboard=False, log_to_driver=False, _temp_dir=own)
+        measure(groups, batch)
+        ray.shutdown()
+
+
+def measure(groups: list[TensorDict], batch: int) -> None:
+    """Put, get, compare, with the time of each."""
     tq.init()
     client = tq.get_client()
     start = time.perf_counter()
@@ -50,7 +59,6 @@ def main(work: Path, batch: int) -> None:
     if sorted(row.tolist() for data in fetched for row in data["tokens"]) != sent:
         raise SystemExit("the fetched rows are not the ones that were put")
     tq.close()
-    ray.shutdown()
     answer(
         groups_per_s=len(groups) / (end - start),
         put_per_s=len(groups) / (posted - start),

@@ -24,18 +24,23 @@ from benchmarks.peers.table import Result, table
 ROOT = Path(__file__).parents[3]
 SPINNING = """
     import os, sys, time
+    there, here = os.pipe()
     def spin(seconds):
         held = bytearray(80_000_000)
         held[::4096] = b"1" * len(held[::4096])
         while time.process_time() < seconds: pass
-        time.sleep(1.5)
+        return held
     if os.fork() == 0:
         os.setsid()       # a daemon: in no process group of ours, and nobody waits for it
         if os.fork() == 0:
-            spin(1.0)
+            held = spin(1.0)
+            os.write(here, b"1")
+            time.sleep(3)
         os._exit(0)
     os.wait()
-    spin(1.0)
+    held = spin(1.0)
+    os.read(there, 1)     # from here on both hold their memory, long enough for several samples on a busy machine
+    time.sleep(3)
     print('@{"rate": 2.5}')
 """
 
