@@ -131,7 +131,7 @@ class Doctor:
         )
         if changes.rms <= 2 * session.limit():
             raise NotShown(f"the adapter changes log-probabilities by {changes.rms:.2g} nats, as rounding does")
-        answers = [session.ask(Ask(prompt, ANSWER, 0.0, session.few, model=name))[0] for prompt in prompts]
+        answers = session.at_once([Ask(prompt, ANSWER, 0.0, session.few, model=name) for prompt in prompts])
         pairs = zip(prompts, answers, strict=True)
         served = gap(value for prompt, answer in pairs for value in with_adapter.against_reference(prompt, answer))
         return with_adapter.judge(served, f"; the adapter changes {changes.rms:.2g}")

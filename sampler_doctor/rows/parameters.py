@@ -88,8 +88,9 @@ def _less_seen(logits: Array, prompt: Sequence[int], before: Sequence[int]) -> A
 def _penalised(session: Session, name: str, process: Callable[[Array, Sequence[int], Sequence[int]], Array]) -> Found:
     """Two answers of which the first tokens are likely to come again."""
     rows, scores, wrong = [], [], 0
-    for prompt in session.prompts[:2]:
-        (answer,) = session.ask(Ask(prompt, ANSWER, 0.0, session.few, {name: PENALTY}))
+    prompts = session.prompts[:2]
+    answers = session.at_once([Ask(prompt, ANSWER, 0.0, session.few, {name: PENALTY}) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
         raw = session.reference.along(prompt, answer.tokens)
         processed = np.stack([process(row, prompt, answer.tokens[:place]) for place, row in enumerate(raw)])
         near = processed.max(-1) - processed[np.arange(len(raw)), answer.tokens]

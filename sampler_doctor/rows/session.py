@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from sampler_doctor.reference import Array, Reference, Words, log_softmax
 from sampler_doctor.servers.sampler import UNNAMED, Answer, Ask, NotOffered, NotShown, Sampler
 
 Result = Literal["ok", "fails", "not offered", "not shown"]
-ANSWER = 24  # tokens of an answer
+ANSWER = 16  # tokens of an answer: most of PROMPT_TOKENS reach another block of 16 keys with it
 FEW = 20  # log-probabilities at each token of an answer, at most
 PROMPT_TOKENS = (4, 12, 40, 96)
 LONG = 288  # tokens of a prompt that fills two blocks of any server's prefix cache
@@ -99,13 +100,16 @@ class Session:
             raise NotOffered("the server gives no token ids, and some of these tokens read alike")
         return answers
 
+    def at_once(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Return the first answer to each of these requests, which are sent at the same time. Raises as `ask`."""
+        with ThreadPoolExecutor(len(asks)) as pool:
+            return [answers[0] for answers in pool.map(self.ask, asks)]
+
     @cached_property
     def answers(self) -> list[tuple[tuple[int, ...], Answer]]:
         """Answers at temperature 1, with their prompts."""
-        return [
-            (prompt, self.ask(Ask(prompt, ANSWER, 1.0, self.few, {"seed": place}))[0])
-            for place, prompt in enumerate(self.prompts)
-        ]
+        asks = [Ask(prompt, ANSWER, 1.0, self.few, {"seed": place}) for place, prompt in enumerate(self.prompts)]
+        return list(zip(self.prompts, self.at_once(asks), strict=True))
 
     def against_reference(self, prompt: Sequence[int], answer: Answer) -> list[float]:
         """Return served less reference log-probabilities of every token that the answer names."""
