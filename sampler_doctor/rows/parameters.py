@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sampler_doctor.reference import Array, log_softmax
-from sampler_doctor.rows.policy import DRAWS, STANDARD_ERRORS, draws, z_score
+from sampler_doctor.rows.policy import DRAWN_FROM, DRAWS, STANDARD_ERRORS, draws, z_score
 from sampler_doctor.rows.session import ANSWER, Found, Session, gap
 from sampler_doctor.servers.sampler import Answer, Ask
 
@@ -127,13 +127,13 @@ def _differences(answer: Answer, logits: Array) -> Iterator[float]:
 
 
 def flattest(session: Session) -> tuple[int, ...]:
-    """Return the prompt behind which the distribution is flattest."""
+    """Return the short prompt behind which the distribution is flattest."""
 
     def entropy(prompt: tuple[int, ...]) -> float:
         logprobs = log_softmax(session.reference.after(prompt))
         return -float(np.sum(np.exp(logprobs) * logprobs))
 
-    return max(session.prompts, key=entropy)
+    return max(session.prompts[:DRAWN_FROM], key=entropy)
 
 
 top_p = filtered(lambda ordered, kept: ("top_p", float(ordered[:kept].sum() - ordered[kept - 1] / 2)))

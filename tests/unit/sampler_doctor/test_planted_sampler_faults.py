@@ -68,6 +68,22 @@ def test_no_row_fails_without_a_fault(style: Style, models: Models) -> None:
     assert len(rows) == 2 * (len(NAMES) - 1) + 1
 
 
+def test_a_run_gives_the_server_little_work(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model of 135M parameters on two cores takes a minute. A prompt is computed once per draw."""
+    asked: list[Ask] = []
+    answer = Completions.sample
+
+    def counted(self: Completions, ask: Ask) -> list[Answer]:
+        asked.append(ask)
+        return answer(self, ask)
+
+    monkeypatch.setattr(Completions, "sample", counted)
+    rows_of(models, "")
+    times = [int(ask.options.get("n", 1)) for ask in asked]
+    assert sum(n * len(ask.prompt) for n, ask in zip(times, asked, strict=True)) < 9_000
+    assert sum(n * ask.tokens for n, ask in zip(times, asked, strict=True)) < 2_000
+
+
 def test_what_a_plain_server_lacks_is_no_failure(models: Models) -> None:
     rows = {row.name: row for row in rows_of(models, "", *(name for name in NAMES if name != "batch"), style="openai")}
     assert [row for row in rows.values() if row.result == "fails"] == []
