@@ -9,6 +9,7 @@ results file as it ends, so that a stop loses nothing. Arms take turns. docs/ben
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ class Settings(Config):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for, and print the tables."""
     settings = load_config(Settings, argv, prog=PROG)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the arm, too, as Ctrl-C does
     with one_line_errors(PROG):
         unknown = [name for name in settings.peers if name not in COMPARISONS]
         if unknown:

@@ -20,6 +20,7 @@ from benchmarks.peers.comparisons import COMPARISONS
 from benchmarks.peers.environment import folder_of, layered_python
 from benchmarks.peers.metering import ArmFailed, metered
 from benchmarks.peers.table import Result, table
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 SPINNING = """
@@ -79,6 +80,32 @@ def test_what_a_command_leaves_is_ended(tmp_path: Path) -> None:
     with pytest.raises(json.JSONDecodeError):
         metered(program(left), tmp_path / "log", 60)
     pid = int((tmp_path / "log").read_text().split()[-1])
+    assert not Path(f"/proc/{pid}").exists()
+
+
+ASLEEP = """
+    import sys
+    from contextlib import nullcontext
+    from benchmarks.peers import __main__ as peers
+    from benchmarks.peers.comparison import Arm, Comparison
+    text = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    arm = Arm("arm", [sys.executable, "-c", text], 60)
+    peers.COMPARISONS["asleep"] = Comparison((), lambda work: nullcontext([arm]))
+    peers.main(["--peers", "asleep", "--out", sys.argv[1], "--model", "."])
+"""
+
+
+@pytest.mark.services
+def test_a_command_that_is_ended_ends_its_arm(tmp_path: Path) -> None:
+    log = tmp_path / "peers-asleep-arm-1.log"
+    command = [*program(ASLEEP), str(tmp_path / "peers.jsonl")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT) as running:
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), 60)
+        pid = int(log.read_text())
+        running.terminate()
+        assert running.stderr is not None
+        assert b"peers: interrupted" in running.stderr.read()
+    assert running.returncode == 130
     assert not Path(f"/proc/{pid}").exists()
 
 
