@@ -23,8 +23,9 @@ BLOCK = 32  # tokens per cache block, as the launcher sets it for vLLM
 def _vllm_ops() -> ModuleType:
     """vLLM's wrappers of its C++ kernels; seconds to import, so only when first needed."""
     with loading("vLLM, with whose kernel --batch-invariant computes attention", NotInvariant):
-        from vllm_patching.compat import vllm_layers
-    return vllm_layers.cpu_kernels()
+        from vllm_patching.compat import vllm_ops
+
+        return vllm_ops.cpu_kernels()
 
 
 def _cache_dtype() -> dict[str, str]:

@@ -3,6 +3,7 @@ trainer on CUDA.
 
 vllm_engine     the engine and its workers
 vllm_layers     layers, and what they multiply by on CPUs
+vllm_ops        its C++ kernels alone
 vllm_kernels    what a batch-invariant vLLM computes with in place of its own
 vllm_requests   sampling parameters and structured outputs, checked
 vllm_server     arguments, keys, adapters, tokenizers, and the server itself

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from vllm_patching import vllm_types
+from vllm_patching.compat.vllm_ops import cpu_kernels
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
@@ -39,13 +39,6 @@ __all__ = [
 
 def on_cpu() -> bool:
     return current_platform.is_cpu()
-
-
-def cpu_kernels() -> ModuleType:
-    """vLLM's wrappers of its C++ kernels for CPUs."""
-    from vllm import _custom_ops
-
-    return _custom_ops
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
