@@ -1,4 +1,4 @@
-"""The one folder that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact
+"""The one directory that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact
 trainer on CUDA.
 
 vllm_engine     the engine and its workers
