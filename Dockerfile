@@ -10,11 +10,10 @@
 # docs/install.md says what of this was tried.
 
 FROM debian:bookworm-slim AS base
-# gcc and Python's headers: pycosat is built when it is installed, and Triton compiles at vLLM's first request. ssh: for
-# `atropos train --hosts`.
+# gcc and Python's headers: pycosat is built when it is installed, and Triton compiles at vLLM's first request.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates g++ gcc libc6-dev libnuma1 openssh-client python3.11 python3.11-dev python3.11-venv \
+        ca-certificates g++ gcc libc6-dev libnuma1 python3.11 python3.11-dev python3.11-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 atropos && install --directory --owner atropos /atropos
 USER atropos

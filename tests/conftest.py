@@ -53,7 +53,8 @@ LANES = (
         "test_bit_exact",
         "test_server_death",
         "test_two_hosts",
-        "test_several_machines",
+        "test_ray",
+        "test_ray_runs",
         "test_engine_watch",
     },
 )

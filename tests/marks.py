@@ -23,7 +23,8 @@ STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.sys
 # A part of the test's id, a part of the reason, and why CI cannot be made to run it.
 EXPECTED_SKIPS = (
     ("test_two_hosts.py", "lets nobody make network namespaces"),  # a privilege that containers seldom have
-    ("test_several_machines.py", "lets nobody make network namespaces"),  # both by a fixture of conftest.py
+    ("test_ray.py", "lets nobody make network namespaces"),
+    ("test_ray_runs.py", "lets nobody make network namespaces"),  # all by a fixture of conftest.py
     ("test_sandbox.py", "calls of another ABI"),  # only x86-64 has one
     ("test_sandbox.py", "a sandbox that hides no file"),  # neither namespaces nor Landlock: containers on old kernels
     ("test_full_disk.py", "lets nobody mount a file system"),  # a privilege that containers seldom have

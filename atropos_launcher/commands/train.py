@@ -44,6 +44,7 @@ from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, me
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
+    API_TOKEN,
     KEY,
     expect_filled_batches,
     expect_lengths,
@@ -52,6 +53,7 @@ from atropos_launcher.plan.sections import (
     resolve_trainer,
 )
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan, reservations
+from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
@@ -147,8 +149,7 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
         cores = replace(cores, vllm=cores.vllm * len(run.servers))
     else:
         vllm_ports = choose_ports("vllm", given, ports, asked.dry_run)
-    key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)} if machines.several else {}  # of this start alone
-    environ = {**os.environ, **key}
+    environ = {**os.environ, **keys_of_machines(machines, run)}
     (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
     (agents_port,) = choose_ports("agents", [None], ports, asked.dry_run)
     anywhere = Placement((ServerPlace(),) * len(run.servers))
@@ -178,6 +179,14 @@ def with_best_layout(asked: Asked, run_dir: Path, ports: Ports) -> Asked:
     return replace(asked, run=run.model_copy(update={"vllm": {**vllm, "count": count}, "model": site.model}))
 
 
+def keys_of_machines(machines: Machines, run: RunFile) -> dict[str, str]:
+    """What protects the servers that other machines reach: the user's own, or a secret of this start alone."""
+    opened = [KEY] if machines.several else []
+    if machines.spread(run.environments) and not {"api_token", "api_token_file"} & {*run.api}:
+        opened.append(API_TOKEN)
+    return {name: os.environ.get(name) or secrets.token_urlsafe(32) for name in opened}
+
+
 def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple[int, ...]) -> TeacherPlace | None:
     """Where the run's teacher is, or will be on these GPUs. Raises ConfigError, PortTaken."""
     teacher = asked.run.teacher
@@ -187,7 +196,7 @@ def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple
         return TeacherPlace(teacher.url.rstrip("/").removesuffix("/v1"))
     if asked.machines.several:
         raise ConfigError(
-            "teacher.model: a run on several machines starts no teacher: start its vLLM server on one of them, and give"
+            "teacher.model: a run on several Ray nodes starts no teacher: start its vLLM server on one, and give"
             " --teacher.url http://HOST:PORT"
         )
     given = teacher.flags.get("port")
@@ -449,16 +458,11 @@ def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None
     words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
     if line := disk_line(run_dir):
         console.say(line)
-    lost = (
-        "start Ray on the lost node again or go on without it"
-        if plan.site.machines.ray
-        else ("wait until all machines answer or remove the lost one from the hosts file")
-    )
-    first = f"{lost}, then run: "
+    first = "start Ray on the lost node again or continue without it, then run: " if plan.site.machines.ray else "run: "
     kept = any((run_dir / "checkpoints").glob("*step_*"))
     console.say(
         f"To continue {'from the last checkpoint' if kept else '(there is no checkpoint yet: from step 1)'},"
-        f" {first if plan.site.machines.several else 'run: '}{shlex.join(words)}"
+        f" {first}{shlex.join(words)}"
     )
 
 
@@ -516,7 +520,7 @@ def start(
         plan.site.api, None if token is None else token.get_secret_value(), others, records=Records(run_dir)
     )
     services = [*plan.services, *more]
-    os.environ.update({name: plan.site.environ[name] for name in (KEY,) if name in plan.site.environ})
+    os.environ.update({name: plan.site.environ[name] for name in (KEY, API_TOKEN) if name in plan.site.environ})
     kept = ProgressFile(run_dir, RunProgress(plan.trainer.training_steps, None))
 
     def tell(event: Event) -> None:

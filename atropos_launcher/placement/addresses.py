@@ -52,12 +52,12 @@ class Site:
 
     @property
     def vllm(self) -> list[str]:
-        """The address of each vLLM server, from this machine."""
+        """The address of each vLLM server."""
         return [f"http://{self.vllm_host(index)}:{port}" for index, port in enumerate(self.vllm_ports)]
 
     def vllm_host(self, index: int) -> str:
-        """Return where one vLLM server listens, and is reached from this machine."""
-        return self.machines.reached_at(self.machines.serving[index]) if self.machines.several else HOST
+        """Return where one vLLM server listens, and is reached."""
+        return self.machines.serving[index] if self.machines.several else HOST
 
 
 def variables(run: RunFile, site: Site) -> dict[str, str]:

@@ -14,11 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.placement.machines import LOOPBACK, Machine, Machines, check_roles
+from atropos_launcher.placement.machines import LOOPBACK, THIS_ONE, Machine, Machines, check_roles
 from atroposlib import extras
 from atroposlib.flags import ConfigError
 
@@ -31,6 +31,31 @@ RESERVE_S = 20.0
 REACH_S = 5.0
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # of ray/_private/ray_constants.py: no other machine joins
 STORE_BYTES = 80_000_000  # the least that Ray takes: nothing large travels in it
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes `--ray-nodes` asks for: `2` with both roles, or `4+1`, where one serves what four train."""
+
+    count: int | None = None  # None: all that are there
+    training: int | None = None
+
+    @classmethod
+    def of(cls, typed: str | None) -> Self:
+        """Read the flag."""
+        first, plus, second = (typed or "").partition("+")
+        return cls(int(first) + int(second), int(first)) if plus else cls(int(first) if first else None)
+
+    def taken(self, found: Sequence[Machine]) -> tuple[Machine, ...]:
+        """The first of `found`, with their roles. Raises ConfigError unless these make a run."""
+        taken = tuple(found[: self.count])
+        if len(taken) == 1:
+            return THIS_ONE.all
+        if self.training is not None:
+            last = self.training
+            taken = tuple(replace(each, trains=at < last, serves=at >= last) for at, each in enumerate(taken))
+        check_roles(Machines(taken), "--ray")
+        return taken
 
 
 @dataclass(frozen=True)
@@ -69,53 +94,47 @@ def _remedied(error: str) -> str:
     return f"{first}: start a node of the cluster on this machine (`ray start`), or give --ray local"
 
 
-def connect(address: str, nodes: int | None, silence_s: float, dry_run: bool) -> Machines:
-    """The machines of a cluster, this one first; a dry run starts none for `local`. Raises ConfigError."""
-    own = Machines(silence_s=silence_s, ray=address, group=f"atropos-{os.getpid()}")
-    if address == LOCAL and dry_run:
-        return own
+def planned(nodes: Nodes, silence_s: float) -> Machines:
+    """The machines of a dry run that asks no cluster."""
+    names = [f"node-{number}" for number in range(1, 1 + (nodes.count or 1))]
+    return Machines(nodes.taken([Machine(name) for name in names]), silence_s, ray=names[0], group="atropos")
+
+
+def connect(address: str, nodes: Nodes, silence_s: float) -> Machines:
+    """The machines of a cluster, this one first. Raises ConfigError."""
     expect_reachable(address)
     ray = join(address, local=address == LOCAL)
     context = ray.get_runtime_context()
-    found = _nodes(ray, nodes, address)
     mine = context.get_node_id()
+    found = _nodes(ray, nodes.count or 1, address)
     found.sort(key=lambda node: (node["NodeID"] != mine, node["NodeManagerAddress"]))
-    if nodes is not None:
-        found = found[:nodes]
-    own = Machines((Machine(LOOPBACK),), silence_s=silence_s, ray=context.gcs_address, group=own.group)
-    if len(found) == 1:
-        return own
-    listed = tuple(_machine(node) for node in found)
-    several = Machines(listed, silence_s=silence_s, ray=own.ray, group=own.group)
-    check_roles(several, f"--ray {address}")
-    return several
+    taken = nodes.taken([_machine(node) for node in found])
+    return Machines(taken, silence_s, ray=context.gcs_address, group=f"atropos-{os.getpid()}")
 
 
 def _machine(node: Mapping[str, Any]) -> Machine:
-    role = (node.get("Labels") or {}).get(LABEL, "")
+    role, host = (node.get("Labels") or {}).get(LABEL, ""), node["NodeManagerAddress"]
     if role not in ("", "trainer", "vllm"):
         raise ConfigError(
-            f"--ray: node {node['NodeManagerAddress']} has the label {LABEL}={role}: it is `trainer` or `vllm`, or"
-            " leave it out for both"
+            f"--ray: node {host} has the label {LABEL}={role}: it is `trainer` or `vllm`, or leave it out for both"
         )
-    gpus = int(node["Resources"].get("GPU", 0))
-    return Machine(node["NodeManagerAddress"], role in ("", "trainer"), role in ("", "vllm"), gpus)
+    return Machine(host, role in ("", "trainer"), role in ("", "vllm"), int(node["Resources"].get("GPU", 0)))
 
 
-def _nodes(ray: Any, nodes: int | None, address: str) -> list[dict[str, Any]]:
-    """The nodes that live. Waits for those that `nodes` asks for."""
+def _nodes(ray: Any, least: int, address: str) -> list[dict[str, Any]]:
+    """The nodes that live, once there are `least`."""
     deadline, told = time.monotonic() + JOIN_S, False
     while True:
         found = [node for node in ray.nodes() if node["Alive"]]
-        if len(found) >= (nodes or 1):
+        if len(found) >= least:
             return found
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"--ray-nodes {nodes}: after {JOIN_S:.0f} s the cluster {address} has {len(found)}: start Ray on the"
-                " others (`ray start --address`), or ask for fewer"
+                f"--ray-nodes: after {JOIN_S:.0f} s the cluster {address} has {len(found)} of {least} nodes: start Ray"
+                " on the others (`ray start --address`), or ask for fewer"
             )
         if not told:
-            print(f"Waiting at most {JOIN_S:.0f} s for {nodes} Ray nodes; {len(found)} there", flush=True)
+            print(f"Waiting at most {JOIN_S:.0f} s for {least} Ray nodes; {len(found)} there", flush=True)
             told = True
         time.sleep(0.5)
 
@@ -199,10 +218,10 @@ def reserve(machines: Machines, wanted: Sequence[Mapping[str, float]]) -> None:
     """
     from ray.util import placement_group
 
-    for index, (node, bundle) in enumerate(zip(_by_host(machines).values(), wanted, strict=True)):
+    for (machine, node), bundle in zip(_by_host(machines).items(), wanted, strict=True):
         host = node["NodeManagerAddress"]
         expect_enough(host, node["Resources"], bundle)
-        group = placement_group([{**bundle, f"node:{host}": 0.001}], name=machines.group_of(index))
+        group = placement_group([{**bundle, f"node:{host}": 0.001}], name=machines.group_on(machine))
         if not group.wait(RESERVE_S):
             raise ConfigError(
                 f"--ray: node {host} is full: {_shown(bundle)} were not free within {RESERVE_S:.0f} s of the"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atropos_launcher.placement.machines import THIS_ONE, Machines
+from atropos_launcher.placement.machines import Machines
 from atropos_launcher.run_file.run_file import only_environment
 from atropos_launcher.run_file.servers import (
     Servers,
@@ -34,8 +34,7 @@ def changed_servers(
     ConfigError.
     """
     servers: Servers = content.get("vllm") or {}
-    alone = machines is THIS_ONE or (bool(machines.ray) and not machines.several)
-    serving = None if alone else len(machines.serving)
+    serving = len(machines.serving) if machines.several else None
     if serving is not None:
         _expect_several(content, machines)
         servers = on_machines(servers, serving)
@@ -55,8 +54,8 @@ def _expect_several(content: Tree, machines: Machines) -> None:
     mode = _mode(content, "broadcast")
     if machines.several and mode is not None and not mode.feeds_several:
         raise ConfigError(
-            f"--hosts needs a bridge that feeds several vLLM servers, and {mode.shown()} feeds one: choose --bridge"
-            " broadcast"
+            f"a run on {len(machines.all)} Ray nodes needs a bridge that feeds several vLLM servers, and"
+            f" {mode.shown()} feeds one: choose --bridge broadcast, or --ray-nodes 1"
         )
 
 

@@ -19,10 +19,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from atropos_launcher.placement import ray_cluster
-from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines, read_machines
+from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines
 from atropos_launcher.plan.changes import Sections, changed_environments, changed_servers, section_values, texts
 from atropos_launcher.plan.sections import SectionFlags
 from atropos_launcher.run_file.run_file import (
+    GONE,
+    INSTEAD,
     LOCAL_FILES,
     Choice,
     RunFile,
@@ -196,6 +198,9 @@ def read_command_line(
 ) -> Asked:
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     line = split(argv, keys_of(flags), SECTIONS)
+    for word in line.flags:
+        if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in GONE:
+            raise ConfigError(f"{word.partition('=')[0]} was removed. {INSTEAD}")
     values, typed = flag_parser.parse(
         keys_of(flags),
         line.flags,
@@ -221,7 +226,7 @@ def read_command_line(
     )
     content = read_run(source, choice)
     layout = (content.get("layout") or {}) | texts(line.sections["layout"])
-    machines = _machines(given, layout.get("ray"), "dry_run" in typed)
+    machines = _machines(given, layout.get("ray"), "dry_run" in typed, is_planned=given.gpus is not None)
     content, sections = _changed(content, line.sections, given, models, machines)
     run = validated(content, source.name)
     view = given.view is not False
@@ -264,19 +269,18 @@ def _keys_of_programs() -> dict[str, list[Key]]:
     return {program: list(keys_of(tree)) for program, tree in programs.items()}
 
 
-def _machines(given: RunFlags, ray: object, dry_run: bool) -> Machines:
-    """Read the machines of --hosts, or of the Ray cluster; without them, take this one."""
+def _machines(given: RunFlags, ray: object, dry_run: bool, is_planned: bool) -> Machines:
+    """The nodes of the Ray cluster, or this machine. A plan for GPUs that are not here asks no cluster."""
     if not isinstance(given, TrainFlags):
         return THIS_ONE
     if address := given.ray or ray:
-        if given.hosts is not None:
-            raise ConfigError(f"--hosts {given.hosts} and --ray {address} both name the machines: give one of them")
-        return ray_cluster.connect(str(address), given.ray_nodes, given.host_timeout, dry_run)
+        nodes = ray_cluster.Nodes.of(given.ray_nodes)
+        if is_planned or (dry_run and address == ray_cluster.LOCAL):
+            return ray_cluster.planned(nodes, given.ray_timeout)
+        return ray_cluster.connect(str(address), nodes, given.ray_timeout)
     if given.ray_nodes is not None:
         raise ConfigError(f"--ray-nodes {given.ray_nodes} is only for --ray: give that, too, or leave this out")
-    if given.hosts is None:
-        return THIS_ONE
-    return read_machines(given.hosts, given.remote_command, given.host_timeout, check_here=not dry_run)
+    return THIS_ONE
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:

@@ -18,7 +18,7 @@ import yaml
 from atropos_launcher.paths import environment_file, environment_names, environments
 from atropos_launcher.placement.addresses import Site, argv, variables, vllm_flags
 from atropos_launcher.placement.gpus import device_bridge
-from atropos_launcher.placement.machines import LOOPBACK as HOST
+from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.placement.teacher import TeacherPlace
 from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
@@ -37,6 +37,7 @@ C = TypeVar("C", bound=Config)
 VLLM_START_S = 1800.0
 CHECK_LIMIT_S = 120.0
 KEY = "VLLM_API_KEY"  # with which a vLLM server opens to other machines
+API_TOKEN = "ATROPOS_API_TOKEN"  # the same of the batching API
 AGENT_ENDPOINT = "agent_endpoint"  # the setting of an environment whose agents call one
 TIED = {  # settings of the trainer that the run decides, and where
     "model_name": "model",
@@ -63,6 +64,7 @@ class EnvironmentPlan:
     name: str  # in the run
     program: tuple[str, ...]
     resolved: Tree
+    host: str = LOOPBACK
 
 
 def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy: bool = False) -> TrainerConfig:
@@ -115,7 +117,7 @@ def _addresses(site: Site) -> Tree:
     """Return where the trainer finds the vLLM servers."""
     ports = list(map(str, site.vllm_ports))
     if not site.machines.several:
-        return {"vllm_host": HOST, "vllm_port": ",".join(ports)}
+        return {"vllm_host": LOOPBACK, "vllm_port": ",".join(ports)}
     return {"vllm_host": ",".join(f"{site.vllm_host(index)}:{port}" for index, port in enumerate(ports))}
 
 
@@ -152,7 +154,8 @@ def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
     """The batching API's configuration. Raises ConfigError."""
     from atroposlib.api.settings import RunApiConfig
 
-    content = {"journal": str(site.run_dir / "rollouts.db"), **run.api, "port": site.api_port}
+    open_to_all = {"host": "0.0.0.0"} if site.machines.spread(run.environments) else {}
+    content = {"journal": str(site.run_dir / "rollouts.db"), **open_to_all, **run.api, "port": site.api_port}
     if content.get("in_memory"):
         del content["journal"]
     return _resolved(RunApiConfig, "api", content, flags.api, site.environ)
@@ -180,9 +183,10 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
         if program is None:
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
         known = ask_environment(name, program, {}, [], environ)
-        for service, settings in environment_settings(run, site, name, known).items():
+        for index, (service, settings) in enumerate(environment_settings(run, site, name, known).items()):
             typed = [word for flag in flags.environments.get(name, []) for word in flag.words()]
-            plans[service] = EnvironmentPlan(name, program, ask_environment(name, program, settings, typed, environ))
+            resolved = ask_environment(name, program, settings, typed, environ)
+            plans[service] = EnvironmentPlan(name, program, resolved, host_of_copy(site, known, index))
     return plans
 
 
@@ -216,6 +220,9 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             env |= {"deterministic": True, "max_batches_offpolicy": 0}
             if several:
                 env.setdefault("min_batch_allocation", 1 / sum(each.count for each in run.environments.values()))
+        if site.machines.elsewhere(host_of_copy(site, known, index)):
+            env["rollout_server_url"] = f"http://{site.machines.first}:{site.api_port}"
+            env.pop("run_record_path", None)  # that file is on this machine
         if index:  # one of them evaluates; each samples other questions
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
@@ -224,6 +231,11 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             settings[service] |= {TEACHER: connection_of_teacher(run.teacher, site.teacher)}
             env.setdefault("teacher_enabled", True)
     return settings
+
+
+def host_of_copy(site: Site, known: Mapping[str, Any], index: int) -> str:
+    """Return where a copy of an environment runs: in turn on all machines, unless its agents need the endpoint here."""
+    return site.machines.first if AGENT_ENDPOINT in known["env"] else site.machines.host_of_environment(index)
 
 
 def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:

@@ -97,19 +97,19 @@ def checked_ranks(trainer: TrainerConfig, site: Site) -> list[int]:
     ranks, machines = trainer_ranks(trainer, site.placement), site.placement.machines
     if machines > 1 and trainer.batch_invariant:
         raise ConfigError(
-            f"--hosts: --batch-invariant trains on one device, but {machines} machines train: write `trainer` behind"
-            " the first host and `vllm` behind each other one, or drop the flag"
+            f"--batch-invariant trains on one device, but {machines} nodes train: give --ray-nodes 1+{machines - 1}, or"
+            " drop the flag"
         )
     counts = ranks_of_machines(trainer, site.placement)
     if sum(counts) != ranks:
         raise ConfigError(
-            f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} machines: give a multiple of"
+            f"--trainer-ranks {ranks} cannot be shared out evenly over {machines} nodes: give a multiple of"
             f" {machines}, or auto"
         )
     try:
         check_ranks(trainer, ranks, sharded=ranks > 1)
     except TrainerError as error:
-        raise ConfigError(f"--hosts: {error}" if machines > 1 else str(error)) from None
+        raise ConfigError(f"{machines} nodes train: {error}" if machines > 1 else str(error)) from None
     for host, count, own in zip(site.machines.training, counts, site.placement.training, strict=True):
         if site.placement.on_gpus and count > len(own):
             others = ", ".join(dict.fromkeys(site.placement.vllm))
@@ -150,17 +150,17 @@ def services(
     endpoint, token = agent_endpoints(site, environments, shared)
     made += endpoint
     mine = site.cores.environments
-    for service, plan in environments.items():
-        made.append(
-            Service(
-                name=service,
-                command=(*python, *plan.program, "serve", "--config", str(config / f"{service}.yaml")),
-                environment={**shared, **token, **({"OMP_NUM_THREADS": str(len(mine))} if mine else {})},
-                may_end=True,
-                restarts=ENVIRONMENT_RESTARTS,
-                cores=mine,
-            )
+    for name, plan in environments.items():
+        service = Service(
+            name=name,
+            command=(*python, *plan.program, "serve", "--config", str(config / f"{name}.yaml")),
+            environment={**shared, **token, **({"OMP_NUM_THREADS": str(len(mine))} if mine else {})},
+            may_end=True,
+            restarts=ENVIRONMENT_RESTARTS,
+            cores=mine,
         )
+        elsewhere = site.machines.elsewhere(plan.host)
+        made.append(on_machine(service, plan.host, site, files=(f"{name}.yaml",)) if elsewhere else service)
     return made
 
 
@@ -282,12 +282,12 @@ def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
     if trainer.checkpoint_format != "hf":
         if not saved.absolute().is_relative_to(site.run_dir.absolute()):
             raise ConfigError(
-                f"--hosts: each rank writes its part of a checkpoint to --trainer.save-path {saved}, but whether all"
-                f" machines share a directory is only checked for the run's, {site.run_dir}: leave the flag out and"
-                " choose --runs, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
+                f"each rank writes its part of a checkpoint to --trainer.save-path {saved}, but whether all nodes share"
+                f" a directory is only checked for the run's, {site.run_dir}: leave the flag out and choose --runs, or"
+                " give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
             )
         remedy = (
-            f"each rank writes its part of a checkpoint to {saved}: put --runs on a file system that all machines"
+            f"each rank writes its part of a checkpoint to {saved}: put --runs on a file system that all nodes"
             " share, or give --trainer.checkpoint-format hf, with which rank 0 writes whole checkpoints"
         )
         return {str(site.run_dir / "run.json"): remedy}
@@ -300,10 +300,10 @@ def seen_by_ranks(site: Site, trainer: TrainerConfig) -> dict[str, str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
-    """Who runs where, and by which command, of a run on several machines."""
+    """Who runs where, of a run on Ray."""
     site = plan.site
     machines = site.machines
-    if not machines.several and not machines.ray:
+    if not machines.ray:
         return []
     where: dict[str, list[str]] = {machine.host: [] for machine in machines.all}
     for index, port in enumerate(site.vllm_ports):
@@ -313,13 +313,15 @@ def machine_lines(plan: Plan) -> list[str]:
         first = sum(counts[:number])
         ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
         where[host].append(f"trainer {ranks} of {sum(counts)}")
-    where[machines.first].append(f"batching API on {LOOPBACK}:{site.api_port}, environments")
-    lines = [f"Machine {host}: {', '.join(services)}" for host, services in where.items()]
-    if machines.ray:
-        lines = [
-            f"{line}; Ray reserves {bundle['CPU']} CPUs and {bundle['GPU']} GPUs"
-            for line, bundle in zip(lines, reservations(plan), strict=True)
-        ]
+    api = "0.0.0.0" if machines.spread(plan.run.environments) else LOOPBACK
+    where[machines.first].append(f"batching API on {api}:{site.api_port}, environments")
+    for name, environment in plan.environments.items():
+        if machines.elsewhere(environment.host):
+            where[environment.host].append(name)
+    lines = [
+        f"Machine {host}: {', '.join(services)}; Ray reserves {bundle['CPU']} CPUs and {bundle['GPU']} GPUs"
+        for (host, services), bundle in zip(where.items(), reservations(plan), strict=True)
+    ]
     if len(machines.training) > 1:
         lines.append(
             f"Trainer ranks meet at {machines.first}:{site.meeting_port} within {plan.trainer.dist_timeout_s:.0f} s"
@@ -332,10 +334,13 @@ def reservations(plan: Plan) -> list[dict[str, int]]:
     site, machines = plan.site, plan.site.machines
     placement, hosts = site.placement, [machines.host_of_server(index) for index in range(len(site.vllm_ports))]
     serving = [] if MODES[plan.run.kind].owns_vllm else hosts
+    sampling = [environment.host for environment in plan.environments.values()]
     found, training = [], iter(placement.training)
     for machine in machines.all:
         gpus = {*next(training)} if machine.trains else set()
         served = [server.gpus for host, server in zip(hosts, placement.servers, strict=True) if host == machine.host]
         gpus |= {*chain(*served)}
-        found.append({"CPU": serving.count(machine.host) + machine.trains, "GPU": len(gpus)})
+        of_environments = sampling.count(machine.host) if machines.elsewhere(machine.host) else 0
+        cpus = serving.count(machine.host) + machine.trains + of_environments
+        found.append({"CPU": cpus, "GPU": len(gpus)})
     return found

@@ -44,6 +44,8 @@ OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which the
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
 SECTIONS = ("bridge", "environments", "trainer", TEACHER, "api", "layout")  # keys and values; so is `vllm`, or a list
 TAKEN = ("api", "trainer", "view", TEACHER, LAUNCHER)  # names of services, and so of their logs
+GONE = ("hosts", "remote_command", "host_timeout")  # settings from before Ray
+INSTEAD = "Ray starts what runs on other machines: run `ray start` on each, and give --ray auto (docs/devices.md)"
 NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
 
 
@@ -419,7 +421,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
     known = [*RunFile.model_fields, "base", *OVERLAYS]
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"] if part not in ("literal['auto']", "list[str]"))
-        if problem["type"] == "extra_forbidden":
+        if key.rpartition(".")[2] in GONE:
+            yield f"'{key}' was removed. {INSTEAD}"
+        elif problem["type"] == "extra_forbidden":
             yield f"unknown key '{key}'{nearest(key, known)}"
         elif problem["type"] == "missing":
             yield f"{key} is required"

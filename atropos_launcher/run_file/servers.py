@@ -89,8 +89,8 @@ def on_machines(vllm: Servers, count: int) -> Servers:
     """One server on each of the `count` machines that serve. Raises ConfigError."""
     if count > MOST:
         raise ConfigError(
-            f"--hosts names {count} machines that serve, and a run has at most {MOST} vLLM servers: write `trainer`"
-            " behind the others, or take fewer machines"
+            f"{count} Ray nodes serve, and a run has at most {MOST} vLLM servers: give fewer with --ray-nodes (60+4: 60"
+            " train, and 4 serve)"
         )
     if isinstance(vllm, Mapping):
         return {**vllm, "count": count}
@@ -102,10 +102,10 @@ def expect_one_each(vllm: Servers, count: int) -> None:
     """Raise ConfigError unless there are as many servers as machines that serve."""
     servers = len(each_server(vllm))
     if servers != count:
-        named = "1 machine that serves" if count == 1 else f"{count} machines that serve"
+        named = "1 node that serves" if count == 1 else f"{count} nodes that serve"
         what = f"--vllm.count {servers}" if isinstance(vllm, Mapping) else f"vllm: the list has {servers} servers"
         remedy = "leave it out" if isinstance(vllm, Mapping) else "remove or add entries of `vllm` in the run file"
-        raise ConfigError(f"{what}, but --hosts names {named}, and each runs one server: {remedy}")
+        raise ConfigError(f"{what}, but the Ray cluster has {named}, and each runs one server: {remedy}")
 
 
 def with_ports(vllm: Servers, ports: tuple[int, ...]) -> Servers:

@@ -9,6 +9,7 @@ with the process that made it. The job travels in a call, of which Ray keeps no 
 its imports wait, because the Python of a node's Ray need not have Atropos.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -17,7 +18,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+SHARED_S = 5.0  # until what another machine has written is seen here
+GRACE_S = 10.0  # from TERM to KILL
 MOST = 1 << 20  # bytes of the log in one answer
 MADE_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # for the actor, which computes nothing
 
@@ -26,9 +30,8 @@ class ServiceActor:
     """Runs one service. The methods are called in the main thread, with whose end the kernel ends the service."""
 
     def start(self, packages: str, text: bytes) -> str:
-        """Start the job that remote_client.py wrote. Returns why it cannot run here, if it cannot."""
+        """Start the job that ray_client.py wrote. Returns why it cannot run here, if it cannot."""
         sys.path.append(packages)
-        from atropos_launcher.services.remote_agent import prepare
         from atroposlib.processes.child_group import ChildGroup
 
         job = json.loads(text)
@@ -57,8 +60,6 @@ class ServiceActor:
 
     def stop(self) -> None:
         """End the service and all that it has started. Raises StillRunning."""
-        from atropos_launcher.services.remote_agent import GRACE_S
-
         with self._lock:
             self._child.stop(GRACE_S)
 
@@ -66,3 +67,32 @@ class ServiceActor:
         while time.monotonic() - self._heard <= silence_s:
             time.sleep(min(1.0, silence_s / 4))
         self.stop()
+
+
+def prepare(job: dict[str, Any]) -> str:
+    """Make the run's directory and its files. Returns why the service cannot run here, if it cannot."""
+    folder = Path(job["folder"])
+    for path, (digest, remedy) in job["sees"].items():
+        deadline = time.monotonic() + SHARED_S
+        while digest_of(path) != digest:
+            if time.monotonic() > deadline:
+                return f"the launcher's {path} is not on {os.uname().nodename}: {remedy}"
+            time.sleep(0.5)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # as atroposlib/files.py makes the first machine's
+        for path, text in job["files"].items():
+            file = Path(path)
+            if not file.is_file() or file.read_bytes() != text.encode():
+                file.write_bytes(text.encode())
+        os.chdir(job["directory"] if Path(job["directory"]).is_dir() else folder)
+    except OSError as error:
+        return f"cannot write {folder} on {os.uname().nodename}: {error.strerror}; make it writable, or choose --runs"
+    return ""
+
+
+def digest_of(path: str) -> str:
+    """SHA-256 of a file; nothing where there is none."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""

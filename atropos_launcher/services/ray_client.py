@@ -1,17 +1,22 @@
-"""A service that Ray places, as the supervisor holds it here: remote_client.py with `--ray` calls `run`.
+"""A service that Ray places, as the supervisor holds it here. plan/on_machine.py writes its command line.
 
     supervisor ──▶ this process ──▶ Ray ──▶ ray_actor.py on the service's node ──▶ the service
        log    ◀── what it writes ◀─────────────────┘
 
-The process is a driver of its own, so Ray ends the actor when it ends. Its exit status is the service's, 128 + N for
+The service's files and variables travel in a call, so that no secret is in a process list or kept by Ray. The process
+is a driver of its own, so Ray ends the actor when it ends. Its exit status is the service's, 128 + N for
 one that signal N has ended, and 1 with one line where the node or the actor is lost.
 """
 
+import json
+import os
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from atropos_launcher.paths import PACKAGES
@@ -22,6 +27,8 @@ from atropos_launcher.services import ray_actor
 FIRST_S = 60.0  # for an actor to start; Ray first starts a process for it
 LEAVE_S = 8.0  # for the service to end, once we have been asked to end it
 POLL_S = 0.2
+FORWARDED = ("ATROPOS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TRANSFORMERS_", "VLLM_")
+ALSO = ("PYTHONPATH", "WANDB_API_KEY")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -74,8 +81,43 @@ class Actor:
         self.ending = True
 
 
-def run(asked: Namespace, job: bytes) -> int:
+def parser() -> ArgumentParser:
+    """Build the parser of this program."""
+    arguments = ArgumentParser(prog="ray_client", description=__doc__, allow_abbrev=False)
+    arguments.add_argument("--host", required=True)
+    arguments.add_argument("--name", required=True)
+    arguments.add_argument("--ray", required=True, help="address of the cluster that starts it")
+    arguments.add_argument("--group", required=True, help="placement group in which Ray starts it")
+    arguments.add_argument("--silence-s", type=float, required=True)
+    arguments.add_argument("--folder", required=True)
+    arguments.add_argument("--variables", default="")
+    arguments.add_argument("--cores", default="")
+    arguments.add_argument("--file", action="append", default=[])
+    arguments.add_argument("--sees", action="append", nargs=2, default=[], metavar=("PATH", "REMEDY"))
+    arguments.add_argument("command", nargs="+")
+    return arguments
+
+
+def job_of(asked: Namespace, environ: Mapping[str, str]) -> bytes:
+    """What ray_actor.py is to run, in JSON."""
+    own = {*filter(None, asked.variables.split(",")), *ALSO}
+    job = {
+        "command": asked.command,
+        "environment": {name: value for name, value in environ.items() if name in own or name.startswith(FORWARDED)},
+        "cores": [int(core) for core in asked.cores.split(",") if core],
+        "files": {path: Path(path).read_text(encoding="utf-8") for path in asked.file},
+        "sees": {path: (ray_actor.digest_of(path), remedy) for path, remedy in asked.sees},
+        "folder": asked.folder,
+        "directory": os.getcwd(),
+        "silence_s": asked.silence_s,
+    }
+    return json.dumps(job).encode()
+
+
+def main() -> int:
     """Run the service and copy its output. Returns the exit status."""
+    asked = parser().parse_args()
+    job = job_of(asked, os.environ)
     started = time.monotonic()
     print(f"Starting {asked.name} on {asked.host} by Ray, waiting at most {FIRST_S:.0f} s for its actor", flush=True)
     actor = Actor(asked)
@@ -120,3 +162,7 @@ def copied(answer: tuple[bytes, int | None], offset: int) -> tuple[int, int | No
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     return offset + len(text), status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -187,9 +187,9 @@ def test_the_guides_layout_of_72_billion_takes_host_memory_for_states_and_stagin
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves(tmp_path: Path) -> None:
-    (tmp_path / "hosts.txt").write_text("a trainer\nb trainer\nc trainer\nd trainer\ne vllm\nf vllm\n")
-    apart = (*LARGE[:2], "--trainer.gradient-checkpointing", "--gpus", "8x80", "--hosts", str(tmp_path / "hosts.txt"))
+def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves() -> None:
+    nodes = ("--ray", "auto", "--ray-nodes", "4+2")
+    apart = (*LARGE[:2], "--trainer.gradient-checkpointing", "--gpus", "8x80", *nodes)
     on_host = (*apart, "--vllm.bridge-staging", "host")
     with pytest.raises(
         ConfigError, match=r"145\.4 GB of host memory for --vllm.bridge-staging host, and 100\.0 GB are free"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from atropos_launcher.commands import train
+from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import command_line, sections
 from atropos_launcher.plan.command_line import Asked, read_command_line
@@ -21,9 +22,7 @@ from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
-PAGE_FILES = {  # that commands of pages name
-    name: str(ROOT / "tests/unit/docs" / name) for name in ("hosts.txt", "five_hosts.txt", "answers.jsonl")
-}
+PAGE_FILES = {"answers.jsonl": str(ROOT / "tests/unit/docs/answers.jsonl")}  # that commands of pages name
 
 
 @cache
@@ -52,7 +51,7 @@ def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Environments are asked in this process, and the quickstart's model is at MODEL."""
+    """Environments are asked in this process, the quickstart's model is at MODEL, and no cluster is asked at all."""
 
     def ask(
         name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
@@ -67,6 +66,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(sections, "ask_environment", ask)
     monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or str(MODEL))
+    monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s: ray_cluster.planned(nodes, silence_s))
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:

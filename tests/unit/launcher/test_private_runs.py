@@ -17,7 +17,7 @@ from atropos_launcher.commands import evaluate, train
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.service import Service
-from atropos_launcher.services import remote_agent
+from atropos_launcher.services import ray_actor
 from atroposlib.view.run_data.runs import Runs
 from tests.unit.launcher.plans import no_processes, plan
 
@@ -64,7 +64,7 @@ def test_the_directory_on_another_machine_is_as_private(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)  # which `prepare` leaves
     folder = tmp_path / "runs" / "mine"
     job = {"folder": str(folder), "sees": {}, "files": {str(folder / "a.yaml"): "a: 1"}, "directory": str(folder)}
-    assert remote_agent.prepare(job) == ""
+    assert ray_actor.prepare(job) == ""
     assert mode_of(folder) == 0o700
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher.placement import ray_cluster
-from atropos_launcher.placement.machines import Machine, Machines
 from atropos_launcher.plan.services import reservations
 from tests.unit.launcher.plans import no_processes, on_gpus, plan
 
@@ -58,11 +56,8 @@ def test_its_run_takes_all_nodes_and_their_gpus(monkeypatch: pytest.MonkeyPatch)
     assert all(group["minReplicas"] == group["replicas"] == group["maxReplicas"] for group in workers)
     gpus = {container["resources"]["limits"]["nvidia.com/gpu"] for container in containers()}
     (each,) = gpus
-    nodes = (Machine("10.0.0.1", gpus=int(each)), Machine("10.0.0.2", gpus=int(each)))
-    cluster = Machines(nodes, ray="10.0.0.1:6379", group="g")
-    monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s, dry_run: cluster)
-    on_gpus(monkeypatch, [str(gpu) for gpu in range(int(each))])
-    made = plan(*words)
+    on_gpus(monkeypatch, [])  # what the plan is for is said by --gpus
+    made = plan(*words, "--gpus", f"{each}x80")
     assert [bundle["GPU"] for bundle in reservations(made)] == [int(each)] * 2
     mounts = [mount["mountPath"] for container in containers() for mount in container["volumeMounts"]]
     assert mounts.count(words[words.index("--runs") + 1]) == 2

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 
 import pytest
@@ -9,12 +10,12 @@ import pytest
 from atropos_launcher.commands import train
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import LOOPBACK, Machine, Machines
-from atropos_launcher.placement.ray_cluster import Facts
+from atropos_launcher.placement.ray_cluster import Facts, Nodes
 from atropos_launcher.plan.services import machine_lines, reservations
 from atroposlib.extras import MissingExtra
 from atroposlib.flags import ConfigError
 from tests.serving import free_port
-from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
+from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
 
@@ -23,7 +24,10 @@ __all__ = ["no_processes"]
     ("words", "why"),
     [
         (["--ray", "10.0.0.1"], "--ray 10.0.0.1 is no address: give HOST:PORT"),
-        (["--ray", "auto", "--hosts", "h.txt"], "--hosts h.txt and --ray auto both name the machines"),
+        (["--ray", "auto", "--ray-nodes", "4+"], "--ray-nodes: String should match pattern"),
+        (["--hosts", "h.txt"], "--hosts was removed. Ray starts what runs on other machines: run `ray start` on each"),
+        (["--remote-command=srun", "--ray", "auto"], "--remote-command was removed. .* give --ray auto"),
+        (["--host-timeout", "9"], "--host-timeout was removed. Ray"),
         (["--ray-nodes", "2"], "--ray-nodes 2 is only for --ray"),
     ],
 )
@@ -77,22 +81,29 @@ def test_a_dry_run_shows_what_ray_starts_and_reserves(monkeypatch: pytest.Monkey
 def test_a_run_file_names_the_cluster_and_nodes_are_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def connect(address: str, nodes: int | None, silence_s: float, dry_run: bool) -> Machines:
+    def connect(address: str, nodes: Nodes, silence_s: float) -> Machines:
         asked.append((address, nodes, silence_s))
         return Machines((Machine("10.0.0.1"), Machine("10.0.0.2")), silence_s=silence_s, ray="10.0.0.1:6379", group="g")
 
     monkeypatch.setattr(ray_cluster, "connect", connect)
     monkeypatch.setenv("VLLM_API_KEY", "a-key-of-the-user")
     found = plan("gsm8k_broadcast", "--layout.ray", "10.0.0.1:6379", "--ray-nodes", "2")
-    assert asked == [("10.0.0.1:6379", 2, 30.0)]
+    assert asked == [("10.0.0.1:6379", Nodes(2), 30.0)]
     hosts = {service.name: service.host for service in found.services}
     assert (hosts["vllm-1"], hosts["vllm-2"], hosts["trainer"], hosts["trainer-2"]) == ("", "10.0.0.2", "", "10.0.0.2")
     commands = {service.name: service.command for service in found.services}
     groups = {name: words[words.index("--group") + 1] for name, words in commands.items() if "--group" in words}
     assert groups == {"vllm-1": "g-0", "vllm-2": "g-1", "trainer": "g-0", "trainer-2": "g-1"}
-    assert not any("a-key-of-the-user" in word for service in found.services for word in service.command)
     words = train.flags_of_machines(ask_for("gsm8k_broadcast", "--ray", "10.0.0.1:6379").given)
     assert words == ["--ray", "10.0.0.1:6379"]
+
+
+def test_a_run_file_that_still_has_hosts_says_what_took_their_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: gsm8k_broadcast\nhosts: hosts.txt\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: 'hosts' was removed\. Ray starts what runs .* give --ray auto"):
+        ask_for(str(tmp_path / "mine.yaml"))
+    with pytest.raises(ConfigError, match=r"'layout\.hosts' was removed\. Ray"):
+        ask_for("gsm8k_broadcast", "--layout.hosts", "hosts.txt")
 
 
 @pytest.mark.parametrize(("kind", "has"), [("CPU", 2), ("GPU", 0)])
@@ -101,55 +112,3 @@ def test_a_node_with_less_than_the_run_reserves_is_named_with_both_numbers(kind:
     why = rf"node 10.0.0.2 has {has} {kind}s, and this run needs 3 there: start its Ray with --num-{kind.lower()}s"
     with pytest.raises(ConfigError, match=why):
         ray_cluster.expect_enough("10.0.0.2", {"CPU": 2.0}, {kind: 3})
-
-
-def on_cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Machine) -> None:
-    """`--ray auto` finds these."""
-    found = Machines(nodes, ray="10.0.0.1:6379", group="g")
-    monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s, dry_run: found)
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_nodes_with_other_numbers_of_gpus_each_share_out_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpus(monkeypatch, list("01234567"))
-    on_cluster(monkeypatch, Machine("a", gpus=8), Machine("b", gpus=4), Machine("c", gpus=2))
-    made = plan("gsm8k", str(MODEL), "--ray", "auto")
-    found, placement = {service.name: service for service in made.services}, made.site.placement
-    assert [server.gpus for server in placement.servers] == [tuple("0123"), tuple("01"), tuple("0")]
-    assert placement.training == (tuple("4567"), tuple("23"), tuple("1"))
-    ranks = [found[name].command for name in ("trainer", "trainer-2", "trainer-3")]
-    assert [words[words.index("--nproc-per-node") + 1] for words in ranks] == ["4", "2", "1"]
-    seen = [found[name].environment["CUDA_VISIBLE_DEVICES"] for name in ("vllm-1", "vllm-2", "trainer-3")]
-    assert seen == ["0,1,2,3", "0,1", "1"]
-    assert [each["GPU"] for each in reservations(made)] == [8, 4, 2]
-    assert "trainer ranks 4 to 5 of 7" in machine_lines(made)[1]
-    on_cluster(monkeypatch, Machine("b", serves=False, gpus=8), Machine("c", trains=False, gpus=4))
-    apart = plan("gsm8k", str(MODEL), "--ray", "auto").site.placement
-    assert ([server.gpus for server in apart.servers], len(apart.trainer)) == ([tuple("0123")], 8)
-
-
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize(
-    ("gpus", "words", "why"),
-    [
-        (4, ["--trainer-ranks", "8"], "4 trainer ranks on node b, but its GPUs for the trainer are 2, 3"),
-        (4, ["--vllm.tensor-parallel-size", "4"], "node b: layout: vLLM takes 0, 1, 2, 3, which leaves none"),
-        (0, [], "node b has no GPUs, and the node of this command 8: use fewer nodes"),
-    ],
-)
-def test_a_node_with_too_few_gpus_is_named(
-    gpus: int, words: list[str], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_gpus(monkeypatch, list("01234567"))
-    on_cluster(monkeypatch, Machine("a", gpus=8), Machine("b", gpus=gpus))
-    with pytest.raises(ConfigError, match=why):
-        plan("gsm8k", str(MODEL), "--ray", "auto", *words)
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_a_command_on_a_node_without_the_gpus_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cluster(monkeypatch, Machine("a", gpus=0), Machine("b", gpus=8))
-    with pytest.raises(
-        ConfigError, match="node b has 8 GPUs, and the node of this command none: run it on a node with"
-    ):
-        plan("gsm8k", str(MODEL), "--ray", "auto")
