@@ -30,6 +30,7 @@ PROBE_S = 120.0  # Ray starts a process on each node for it
 RESERVE_S = 20.0
 REACH_S = 5.0
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # of ray/_private/ray_constants.py: no other machine joins
+SKIP = "RAY_DEDUP_LOGS_SKIP_REGEX"
 STORE_BYTES = 80_000_000  # the least that Ray takes: nothing large travels in it
 
 
@@ -76,8 +77,10 @@ def join(address: str, local: bool = False) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # GPUs are the memory plan's affair
     if local:  # whoever reaches a cluster can run code in it
         os.environ |= {**ON_LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ[SKIP] = "."  # of its own lines on stdout, which hold twenty of a log where a node dies; read at import
     import ray
 
+    del os.environ[SKIP]
     own = {"address": "local", "include_dashboard": False, "object_store_memory": STORE_BYTES}  # beside any other here
     here = own if local else {"address": address}
     try:

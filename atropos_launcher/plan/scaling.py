@@ -158,10 +158,10 @@ class Scaling:
             raise CannotScale(
                 f"bridge {mode.shown()} feeds one vLLM server: start the run with bridge {able} to have several"
             )
-        if self._plan.site.machines.several:
+        if self._plan.site.machines.ray:
             raise CannotScale(
-                "a run on several machines is not scaled from here: start the server on its machine, and announce it"
-                f" by POST {self._plan.site.api}/servers"
+                "a run on Ray has only what it reserved at its start: start the server on a node yourself, and announce"
+                f" it by POST {self._plan.site.api}/servers"
             )
         if not 1 <= count <= MOST:
             raise CannotScale(f"{count} vLLM servers: a run has 1 to {MOST}")

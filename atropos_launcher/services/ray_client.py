@@ -71,6 +71,8 @@ class Actor:
         alive = {node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
         if self._host not in (*alive, LOOPBACK):
             return "Ray says that this node died"
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return "no connection to the service's actor"
         return f"the service's actor died ({str(error).strip().splitlines()[0]})"
 
     def _ask_signals(self) -> None:

@@ -81,7 +81,7 @@ def started(
     output = folder / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as log:
         process = subprocess.Popen(
-            entering(host and host.namespace, tied([sys.executable, *words], "TERM")),
+            entering(host.namespace if host else None, tied([sys.executable, *words], "TERM")),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

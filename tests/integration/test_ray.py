@@ -165,6 +165,7 @@ def test_a_killed_raylet_ends_what_runs_there_and_the_node_is_named(head: Host, 
         run.ends(1, within_s=SILENCE_S + 40)
         assert f"service-2 on {far.address} (pid" in run.said
         assert re.search(rf"error: .* from {far.address}, \d+ s after its start: check that the node is up", run.said)
+        assert "(raylet)" not in run.said  # twenty lines of a log of Ray's, as it prints them by itself
         run.expect_all_gone(SILENCE_S + 20)
 
 

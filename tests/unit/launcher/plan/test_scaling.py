@@ -170,7 +170,7 @@ def test_a_server_that_is_not_started_again_is_reported_as_left(run: Run) -> Non
     assert run.scale(2).error == ""
     run.servers.retire("vllm-2")
     wait_until(lambda: run.api.changes[-1][1] == "left")
-    assert "vllm-2 is not started again: the run has 1 servers" in run.told
+    wait_until(lambda: "vllm-2 is not started again: the run has 1 servers" in run.told)
 
 
 @pytest.mark.parametrize(("count", "why"), [(0, "0 vLLM servers: a run has 1 to 64"), (65, "65 vLLM servers")])
@@ -193,6 +193,17 @@ def test_a_bridge_that_feeds_one_server_refuses_another_by_name(
     with closing(Run(tmp_path, of, listing, [])) as run:
         error = run.scale(2).error
         assert "feeds one vLLM server: start the run with bridge broadcast" in error
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_run_on_ray_is_not_scaled_beyond_what_it_reserved(api: tuple[Api, int], tmp_path: Path, nodes: str) -> None:
+    listing, port = api
+    words = ("two_servers", "--api-port", str(port), "--ray", "auto", "--ray-nodes", nodes)
+    with closing(Run(tmp_path, plan(*words, run_dir=tmp_path), listing, [])) as run:
+        error = run.scale(3).error
+        assert error.startswith("a run on Ray has only what it reserved at its start")
+        assert f"announce it by POST http://127.0.0.1:{port}/servers" in error
+        assert run.servers.started == {}
 
 
 def test_a_further_server_takes_gpus_that_nothing_uses(monkeypatch: pytest.MonkeyPatch) -> None:
