@@ -128,7 +128,7 @@ def _nodes(ray: Any, least: int, address: str) -> list[dict[str, Any]]:
     """The nodes that live, once there are `least`."""
     deadline, told = time.monotonic() + JOIN_S, False
     while True:
-        found = [node for node in ray.nodes() if node["Alive"]]
+        found = live_nodes(ray)
         if len(found) >= least:
             return found
         if time.monotonic() > deadline:
@@ -140,6 +140,19 @@ def _nodes(ray: Any, least: int, address: str) -> list[dict[str, Any]]:
             print(f"Waiting at most {JOIN_S:.0f} s for {least} Ray nodes; {len(found)} there", flush=True)
             told = True
         time.sleep(0.5)
+
+
+def live_nodes(ray: Any) -> list[dict[str, Any]]:
+    """The nodes on which something listens: Ray lists one that has gone for a while, also beside its successor."""
+    return [node for node in ray.nodes() if node["Alive"] and _listens(node)]
+
+
+def _listens(node: Mapping[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def expect_reachable(address: str) -> None:
@@ -252,10 +265,10 @@ def _by_host(machines: Machines) -> dict[str, dict[str, Any]]:
     """The nodes of the run, in the order of its machines."""
     import ray
 
-    alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
     if not machines.several:
         mine = ray.get_runtime_context().get_node_id()
         return {LOOPBACK: next(node for node in ray.nodes() if node["NodeID"] == mine)}
+    alive = {node["NodeManagerAddress"]: node for node in live_nodes(ray)}
     if gone := [machine.host for machine in machines.all if machine.host not in alive]:
         raise ConfigError(f"--ray: node {gone[0]} has left the cluster: start Ray there again")
     return {machine.host: alive[machine.host] for machine in machines.all}

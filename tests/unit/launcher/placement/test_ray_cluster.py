@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from atropos_launcher.placement.ray_cluster import Facts, Nodes
 from atropos_launcher.plan.services import machine_lines, reservations
 from atroposlib.extras import MissingExtra
 from atroposlib.flags import ConfigError
-from tests.serving import free_port
+from tests.serving import Reply, ThreadedServer, free_port
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
@@ -112,3 +113,11 @@ def test_a_node_with_less_than_the_run_reserves_is_named_with_both_numbers(kind:
     why = rf"node 10.0.0.2 has {has} {kind}s, and this run needs 3 there: start its Ray with --num-{kind.lower()}s"
     with pytest.raises(ConfigError, match=why):
         ray_cluster.expect_enough("10.0.0.2", {"CPU": 2.0}, {kind: 3})
+
+
+def test_a_node_that_has_gone_is_not_taken_for_the_one_that_has_started_again_at_its_address() -> None:
+    with ThreadedServer(lambda asked: Reply()) as raylet:
+        again = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.port, "Alive": True}
+        gone = {**again, "NodeManagerPort": free_port()}
+        listed = SimpleNamespace(nodes=lambda: [gone, again, {**again, "Alive": False}])
+        assert ray_cluster.live_nodes(listed) == [again]
