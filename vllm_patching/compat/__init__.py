@@ -1,5 +1,5 @@
-"""The one directory that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact
-trainer on CUDA.
+"""The one directory that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a
+bit-exact trainer on CUDA.
 
 vllm_engine     the engine and its workers
 vllm_layers     layers, and what they multiply by on CPUs
