@@ -80,8 +80,11 @@ def start_server(
     gpus: str | None = None,
     deadline_s: float = START_DEADLINE_S,
     bridge: bool = True,
+    stock: bool = False,
 ) -> Server:
-    """A vLLM server of `model`, which logs into `folder`; on these GPUs, if any are named."""
+    """A vLLM server of `model`, which logs into `folder`; on these GPUs, if any are named. A `stock` one is vLLM's own,
+    without anything of ours in its processes.
+    """
     port = port or free_port()
     log = folder / "vllm.log"
     environment = {
@@ -90,11 +93,13 @@ def start_server(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGDIR": str(folder),
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **({"VLLM_PLUGINS": ""} if stock else {}),
     }
+    ours = str(REPOSITORY / "example_trainer" / "vllm_api_server.py")
     command = [
         sys.executable,
         "-u",
-        str(REPOSITORY / "example_trainer" / "vllm_api_server.py"),
+        *(["-m", "vllm.entrypoints.openai.api_server"] if stock else [ours]),
         "--model",
         str(model),
         "--port",

@@ -1,13 +1,14 @@
 """`scripts/vllm_started.sh [VERSION...]`: starts each release, and records the results in started.json and docs/gpu.md.
 
-Without a VERSION, all that the package index offers in the supported range. A step that fails is printed with the end
-of its log, and the exit status is then 1.
+Without a VERSION, all that the package index offers in the supported range. With --step, that step alone, whose result
+goes beside those that are recorded. A step that fails is printed with the end of its log; the exit status is then 1.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PAGE = ROOT / "docs/gpu.md"
 BEGIN, END = "<!-- started releases: written by scripts/vllm_started.sh -->", "<!-- end of started releases -->"
 
 
-def main(versions: list[str]) -> int:
+def main(versions: list[str], steps: Sequence[str] = tuple(STEPS)) -> int:
     """Start each release; 0 if none of their steps failed. Raises NoWheel."""
     offered_now, status = supported(), 0
     if others := [version for version in versions if version not in offered_now]:
@@ -33,7 +34,7 @@ def main(versions: list[str]) -> int:
     for version in versions or offered_now:
         began = time.monotonic()
         try:
-            found = start(version)
+            found = start(version, steps)
         except (NotInstalled, NotStarted) as error:
             print(f"vLLM {version}: {error}", file=sys.stderr)
             status = 1
@@ -58,9 +59,10 @@ def recorded() -> dict[str, Any]:
 
 
 def keep(offered_now: list[str], version: str, found: dict[str, str] | None) -> None:
-    """Put the results of a release into the record as it is now, in place of earlier ones."""
-    others = {each: results for each, results in recorded()["started"].items() if each != version}
-    write({"offered": offered_now, "started": others | ({version: found} if found else {})})
+    """Put the results of a release into the record as it is now, in place of earlier ones of the same steps."""
+    earlier = recorded()["started"]
+    others = {each: results for each, results in earlier.items() if each != version}
+    write({"offered": offered_now, "started": others | ({version: earlier.get(version, {}) | found} if found else {})})
 
 
 def entry(found: Started) -> dict[str, str]:
@@ -80,7 +82,8 @@ def with_table(page: str, record: dict[str, Any]) -> str:
     """The page with the table of `record` between its marks."""
     head = ["vLLM", "PyTorch", *STEPS]
     rows = [
-        [version, found["PyTorch"], *(found[step] for step in STEPS)] for version, found in record["started"].items()
+        [version, found["PyTorch"], *(found.get(step, "not run") for step in STEPS)]
+        for version, found in record["started"].items()
     ]
     return tables.with_table(page, BEGIN, END, head, rows)
 
@@ -88,8 +91,9 @@ def with_table(page: str, record: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="vllm_started.sh", description="Start releases of vLLM's CPU build.")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="a release, as 0.28.0; without, all offered")
+    parser.add_argument("--step", choices=STEPS, help="run this step alone; without, all")
     asked = parser.parse_args()
     try:
-        sys.exit(main(asked.versions))
+        sys.exit(main(asked.versions, [asked.step] if asked.step else tuple(STEPS)))
     except NoWheel as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")

@@ -1,6 +1,7 @@
 """The record of started releases is complete and on its page; by night, two of the releases are started again."""
 
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_each_step_has_its_own_result() -> None:
         "broadcast": "failed: AssertionError: it broke",
         "single copy": "passed",
         "LoRA": "failed: it was skipped",
+        "sampler doctor": "passed",
         "exact steps": "passed",
     }
     assert list(started.Started("2.13.0", found).failed) == ["broadcast", "LoRA"]
@@ -168,17 +170,34 @@ def test_results_are_recorded_and_a_failure_is_the_exit_status(
     result: str, status: int, own_record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = dict.fromkeys(started.STEPS, "passed") | {started.EXACT: result}
-    monkeypatch.setattr(command, "start", lambda version: started.Started("2.13.0", steps))
+    monkeypatch.setattr(command, "start", lambda version, asked: started.Started("2.13.0", steps))
     assert command.main([]) == status
     shown = result.replace("failed: a log", "failed")
     assert command.recorded()["started"]["0.27.0"][started.EXACT] == shown
-    assert f"\n| 0.27.0 | 2.13.0 | passed | passed | passed | passed | {shown} |\n" in own_record.read_text()
+    assert f"\n| 0.27.0 | 2.13.0 | passed | passed | passed | passed | passed | {shown} |\n" in own_record.read_text()
+
+
+def test_one_step_alone_is_recorded_beside_the_others(own_record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(version: str, steps: Sequence[str]) -> started.Started:
+        assert steps == [started.DOCTOR]
+        return started.Started("2.13.0", started.results(report(sampler_doctor=FAILURE), "", steps))
+
+    monkeypatch.setattr(command, "start", start)
+    assert command.main(["0.27.0"], [started.DOCTOR]) == 1
+    found = command.recorded()["started"]["0.27.0"]
+    assert found == {"PyTorch": "2.13.0", **dict.fromkeys(started.STEPS, "passed"), started.DOCTOR: "failed"}
+
+
+def test_a_step_that_was_never_run_is_said_to_be_missing(own_record: Path) -> None:
+    command.write({"offered": ["0.27.0"], "started": {"0.27.0": {"PyTorch": "2.12.0", started.EXACT: "passed"}}})
+    row = next(line for line in own_record.read_text().splitlines() if line.startswith("| 0.27.0"))
+    assert row.count("not run") == len(started.STEPS) - 1
 
 
 def test_a_release_that_can_no_longer_be_started_leaves_the_record(
     own_record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(version: str) -> started.Started:
+    def refuse(version: str, steps: Sequence[str]) -> started.Started:
         raise environment.NotInstalled("pip cannot install it")
 
     assert "| 0.27.0 |" in own_record.read_text()

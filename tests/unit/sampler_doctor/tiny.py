@@ -54,10 +54,11 @@ def save_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-def save_adapter(directory: Path, model: Path) -> Path:
+def save_adapter(directory: Path, model: Path, alpha: int = 12) -> Path:
     """Save a LoRA adapter of `model` whose matrices are random, and return its directory."""
     torch.manual_seed(5)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
     adapted: Any = get_peft_model(LlamaForCausalLM.from_pretrained(model), config)
     adapted.save_pretrained(directory)
     return directory
