@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sampler_doctor.faulty_server import FaultySampler, serve
+from tests.unit.sampler_doctor.tiny import save_adapter, save_model
+
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
@@ -134,6 +137,22 @@ def test_help_takes_less_than_a_second_of_cpu(command: str, flag: str, installed
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert flag in shown.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_the_sampler_doctor_runs_without_vllm_in_an_empty_directory(
+    installed: Path, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", 0)
+    empty, absent = tmp_path / "empty", tmp_path / "absent"
+    empty.mkdir()
+    absent.mkdir()
+    absent.joinpath("vllm.py").write_text("raise ImportError('not installed')\n")
+    with serve(FaultySampler(model, save_adapter(tmp_path / "adapter", model))) as server:
+        flags = ["--sampler", server.url, "--model", str(model), "--quick"]
+        path = os.pathsep.join([str(absent), str(installed)])
+        done = run(installed / "bin/atropos", "doctor", *flags, cwd=empty, PYTHONPATH=path)
+    assert re.search(r"^12 rows: 1[12] ok, 0 fails", done.stdout, re.MULTILINE), done.stdout
+    assert [path.name for path in empty.iterdir()] == ["sampler-receipt.json"]
 
 
 def test_a_recipe_is_found_by_name(installed: Path, tmp_path: Path) -> None:
