@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sampler_doctor.reference import Array, log_softmax
-from sampler_doctor.rows.policy import DRAWN_FROM, DRAWS, STANDARD_ERRORS, draws, z_score
+from sampler_doctor.rows.policy import DRAWS, STANDARD_ERRORS, draws, z_score
 from sampler_doctor.rows.session import ANSWER, Found, Session, gap
 from sampler_doctor.servers.sampler import Answer, Ask
 
@@ -22,7 +22,7 @@ AMPLIFIED = 3.0  # rounding under a temperature of 0.5, or after a penalty
 
 
 def temperature(session: Session) -> Found:
-    prompt = flattest(session)
+    prompt = session.flattest
     answers = draws(session, prompt, TEMPERATURE)
     logits = session.reference.after(prompt) / TEMPERATURE
     score = z_score(session, prompt, [answer.tokens[0] for answer in answers], np.exp(log_softmax(logits)))
@@ -36,7 +36,7 @@ def filtered(option: Callable[[Array, int], tuple[str, float]]) -> Callable[[Ses
     """
 
     def row(session: Session) -> Found:
-        prompt = flattest(session)
+        prompt = session.flattest
         logits = session.reference.after(prompt)
         order = np.argsort(-logits)
         kept = _widest_step(logits[order])
@@ -124,16 +124,6 @@ def _differences(answer: Answer, logits: Array) -> Iterator[float]:
         for each, value in {**top, token: own}.items():
             if np.isfinite(row[each]):
                 yield value - float(row[each])
-
-
-def flattest(session: Session) -> tuple[int, ...]:
-    """Return the short prompt behind which the distribution is flattest."""
-
-    def entropy(prompt: tuple[int, ...]) -> float:
-        logprobs = log_softmax(session.reference.after(prompt))
-        return -float(np.sum(np.exp(logprobs) * logprobs))
-
-    return max(session.prompts[:DRAWN_FROM], key=entropy)
 
 
 top_p = filtered(lambda ordered, kept: ("top_p", float(ordered[:kept].sum() - ordered[kept - 1] / 2)))

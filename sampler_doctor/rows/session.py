@@ -78,6 +78,18 @@ class Session:
         return [self.prompt(length) for length in PROMPT_TOKENS]
 
     @cached_property
+    def flattest(self) -> tuple[int, ...]:
+        """Return, of a few of the shortest prompts, that behind which the distribution is flattest: for rows that draw
+        often, which has the server compute the prompt once per draw.
+        """
+
+        def entropy(prompt: tuple[int, ...]) -> float:
+            logprobs = log_softmax(self.reference.after(prompt))
+            return -float(np.sum(np.exp(logprobs) * logprobs))
+
+        return max([self.prompts[0], *(self.prompt(PROMPT_TOKENS[0]) for _ in range(2))], key=entropy)
+
+    @cached_property
     def _plain(self) -> NDArray[np.int64]:
         """Tokens that are no special ones."""
         special = set(self.words.tokenizer.all_special_ids) if self.words.tokenizer is not None else set()
