@@ -40,10 +40,11 @@ def test_every_offered_release_was_started_and_none_failed() -> None:
     assert Version(OFFERED[0]).release[:2] == OLDEST.release
     assert all(is_supported(Version(each)) for each in OFFERED)
     for version, found in RECORD["started"].items():
-        assert set(found) == {"PyTorch", *started.STEPS}, version
-        refused = {step for step in started.STEPS if found[step].startswith("refused: ")}
-        assert refused <= {"exact steps"}, version
-        assert [step for step in started.STEPS if step not in refused and found[step] != "passed"] == [], version
+        assert {"PyTorch", *started.STEPS} - set(found) <= {started.DOCTOR}, version
+        refused = {step for step, result in found.items() if result.startswith("refused: ")}
+        assert refused <= {started.EXACT}, version
+        assert {result for step, result in found.items() if step not in {"PyTorch", *refused}} == {"passed"}, version
+    assert [found.get(started.DOCTOR) for found in RECORD["started"].values()].count("passed") >= 3
 
 
 def test_the_page_has_the_record() -> None:
