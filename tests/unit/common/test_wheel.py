@@ -139,9 +139,7 @@ def test_help_takes_less_than_a_second_of_cpu(command: str, flag: str, installed
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
-def test_the_sampler_doctor_runs_without_vllm_in_an_empty_directory(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_sampler_doctor_runs_without_vllm_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", 0)
     empty, absent = tmp_path / "empty", tmp_path / "absent"
     empty.mkdir()
