@@ -26,7 +26,7 @@ from pydantic import Field
 
 from atroposlib.addresses import netloc
 from atroposlib.agents.endpoint import EndpointSettings
-from atroposlib.agents.serve import listening
+from atroposlib.agents.serve import listening, modules_uncollected
 from atroposlib.agents.sessions import Sessions
 from atroposlib.agents.tape import TapedRoute
 from atroposlib.agents.turn_journal import TurnJournal
@@ -147,7 +147,11 @@ async def measure(flags: Flags, folder: Path) -> None:
     writing: Seconds = []
     sessions = Sessions(manager, make_tiny_tokenizer(), journal)
     settings = EndpointSettings("fake")
-    with timed("sample_tokens", TapedRoute, sampling), timed("write_turn", TurnJournal, writing):
+    with (
+        modules_uncollected(),
+        timed("sample_tokens", TapedRoute, sampling),
+        timed("write_turn", TurnJournal, writing),
+    ):
         async with (
             aclosing(manager),
             listening(sessions, settings, wrapped=lambda app: Timed(app, own)) as endpoint,

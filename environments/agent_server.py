@@ -7,9 +7,9 @@
 
 The command gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, AGENT_SESSION_ID (what a
 sub-agent names as its parent) and AGENT_TASK. A line of the file of tasks is {"task": ..., "answer": ..., "files":
-{name: text}}; without a file, the tasks are sums. The score is 1 if the last number (or, if the answer is none, the
-text) that it prints is the answer, or what `score_command` says, which runs in the directory afterwards. An agent that
-crashes, is late or calls no model is a failed rollout.
+{name: text}}; without a file, the tasks are the quickstart's sums and products. The score is 1 if the last number (or,
+if the answer is none, the text) that it prints is the answer, or what `score_command` says, which runs in the directory
+afterwards. An agent that crashes, is late or calls no model is a failed rollout.
 
 The endpoint is a process of its own where --env.agent_endpoint names one, as in a run of the launcher. A session is
 there until its group is at the batching API or thrown away, under an id that this environment finds again: started
@@ -38,6 +38,7 @@ from pydantic import Field, SecretStr, field_validator
 from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, confinement, run_program
+from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import Item, ScoredDataGroup
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-SUM = 9  # the largest number of a task, without a file of tasks
 TASK = "{task}"
 DAY_S = 86400.0  # after which a session whose environment has gone ends; agents have limits of their own
 
@@ -84,7 +84,8 @@ class AgentConfig(QuestionEnvConfig):
         default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
     tasks_path: str | None = Field(
-        default=None, description="JSONL file of tasks, or directory of Harbor's task directories; default: sums."
+        default=None,
+        description="JSONL file of tasks, or directory of Harbor's task directories; default: the quickstart's.",
     )
     score_command: str = Field(
         default="",
@@ -132,7 +133,9 @@ class AgentEnv(QuestionEnv):
         if not config.command:
             raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
         if config.tasks_path is None:
-            self.held_out = [make_sum(Random(f"{config.seed} held out {n}")) for n in range(config.held_out_limit)]
+            problems = arithmetic_problems(config.held_out_limit)
+            self.held_out, self.tasks = map(_tasks_of, (problems.held_out, problems.train))
+            Random(config.seed).shuffle(self.tasks)
         else:
             tasks = self._expect_scored(read_tasks(Path(config.tasks_path)))
             Random(config.seed).shuffle(tasks)
@@ -182,10 +185,8 @@ class AgentEnv(QuestionEnv):
         return item
 
     async def training_item(self, number: int) -> AgentTask:
-        """The tasks of the file again and again, or sums."""
-        if self.tasks:
-            return replace(self.tasks[number % len(self.tasks)], number=number)
-        return replace(make_sum(Random(f"{self.config.seed} {number}")), number=number)
+        """The tasks again and again."""
+        return replace(self.tasks[number % len(self.tasks)], number=number)
 
     def prompt(self, item: AgentTask) -> Messages:
         """The task; how it is put to the model is the agent's affair."""
@@ -333,10 +334,8 @@ def _is_open(config: AgentConfig) -> bool:
     return config.agent_sandbox == "none"
 
 
-def make_sum(random: Random) -> AgentTask:
-    """A sum of two numbers."""
-    first, second = random.randint(0, SUM), random.randint(0, SUM)
-    return AgentTask(f"What is {first} plus {second}?", str(first + second))
+def _tasks_of(problems: Sequence[Problem]) -> list[AgentTask]:
+    return [AgentTask(problem.question, problem.result) for problem in problems]
 
 
 def read_tasks(path: Path) -> list[AgentTask]:

@@ -199,7 +199,7 @@ def agent_endpoints(
     token = {TOKEN: secrets.token_urlsafe(32)}
     words = [word for url in site.vllm for word in ("--server", f"{url}/v1")]
     words += ["--model", site.model, "--also-model", "*", *_rendering(using)]
-    words += ["--port", str(site.agents_port), "--journal", str(site.run_dir / "agents.journal")]
+    words += ["--api", site.api, "--port", str(site.agents_port), "--journal", str(site.run_dir / "agents.journal")]
     key = {SERVER_KEY: site.environ[KEY]} if site.machines.several else {}
     endpoint = Service(
         name=AGENTS,

@@ -12,6 +12,7 @@ PROG = "atropos agent-endpoint"
 PORT = 9200
 SERVER_KEY = "ATROPOS_AGENT_ENDPOINT_SERVER_KEY"
 TOKEN = "ATROPOS_AGENT_ENDPOINT_TOKEN"
+API_TOKEN = "ATROPOS_API_TOKEN"
 BODY_MB = 32
 KEEP_ALIVE_S = 5.0
 
@@ -22,6 +23,11 @@ class AgentEndpointConfig(Config):
     server: list[str] = Field(
         default=["http://127.0.0.1:9001/v1"], description="Address of a vLLM server with /v1; repeatable."
     )
+    api: str = Field(
+        default="",
+        description="Address of the run's batching API, whose list of servers that join or leave is followed.",
+    )
+    api_token: SecretStr = Field(default=SecretStr(""), description="Its token.", json_schema_extra={"env": API_TOKEN})
     server_key: SecretStr = Field(
         default=SecretStr(""), description="API key of the servers.", json_schema_extra={"env": SERVER_KEY}
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -10,9 +11,10 @@ from starlette.types import ASGIApp
 
 from atroposlib.addresses import netloc
 from atroposlib.agents.endpoint import EndpointSettings, create_app
-from atroposlib.agents.flags import PROG, AgentEndpointConfig
+from atroposlib.agents.flags import API_TOKEN, PROG, AgentEndpointConfig
 from atroposlib.agents.sessions import Sessions
 from atroposlib.agents.turn_journal import TurnJournal
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import load_config
 from atroposlib.envs.limits.waits import wait_for_peer
@@ -24,6 +26,8 @@ from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.http_guard import OwnHosts, is_loopback
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire import routes
+from atroposlib.wire.servers import LISTED_EVERY_S
 
 log = get_logger(__name__)
 
@@ -86,6 +90,48 @@ async def _context_of(server: APIServer, wait_s: float) -> int | None:
     )
 
 
+@contextlib.contextmanager
+def modules_uncollected() -> Iterator[None]:
+    """Have the garbage collector pass over all that is loaded by now while the block runs. Modules last as long, and
+    each full collection of theirs would hold up every call for a tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def following(manager: ServerManager, url: str, token: str = "") -> AsyncIterator[None]:
+    """Call servers that join the run, and no more those that leave it, as its batching API at `url` lists them, while
+    the block runs. Without a `url`, the servers stay those of `manager`.
+    """
+    if not url:
+        yield
+        return
+    async with (
+        contextlib.aclosing(AsyncBatchingApi(url, token, Flags("--api", API_TOKEN))) as api,
+        asyncio.TaskGroup() as tasks,
+    ):
+        task = tasks.create_task(_follow(manager, api))
+        yield
+        task.cancel()
+
+
+async def _follow(manager: ServerManager, api: AsyncBatchingApi) -> None:
+    while True:
+        try:
+            await manager.follow((await api.call(routes.SERVERS)).servers)
+        except ApiUnreachable as error:
+            log.debug("The list of servers is asked for again: %s", error)
+        except ApiRefused as error:
+            log.warning("Servers that join the run get no calls: %s", error)
+            return
+        await asyncio.sleep(LISTED_EVERY_S)
+
+
 async def _serve(config: AgentEndpointConfig) -> None:
     key = {"api_key": config.server_key.get_secret_value()}
     tokenizer = config.tokenizer or config.model
@@ -110,13 +156,17 @@ async def _serve(config: AgentEndpointConfig) -> None:
         if config.chat_template is not None or config.chat_template_kwargs:
             tokenizer = with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
         sessions = Sessions(manager, tokenizer, journal, context)
-        async with listening(sessions, settings, config.host, config.port) as endpoint:
-            log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                if journal is not None:
-                    await asyncio.to_thread(journal.close)
+        with modules_uncollected():
+            async with (
+                following(manager, config.api, config.api_token.get_secret_value()),
+                listening(sessions, settings, config.host, config.port) as endpoint,
+            ):
+                log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    if journal is not None:
+                        await asyncio.to_thread(journal.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

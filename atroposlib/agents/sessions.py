@@ -332,7 +332,8 @@ class Sessions:
     def prepare(self) -> None:
         """Load what the first call would load while others wait: the chat template is compiled, a text tokenised."""
         with suppress(ValueError, TemplateError):  # no template, or one that refuses this: so are calls
-            ManagedServer(TapedRoute(self.manager, []), self.tokenizer).prompt_length([{"role": "user", "content": ""}])
+            nowhere = TapedRoute(self.manager, [], pinned=True)
+            ManagedServer(nowhere, self.tokenizer).prompt_length([{"role": "user", "content": ""}])
 
     async def restore(self) -> None:
         """Make the journal's sessions again, at the endpoint's start."""
@@ -397,7 +398,11 @@ class Sessions:
         settings = SessionSettings.model_validate(record.settings)
         servers = self.manager.servers_at(settings.base_url) if settings.base_url else self.manager.servers
         managed = ManagedServer(
-            TapedRoute(self.manager, [server for server in servers if server.supports_token_ids]),
+            TapedRoute(
+                self.manager,
+                [server for server in servers if server.supports_token_ids],
+                pinned=settings.base_url is not None,
+            ),
             self.tokenizer,
             settings.track_tree,
             tool_parser=settings.tool_parser,

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 State = Literal["joining", "serving", "leaving", "left"]
 MOST = 256  # servers that are listed
+LISTED_EVERY_S = 2.0  # how often whoever calls the servers asks for the list
 
 
 class ServerChange(Struct):

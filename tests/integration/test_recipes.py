@@ -4,6 +4,7 @@ test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py, verifiers.ya
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,15 @@ pytestmark = pytest.mark.timeout(700)
 
 ARITHMETIC = ["--dataset", "arithmetic"]
 SHORT = ["--env.max_new_tokens", "16", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
+AGENT = """
+import json, os, sys, urllib.request as http
+body = json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+reply = http.urlopen(http.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)).read()
+print(json.loads(reply)["choices"][0]["message"]["content"])
+"""
 RECIPES = {
+    "agent": ["--env.command", shlex.join([sys.executable, "-c", AGENT, "{task}"]), *SHORT],
     "two_servers": [],
     "two_environments": ["--trainer.batch_size", "4", "--environments.letters.max_new_tokens", "16"],
     "gsm8k_lora": [*ARITHMETIC],
@@ -34,7 +43,7 @@ RECIPES = {
     "gsm8k_lora_restart": [*ARITHMETIC],
     "lora_24gb": [*ARITHMETIC, "--vllm.gpu_memory_utilization", "null"],
 }
-ALWAYS = ("two_environments",)  # the others' bridges have tests of their own
+ALWAYS = ("agent", "two_environments")  # the others' bridges have tests of their own
 
 
 def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:

@@ -50,6 +50,7 @@ from atroposlib.envs.run.worker_pool import WorkerPool
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
+from atroposlib.wire.servers import LISTED_EVERY_S
 
 log = get_logger(__name__)
 
@@ -58,7 +59,6 @@ IDLE_REPORT_S = 60.0
 NO_ITEMS_TOLD_AFTER_S = 5.0
 REJOIN_S = 15.0
 GOODBYE_LIMIT_S = 3.0
-SERVERS_EVERY_S = 2.0
 EVALUATION_TRIES = 3
 EVALUATION_PAUSE_S = 3.0
 
@@ -440,7 +440,7 @@ class ServeLoop:
 
     async def _follow_servers(self) -> None:
         """Send requests to servers that have joined, and no more to those that leave."""
-        if time.monotonic() - self._listed_at < SERVERS_EVERY_S:
+        if time.monotonic() - self._listed_at < LISTED_EVERY_S:
             return
         self._listed_at = time.monotonic()
         if await self.env.server.follow(await self.link.servers()):

@@ -158,7 +158,7 @@ class ServerManager(InferenceCalls):
             else:
                 continue
             changed = True
-        for server in [server for server in self._left if not any(gate.in_use for gate in server.gates.values())]:
+        for server in [server for server in self._left if not self._is_used(server)]:
             self._left.remove(server)
             await server.close()
         return changed
@@ -179,9 +179,13 @@ class ServerManager(InferenceCalls):
         """Return whether some call could go nowhere else."""
         return any(servers == (server,) for servers in [tuple(self.servers), *self._dispatchers])
 
+    def _is_used(self, server: APIServer) -> bool:
+        """Return whether a call runs on it, or may yet: what is pinned to a server calls it after it has left."""
+        return any(gate.in_use for gate in server.gates.values()) or any(server in each for each in self._pinned)
+
     def _remove(self, server: APIServer) -> None:
         log.info("The inference server at %s leaves: it gets no new requests", server.name)
-        for servers in [*self._dispatchers]:
+        for servers in [servers for servers in self._dispatchers if server in servers]:
             dispatchers = self._dispatchers.pop(servers)
             for each in dispatchers.values():
                 each.remove(server)

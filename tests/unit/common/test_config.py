@@ -2,9 +2,9 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, SecretStr
 
-from atroposlib.config import Config, load_config, resolve_config
+from atroposlib.config import Config, config_yaml, load_config, resolve_config
 from atroposlib.flags import ConfigError, Setting, keys_of, split
 
 
@@ -65,6 +65,23 @@ def test_none_is_null_and_lists_are_comma_separated() -> None:
     assert tree.env.limit is None
     assert tree.names == ["a", "b"]
     assert tree.betas == (0.8, 0.9)
+
+
+class Keys(Config):
+    key: SecretStr = Field(SecretStr(""), json_schema_extra={"env": "KEY"})
+    other: SecretStr | None = Field(None, json_schema_extra={"env": "OTHER"})
+
+
+class Locked(Config):
+    steps: int = 0
+    keys: Keys = Keys()
+
+
+def test_what_is_printed_of_a_configuration_does_not_hide_secrets_of_the_environment(tmp_path: Path) -> None:
+    printed, variables = tmp_path / "printed.yaml", {"KEY": "k", "OTHER": "o"}
+    printed.write_text(config_yaml(resolve_config(Locked, [], prog="t", env={})[0]))
+    found, _ = resolve_config(Locked, ["--config", str(printed)], prog="t", env=variables)
+    assert found.keys == Keys(key=SecretStr("k"), other=SecretStr("o"))
 
 
 def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def helped(script: str) -> subprocess.CompletedProcess[str]:
 
 
 # none starts a run
-SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "vllm_contract.sh", "vllm_started.sh")
+SETUPS = (
+    *("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "sglang_venv.sh", "agents_venv.sh"),
+    *("vllm_contract.sh", "vllm_started.sh"),
+)
 
 
 def test_every_mode_has_its_script() -> None:

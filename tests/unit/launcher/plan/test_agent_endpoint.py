@@ -25,11 +25,13 @@ def test_an_environment_with_agents_gets_an_endpoint_that_is_started_again_and_k
     assert words[words.index("--journal") + 1] == "/run/agents.journal"
     assert words[words.index("--server") + 1] == "http://127.0.0.1:9001/v1"
     assert words[words.index("--model") + 1] == "org/model-1.5B"
+    assert words[words.index("--api") + 1] == "http://127.0.0.1:8000"
     assert made.environments["env"].resolved["env"]["agent_endpoint"] == "http://127.0.0.1:9200"
     token = endpoint.environment[TOKEN]
     assert token
     assert [name for name, each in services.items() if each.environment.get(TOKEN) == token] == [AGENTS, "env"]
     assert not [name for name, text in made.files.items() if token in text]
+    assert "agent_endpoint_token" not in made.files["env.yaml"]  # it would hide the variable
     assert not [word for each in services.values() for word in each.command if token in word]
 
 
