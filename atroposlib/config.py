@@ -140,22 +140,18 @@ def config_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML. Secrets are masked; those that are not set are left out, so that a program which reads
     this as its file finds them in its environment variables.
     """
+    return yaml.safe_dump(_shown(config), sort_keys=False, allow_unicode=True)
+
+
+def _shown(config: BaseModel) -> Tree:
     shown = config.model_dump(mode="json")
-    for key in keys_of(type(config)):
-        if key.is_secret:
-            _leave_out_unset(shown, key.path)
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-
-
-def _leave_out_unset(tree: Tree, path: Sequence[str]) -> None:
-    here, (*above, leaf) = tree, path
-    for name in above:
-        below = here.get(name)
-        if not isinstance(below, dict):
-            return
-        here = below
-    if not here.get(leaf):
-        here.pop(leaf, None)
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel) and isinstance(shown[name], dict):
+            shown[name] = _shown(value)
+        elif flags.is_secret(field) and not shown[name]:
+            del shown[name]
+    return shown
 
 
 def in_place(values: Mapping[str, object], *trees: type[BaseModel]) -> Tree:

@@ -73,7 +73,7 @@ class Key:
 
     @property
     def is_secret(self) -> bool:
-        return self.field.repr is False or SecretStr in self.kinds
+        return is_secret(self.field)
 
     @property
     def is_repeated(self) -> bool:
@@ -454,6 +454,11 @@ def _dashed(token: str) -> str:
     """`--lora_r=8` as `--lora-r=8`; values and quoted flags of another program stay."""
     flag, equals, value = token.partition("=")
     return token if not token.startswith("--") or " " in flag else flag.replace("_", "-") + equals + value
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Return whether a field's value must not be shown."""
+    return field.repr is False or SecretStr in _members(field)
 
 
 def _members(field: FieldInfo) -> tuple[Any, ...]:
