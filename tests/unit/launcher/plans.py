@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,6 @@ from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import command_line, sections
 from atropos_launcher.plan.command_line import Asked, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
-from atropos_launcher.run_file.saved_settings import without_secrets
-from atroposlib.config import config_yaml
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 
@@ -44,9 +43,9 @@ def environment_class(file: str) -> type[BaseEnv]:
 
 @cache
 def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
-    """What `python FILE serve ARGV --dry-run` prints, without its secrets."""
+    """What `python FILE serve ARGV --dry-run` prints."""
     tree = load_tree(with_teacher_if_given(environment_class(file), argv), "serve", argv, "serve")
-    found: dict[str, Any] = yaml.safe_load(without_secrets(config_yaml(tree), {}, file))
+    found: dict[str, Any] = json.loads(tree.model_dump_json())
     return found
 
 

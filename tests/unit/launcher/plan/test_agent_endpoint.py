@@ -1,10 +1,13 @@
 """The agent endpoint of a run: who gets one, what it is told, and who may open it."""
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
+from atropos_launcher.paths import environments
+from atropos_launcher.plan.sections import ask_environment
 from atropos_launcher.service import AGENTS
 from atroposlib.agents.flags import TOKEN
 from atroposlib.flags import ConfigError
@@ -31,8 +34,15 @@ def test_an_environment_with_agents_gets_an_endpoint_that_is_started_again_and_k
     assert token
     assert [name for name, each in services.items() if each.environment.get(TOKEN) == token] == [AGENTS, "env"]
     assert not [name for name, text in made.files.items() if token in text]
-    assert "agent_endpoint_token" not in made.files["env.yaml"]  # it would hide the variable
     assert not [word for each in services.values() for word in each.command if token in word]
+
+
+@pytest.mark.services
+def test_the_environments_file_does_not_hide_the_variable_with_the_token() -> None:
+    program = (str(environments() / "agent_server.py"),)
+    resolved = ask_environment("agent", program, {}, [], {"PATH": os.environ["PATH"]})
+    assert "agent_limit_s" in resolved["env"]
+    assert "agent_endpoint_token" not in resolved["env"]
 
 
 def test_no_endpoint_is_started_for_others_nor_for_one_that_names_its_own() -> None:
