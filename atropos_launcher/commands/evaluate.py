@@ -15,11 +15,13 @@ from pathlib import Path
 
 from pydantic import Field
 
-from atropos_launcher.commands.train import AUTO, choose_folder, described, find_site, start, with_best_layout
+from atropos_launcher.commands.train import choose_folder, described, start
 from atropos_launcher.console.console import PlainConsole
+from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
+from atropos_launcher.plan.site import AUTO, find_model, find_site, with_best_layout
 from atropos_launcher.run_file.run_file import RunFile, untaught
 from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.runs import expect_open
@@ -73,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(given, EvaluateFlags)
     asked = replace(asked, run=untaught(asking(asked.run, given)))
     run_dir = evaluation_folder(asked, given)
+    if asked.run.model is None and not asked.dry_run:
+        unpack_start_model(Path(find_model(None)))
     with Ports() as ports:
         asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))

@@ -29,9 +29,10 @@ from atropos_launcher.checks.gpu_rows import LARGE, Check, Models, checks
 from atropos_launcher.checks.gpu_table import Result, Table
 from atropos_launcher.checks.model_files import read_model
 from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus, of_processes
-from atropos_launcher.commands.train import find_model
+from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement.this_machine import gpu_names, installed
+from atropos_launcher.plan.site import find_model
 from atroposlib.config import load_config
 from atroposlib.errors import reading
 from atroposlib.files import make_private_directory
@@ -127,7 +128,10 @@ def main(argv: Sequence[str]) -> int:
     with reading(f"making {place.folder}", ConfigError, remedy="name another directory with --out"):
         make_private_directory(place.folder)
     table = Table(place.folder / "table.md", shlex.join(["atropos", "gpu-check", *argv]), place.rehearses)
-    models = Models(find_model(options.model, dry_run=False), find_large(options.large_model))
+    model = find_model(options.model)
+    if options.model is None:
+        unpack_start_model(Path(model))
+    models = Models(model, find_large(options.large_model))
     every = _every(stamp, runs, models, place.rehearses)
     return check_all(every, _chosen(every, options), table, place, skip_passed=options.skip_passed)
 
@@ -157,7 +161,7 @@ def check_all(every: Sequence[Check], chosen: Sequence[Check], table: Table, pla
 def find_large(model: str | None) -> str | None:
     """The large model that was named, or the default one if its weights are here: nothing is downloaded unasked."""
     if model is not None:
-        return find_model(model, dry_run=False)
+        return find_model(model)
     return LARGE if read_model(LARGE) else None
 
 

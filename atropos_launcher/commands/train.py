@@ -4,7 +4,6 @@ flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──�
 """
 
 import os
-import secrets
 import shlex
 import shutil
 import sys
@@ -24,23 +23,14 @@ from atropos_launcher.console.console import PlainConsole, is_terminal, shown_li
 from atropos_launcher.console.idle_reason import Diagnosis
 from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.console.progress_file import ProgressFile
+from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.console.summary import outcome, read_rows, summary
 from atropos_launcher.placement import ray_cluster
-from atropos_launcher.placement.addresses import Site, tensor_parallel_size, variables
-from atropos_launcher.placement.cores import place_cores
-from atropos_launcher.placement.gpu_shares import place
-from atropos_launcher.placement.gpus import (
-    Need,
-    Placement,
-    ServerNeed,
-    ServerPlace,
-    ranks_of_single_copy,
-    served_dtype,
-)
-from atropos_launcher.placement.machines import LOOPBACK, MachineFlags, Machines
+from atropos_launcher.placement.addresses import Site, variables
+from atropos_launcher.placement.machines import MachineFlags
 from atropos_launcher.placement.ports import Ports, holder
-from atropos_launcher.placement.speed import best_layout, layouts, speed_lines
-from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, memory_of_teacher
+from atropos_launcher.placement.speed import speed_lines
+from atropos_launcher.placement.teacher import memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
@@ -50,11 +40,9 @@ from atropos_launcher.plan.sections import (
     expect_lengths,
     expect_lesson,
     expect_sampling,
-    resolve_trainer,
 )
 from atropos_launcher.plan.services import Plan, machine_lines, make_plan, reservations
-from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import server_name
+from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
 from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
@@ -62,26 +50,11 @@ from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import Supervisor
 from atroposlib import extras
-from atroposlib.agents.flags import PORT as AGENTS_PORT
 from atroposlib.errors import AtroposError
 from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
-from atroposlib.wire.folders import is_sharded, needs_export
-from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import GIB, amount
-from example_trainer.settings.bridges import MODES
 from example_trainer.settings.cpu_cores import shown_cores
-
-# "trainer" is where ranks of several machines meet
-PORTS = {"api": 8000, "vllm": 9001, "agents": AGENTS_PORT, "trainer": 29500}
-AUTO = "auto"  # the largest of these that fits the GPUs
-MODELS = (
-    "Qwen/Qwen2.5-14B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen2.5-3B-Instruct",
-    "Qwen/Qwen2.5-1.5B-Instruct",
-)
-
 
 LEAST_FREE = 64 << 20  # bytes; logs, records and rows of a few minutes
 
@@ -96,6 +69,8 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
     started = time.monotonic()
     asked = read_command_line(argv, prog=prog)
     run_dir = choose_folder(asked)
+    if asked.run.model is None and not asked.dry_run:
+        unpack_start_model(Path(find_model(None)))
     with Ports() as ports:
         asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
@@ -133,150 +108,6 @@ def choose_folder(asked: Asked, prefix: str = "") -> Path:
     if folder.exists() and not asked.dry_run:
         raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")
     return folder
-
-
-def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
-    """Model, devices, cores and ports. Raises ConfigError, PortTaken."""
-    run = asked.run
-    machines = asked.machines
-    (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
-    cores = place_cores(run.layout.cores, 1 if machines.several else len(run.servers), os.sched_getaffinity(0))
-    given = [server.get("port") for server in run.servers]
-    mine, others = gpus_of_teacher(run, asked.gpus)
-    asked = replace(asked, gpus=others)
-    if machines.several:
-        vllm_ports = ports_of_machines(machines, given, ports, asked.dry_run)
-        cores = replace(cores, vllm=cores.vllm * len(run.servers))
-    else:
-        vllm_ports = choose_ports("vllm", given, ports, asked.dry_run)
-    environ = {**os.environ, **keys_of_machines(machines, run)}
-    (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
-    (agents_port,) = choose_ports("agents", [None], ports, asked.dry_run)
-    anywhere = Placement((ServerPlace(),) * len(run.servers))
-    sites = [
-        Site(run_dir, model, anywhere, api_port, vllm_ports, environ, cores, machines, meeting)
-        for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
-    ]
-    teacher = find_teacher(asked, mine, ports, vllm_ports)
-    placed = [replace(_placed(asked, site), teacher=teacher, agents_port=agents_port) for site in sites]
-    return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
-
-
-def with_best_layout(asked: Asked, run_dir: Path, ports: Ports) -> Asked:
-    """With as many vLLM servers as sample the most on vLLM's GPUs, where neither the user nor the recipe says how these
-    are used. A run that is resumed keeps what it had. Raises ConfigError.
-    """
-    run, vllm = asked.run, asked.run.vllm
-    if isinstance(vllm, list) or {"count", "port"} & {*vllm} or tensor_parallel_size(vllm) > 1:
-        return asked
-    if not MODES[run.kind].feeds_several or run.layout.names_gpus or asked.resume is not None:
-        return asked
-    site = find_site(replace(asked, dry_run=True), run_dir, ports)
-    need = need_of(asked, site)
-    ways = {} if need is None else layouts(need, site.placement)
-    if not ways or (count := best_layout(ways)) == 1:
-        return asked
-    return replace(asked, run=run.model_copy(update={"vllm": {**vllm, "count": count}, "model": site.model}))
-
-
-def keys_of_machines(machines: Machines, run: RunFile) -> dict[str, str]:
-    """What protects the servers that other machines reach: the user's own, or a secret of this start alone."""
-    opened = [KEY] if machines.several else []
-    if machines.spread(run.environments) and not {"api_token", "api_token_file"} & {*run.api}:
-        opened.append(API_TOKEN)
-    return {name: os.environ.get(name) or secrets.token_urlsafe(32) for name in opened}
-
-
-def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple[int, ...]) -> TeacherPlace | None:
-    """Where the run's teacher is, or will be on these GPUs. Raises ConfigError, PortTaken."""
-    teacher = asked.run.teacher
-    if teacher is None:
-        return None
-    if teacher.url is not None:
-        return TeacherPlace(teacher.url.rstrip("/").removesuffix("/v1"))
-    if asked.machines.several:
-        raise ConfigError(
-            "teacher.model: a run on several Ray nodes starts no teacher: start its vLLM server on one, and give"
-            " --teacher.url http://HOST:PORT"
-        )
-    given = teacher.flags.get("port")
-    if given in taken:
-        raise ConfigError(f"teacher.port {given} is a vLLM server's too: give the teacher another, or none")
-    first = int(given or taken[-1] + 1)
-    if asked.dry_run:
-        port = first
-    else:
-        port = ports.require("--teacher.port", first) if given else ports.first_free(first)
-    return TeacherPlace(f"http://{LOOPBACK}:{port}", find_model(teacher.model, asked.dry_run), port, gpus)
-
-
-def _placed(asked: Asked, site: Site) -> Site:
-    """The site with the GPUs of vLLM and of the trainer. Raises ConfigError."""
-    config = resolve_trainer(asked.run, asked.sections, site)
-    need = need_of(asked, site)
-    placement = place(asked.run, asked.gpus, config, need, site.machines)
-    beside = need is not None and placement.on_gpus and placement.is_shared and not config.bridge.same_devices
-    return replace(site, placement=placement, settled=need.verdict(placement).decided if need and beside else {})
-
-
-def ports_of_machines(machines: Machines, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
-    """A port for the one vLLM server of each machine. Only those of this machine can be looked at. Raises PortTaken."""
-    chosen: list[int] = []
-    for host, port in zip(machines.serving, given, strict=True):
-        if machines.elsewhere(host):
-            chosen.append(int(port or given[0] or PORTS["vllm"]))
-        else:
-            chosen += choose_ports("vllm", [port], ports, dry_run)
-    return tuple(chosen)
-
-
-def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
-    """A port for each server: the one that is given, else the next free one after the server before it. A dry run looks
-    at none. Raises PortTaken, and ConfigError where two are the same.
-    """
-    if twice := [port for index, port in enumerate(given) if port is not None and port in given[:index]]:
-        first = given.index(twice[0])
-        second = given.index(twice[0], first + 1)
-        raise ConfigError(
-            f"{section}.port: {server_name(first, len(given))} and {server_name(second, len(given))} both have"
-            f" {twice[0]}: give each its own port, or none"
-        )
-    named = [None if port is None else int(port) for port in given]
-    chosen: list[int] = []
-    for port in named:
-        following = chosen[-1] + 1 if chosen else PORTS[section]
-        while following in (*named, *chosen):
-            following += 1
-        if dry_run:
-            chosen.append(following if port is None else port)
-        elif port is not None:
-            chosen.append(ports.require(f"--{section}-port", port))
-        else:
-            chosen.append(ports.first_free(following))
-    return tuple(chosen)
-
-
-def need_of(asked: Asked, site: Site) -> Need | None:
-    """Collect what the memory plan is made of; None where the model's size or the GPUs' memory is not known."""
-    size = model_size(site.model)
-    if size is None or (asked.gpus and not asked.gpu_bytes):
-        return None
-    run = asked.run
-    config = resolve_trainer(run, asked.sections, site)
-    servers = []
-    for server in run.servers:
-        share = server.get("gpu_memory_utilization")
-        length = int(server.get("max_model_len") or config.seq_len)
-        on_host = server.get("bridge_staging") == "host"
-        ranks = tensor_parallel_size(server)
-        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks))
-    dtype = served_dtype(run, bool(asked.gpus), ranks_of_single_copy(config))
-    return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
-
-
-def _fits(asked: Asked, site: Site) -> bool:
-    need = need_of(asked, site)
-    return need is not None and site.placement.on_gpus and need.fits(site.placement, without_offload=True)
 
 
 def expect_fit(plan: Plan, asked: Asked) -> None:
@@ -346,31 +177,6 @@ def ports_line(asked: Asked, site: Site) -> str:
             if port != default and "port" not in server and default not in chosen:
                 ports.append(f"Port {default} is taken by {holder(default)}: using {port}")
     return "; ".join(ports)
-
-
-def find_model(model: str | None, dry_run: bool) -> str:
-    """The absolute directory of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
-    if model is None:
-        from atroposlib.config import load_config
-        from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
-
-        folder = load_config(QuickstartModelConfig, [], prog=PROG).folder
-        if dry_run:
-            return str(folder.absolute())
-        if not is_terminal(sys.stderr):
-            return str(ensure_model(folder))
-        from atropos_launcher.console.live_console import one_bar
-
-        with one_bar("model", "tensors unpacked") as advance:
-            return str(ensure_model(folder, advance))
-    path = Path(model).expanduser()
-    if is_sharded(path):
-        raise ConfigError(f"--model {needs_export(path)}")
-    if (path / "config.json").is_file():
-        return str(path.resolve())
-    if model.startswith(("/", ".", "~")):
-        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's directory")
-    return model
 
 
 def described(plan: Plan, asked: Asked) -> str:

@@ -16,6 +16,7 @@ from atropos_launcher.commands.fine_tune import trainer_flags
 from atropos_launcher.placement import gpus as layout
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
 from atropos_launcher.placement.ports import Ports
+from atropos_launcher.plan.site import find_site, need_of
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import PUBLISHED, model_size, published
@@ -133,7 +134,7 @@ def expect_fit(*argv: str) -> None:
 def test_the_page_shows_what_a_dry_run_prints() -> None:
     asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--host-memory", "64")
     made = plan(*asked)
-    need = train.need_of(ask_for(*asked), made.site)
+    need = need_of(ask_for(*asked), made.site)
     assert need is not None
     shown = "\n".join(need.lines(made.site.placement, 0))
     assert f"```\n{shown}\n```" in (ROOT / "docs/gpu.md").read_text(), shown
@@ -198,7 +199,7 @@ def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves() -> No
     expect_fit(*on_host, "--host-memory", "150")  # of each machine, and not of all servers
     expect_fit(*apart, "--host-memory", "100")
     site = plan(*on_host, "--host-memory", "150").site
-    need = train.need_of(ask_for(*on_host, "--host-memory", "150"), site)
+    need = need_of(ask_for(*on_host, "--host-memory", "150"), site)
     assert need is not None
     room = need.verdict(site.placement).room
     assert room.host == 150 * GB // 8  # nothing is staged where the trainer is
@@ -207,7 +208,7 @@ def test_staging_in_host_memory_is_counted_on_a_machine_that_only_serves() -> No
 @pytest.mark.usefixtures("no_processes")
 def test_what_a_trainer_keeps_of_what_it_sent_is_in_the_plan() -> None:
     asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--bridge.delta")
-    need = train.need_of(ask_for(*asked), plan(*asked, "--host-memory", "64").site)
+    need = need_of(ask_for(*asked), plan(*asked, "--host-memory", "64").site)
     assert need is not None
     training = need.verdict(plan(*asked, "--host-memory", "64").site.placement).training
     (sent,) = training.host_items
@@ -219,7 +220,7 @@ def test_what_a_trainer_keeps_of_what_it_sent_is_in_the_plan() -> None:
 # --- the tables of docs/gpu.md ---------------------------------------------------------------------------------------
 
 
-def need_of(model: str, ranks: int, **flags: Any) -> float:
+def gb_of_each_rank(model: str, ranks: int, **flags: Any) -> float:
     """GB of each rank's GPU, with --gradient-checkpointing."""
     config = TrainerConfig.model_validate({"model_name": model, "gradient_checkpointing": True, **flags})
     return Training(config, published(model), ranks).need / GB
@@ -229,10 +230,10 @@ def test_the_table_of_the_page_is_the_plan() -> None:
     broadcast = {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}
     rows = []
     for name in PUBLISHED:
-        shown = [f"{need_of(name, ranks, **broadcast):.0f}" for ranks in (1, 2, 4, 8)]
+        shown = [f"{gb_of_each_rank(name, ranks, **broadcast):.0f}" for ranks in (1, 2, 4, 8)]
         count = published(name).count / GB
-        away = f"{need_of(name, 1, offload='all', **broadcast):.0f}"
-        lora = f"{need_of(name, 1, weight_bridge_mode='lora_only'):.0f}"
+        away = f"{gb_of_each_rank(name, 1, offload='all', **broadcast):.0f}"
+        lora = f"{gb_of_each_rank(name, 1, weight_bridge_mode='lora_only'):.0f}"
         rows.append(f"| {name} | {count:.2f} | {16 * count:.0f} | {' | '.join([*shown, away, lora])} |")
     page = (ROOT / "docs/gpu.md").read_text()
     missing = [row for row in rows if row not in page]
@@ -288,8 +289,8 @@ CELLS = [
 def fits(size: str, gpus: str, bridge: str, host: int, *flags: str) -> bool:
     asked = (f"gsm8k_{bridge}", f"Qwen/Qwen2.5-{size}-Instruct", "--gpus", gpus, "--host-memory", f"{host}", *flags)
     command = ask_for(*asked)
-    site = train.find_site(command, Path("/run"), Ports())
-    need = train.need_of(command, site)
+    site = find_site(command, Path("/run"), Ports())
+    need = need_of(command, site)
     assert need is not None
     return need.refusal(site.placement) is None
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher.commands import train
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.ports import Ports
-from atropos_launcher.plan import command_line, sections
+from atropos_launcher.plan import command_line, sections, site
 from atropos_launcher.plan.command_line import Asked, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
@@ -65,14 +64,14 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             return resolved(program[0], ("--config", str(config), *typed))
 
     monkeypatch.setattr(sections, "ask_environment", ask)
-    monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or str(MODEL))
+    monkeypatch.setattr(site, "find_model", lambda model: model or str(MODEL))
     monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s: ray_cluster.planned(nodes, silence_s))
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
     """These are visible, of 80 GB each, and the one default model is the smallest."""
     monkeypatch.setattr(command_line, "found_gpus", lambda environ: (gpus, 80 * 10**9))
-    monkeypatch.setattr(train, "MODELS", train.MODELS[-1:])
+    monkeypatch.setattr(site, "MODELS", site.MODELS[-1:])
 
 
 def ask_for(*argv: str) -> Asked:
@@ -83,4 +82,4 @@ def ask_for(*argv: str) -> Asked:
 def plan(*argv: str, run_dir: Path = Path("/run")) -> Plan:
     """What `atropos train ARGV` would start."""
     asked = ask_for(*argv)
-    return make_plan(asked.run, asked.sections, train.find_site(asked, run_dir, Ports()))
+    return make_plan(asked.run, asked.sections, site.find_site(asked, run_dir, Ports()))

@@ -9,6 +9,7 @@ import pytest
 
 from atropos_launcher.commands import train
 from atropos_launcher.placement.gpus import Need
+from atropos_launcher.plan import site
 from atropos_launcher.plan.services import Plan
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import ask_for, no_processes, plan
@@ -30,7 +31,7 @@ def vllm_of(made: Plan) -> dict[str, str]:
 
 def need_of(*words: str) -> tuple[Need, Plan]:
     made = plan(*words)
-    need = train.need_of(ask_for(*words), made.site)
+    need = site.need_of(ask_for(*words), made.site)
     assert need is not None
     return need, made
 

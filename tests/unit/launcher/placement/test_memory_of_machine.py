@@ -11,6 +11,7 @@ import pytest
 from atropos_launcher.commands import train
 from atropos_launcher.console.summary import LARGER, next_steps
 from atropos_launcher.placement import gpus
+from atropos_launcher.plan import site
 from atroposlib.flags import ConfigError
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, plan  # noqa: F401  a fixture
 from vllm_patching import free_memory
@@ -22,7 +23,7 @@ SMALL = Path.home() / ".cache/atropos"
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_processes: None) -> None:  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or "SmolLM2-135M-Instruct")
+    monkeypatch.setattr(site, "find_model", lambda model: model or "SmolLM2-135M-Instruct")
     has(monkeypatch, 24)
     has_disk(monkeypatch, 1000)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.commands.train import with_best_layout
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.placement.speed import (
@@ -18,6 +17,7 @@ from atropos_launcher.placement.speed import (
     speed_lines,
     training_s,
 )
+from atropos_launcher.plan.site import with_best_layout
 from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import GB
 from example_trainer.settings.config import TrainerConfig

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from atropos_launcher.commands import train
+from atropos_launcher.plan import site
 from atropos_launcher.plan.command_line import description
 from atropos_launcher.run_file.run_file import recipe_files
 from atropos_launcher.run_file.servers import is_server
@@ -140,7 +141,7 @@ def test_two_environments_are_two_servers_with_files_of_their_own() -> None:
 def test_lora_on_24_gb_fits_by_arithmetic() -> None:
     made, asked = plan("lora_24gb", "--gpus", "1x24"), ask_for("lora_24gb", "--gpus", "1x24")
     train.expect_fit(made, asked)
-    need = train.need_of(asked, made.site)
+    need = site.need_of(asked, made.site)
     assert need is not None
     verdict = need.verdict(made.site.placement)
     assert verdict.training.offload == "none"

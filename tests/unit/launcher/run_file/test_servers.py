@@ -9,6 +9,7 @@ import yaml
 
 from atropos_launcher.commands import evaluate, train
 from atropos_launcher.placement.ports import Ports, PortTaken
+from atropos_launcher.plan import site
 from atropos_launcher.plan.services import Plan
 from atropos_launcher.run_file.run_file import Choice, merge, read_run, validated
 from atropos_launcher.run_file.saved_settings import MASKED, without_secrets
@@ -111,13 +112,13 @@ def test_the_ports_of_a_flag_are_one_each_or_the_first() -> None:
 def test_a_port_that_is_not_given_is_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, Ports() as ports:
         port = taken.getsockname()[1]
-        monkeypatch.setitem(train.PORTS, "vllm", port)
-        first, second = train.choose_ports("vllm", [None, None], ports, dry_run=False)
+        monkeypatch.setitem(site.PORTS, "vllm", port)
+        first, second = site.choose_ports("vllm", [None, None], ports, dry_run=False)
         assert port < first < second
         with pytest.raises(PortTaken, match=f"--vllm-port {second} is taken"):
-            train.choose_ports("vllm", [None, second], Ports(), dry_run=False)
-    monkeypatch.setitem(train.PORTS, "vllm", 9001)
-    assert train.choose_ports("vllm", [None, 9001, None], Ports(), dry_run=True) == (9002, 9001, 9003)
+            site.choose_ports("vllm", [None, second], Ports(), dry_run=False)
+    monkeypatch.setitem(site.PORTS, "vllm", 9001)
+    assert site.choose_ports("vllm", [None, 9001, None], Ports(), dry_run=True) == (9002, 9001, 9003)
 
 
 def test_two_servers_of_one_port_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_launcher.commands.train import find_model
+from atropos_launcher.plan.site import find_model
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.restart import servable
@@ -242,7 +242,7 @@ def test_the_launcher_takes_no_sharded_checkpoint_as_a_model(make: Make, tmp_pat
     saves.save(Progress(1, 1, 0))
     saves.complete()
     with pytest.raises(ConfigError, match=r"--model .*step_1 is a sharded checkpoint, not a model: .* `atropos export"):
-        find_model(str(tmp_path / "saved/step_1"), dry_run=True)
+        find_model(str(tmp_path / "saved/step_1"))
 
 
 def test_a_missing_shard_is_named(make: Make, tmp_path: Path) -> None:
