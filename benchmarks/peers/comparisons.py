@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from atropos_launcher.placement.ray_cluster import ON_LOOPBACK
@@ -116,17 +115,19 @@ def skyrl(work: Work) -> Iterator[list[Arm]]:
     ]
 
 
+def questions() -> dict[str, list[dict[str, str]]]:
+    """The quickstart's questions with their results, to train on and held out."""
+    problems = arithmetic_problems(HELD_OUT)
+    parts = {"train": problems.train, "held_out": problems.held_out}
+    return {name: [{"question": each.question, "result": each.result} for each in part] for name, part in parts.items()}
+
+
 @contextmanager
 def trl(work: Work) -> Iterator[list[Arm]]:
     """The quickstart's task to 95 % of 64 held-out questions: the quickstart, and TRL's loop."""
     theirs = python_of("trl", TRL)
     work.linked_model()
-    problems = arithmetic_problems(HELD_OUT)
-    written = {
-        "train": [asdict(problem) for problem in problems.train],
-        "held_out": [asdict(problem) for problem in problems.held_out],
-    }
-    (work.folder / "problems.json").write_text(json.dumps(written))
+    (work.folder / "problems.json").write_text(json.dumps(questions()))
     given = [str(work.folder), str(GOAL), str(work.run)]
     yield [
         Arm("quickstart", [OURS, "-m", f"{ARMS}.quickstart", *given], 1800),

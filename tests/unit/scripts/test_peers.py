@@ -1,6 +1,7 @@
 """benchmarks/peers: what is metered, how results are told, and that our own arms do their work."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -16,13 +17,14 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers.arms.episodes import scores_of
 from benchmarks.peers.arms.quickstart import best
 from benchmarks.peers.comparison import Goal
-from benchmarks.peers.comparisons import COMPARISONS
+from benchmarks.peers.comparisons import COMPARISONS, HELD_OUT, questions
 from benchmarks.peers.environment import folder_of, layered_python
 from benchmarks.peers.metering import ArmFailed, metered
 from benchmarks.peers.table import Result, table
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")  # of benchmarks/peers/arms/trl_loop.py
 SPINNING = """
     import os, sys, time
     there, here = os.pipe()
@@ -122,6 +124,14 @@ def test_a_failed_arm_names_its_log(text: str, words: str, tmp_path: Path) -> No
     with pytest.raises(ArmFailed, match=words) as error:
         metered(program(text), tmp_path / "the.log", 1)
     assert "the.log" in str(error.value)
+
+
+def test_the_questions_of_trl_have_results_that_its_reward_compares() -> None:
+    asked = questions()
+    assert len(asked["held_out"]) == HELD_OUT
+    assert not {each["question"] for each in asked["train"]} & {each["question"] for each in asked["held_out"]}
+    assert all(NUMBER.fullmatch(each["result"]) for part in asked.values() for each in part)
+    assert {"question": "What is 4 * 5?", "result": "20"} in asked["train"]
 
 
 def wheel_of_a_peer(folder: Path) -> Path:
