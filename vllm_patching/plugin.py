@@ -35,6 +35,7 @@ def register() -> None:
     if vllm_layers.on_cpu():
         vllm_engine.accept_routed_experts()
         vllm_engine.take_back_discarded_draws()
+        vllm_engine.sleep_while_waiting()
     if os.environ.get(SALTED) == "1":
         vllm_engine.salt_requests()
     parent = multiprocessing.parent_process()

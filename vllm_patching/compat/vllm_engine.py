@@ -26,6 +26,8 @@ __all__ = [
     "init_logger",
 ]
 
+POLL_S = 0.001  # for which a process polls before it sleeps
+
 
 def end_engine_with_its_threads() -> None:
     """End an engine process when the thread that reads its requests, or the one that sends its replies, dies. Without
@@ -62,6 +64,22 @@ def zero_new_kv_blocks() -> None:
 
     if isinstance(getattr(KVCacheConfig, "needs_kv_cache_zeroing", None), property):  # not in every supported release
         cast(Any, KVCacheConfig).needs_kv_cache_zeroing = property(lambda self: True)
+
+
+def sleep_while_waiting() -> None:
+    """Make an engine and its worker on CPUs sleep while they wait for each other. vLLM has them poll for a second,
+    which takes one of the cores on which the worker multiplies.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    stock = SpinCondition.__init__
+    if stock.__module__ == __name__:  # vLLM may call a plugin more than once
+        return
+
+    def sleeping(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 1.0) -> None:
+        stock(self, is_reader, context, notify_address, min(busy_loop_s, POLL_S))
+
+    cast(Any, SpinCondition).__init__ = sleeping
 
 
 class RewindingGenerator(torch.Generator):

@@ -4,14 +4,12 @@ vLLM-CPU read directly. CPU only.
 Stock vLLM packs each weight once and discards the original. Here the originals stay, because new weights will come, and
 are packed again after each change:
 
-    a commit, other weights loaded    forget: packed again, one layer at a time between other work; until then the
-                                      plain weights are used
+    a commit, other weights loaded    forget: each layer is packed again when it multiplies next
     single copy                       hold_once: the plain weights, which the trainer steps
 
 The cost is memory for a second copy of each weight.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -23,17 +21,14 @@ from torch.nn.functional import linear, silu
 # of a layer's input and weights: of a linear layer x [..., in], weight [out, in] and bias [out] to [..., out]
 Product = Callable[..., Tensor]
 
-PACKING_SHARE = 0.25  # of the time goes into packing while any layer is not packed, so that generation continues
-
 _products: "WeakKeyDictionary[Packed, Product]" = WeakKeyDictionary()
 _packing = True
-_due = 0.0  # time.monotonic() from which on a layer may be packed
 
 
 @dataclass(eq=False)
 class Packed:
-    """One layer's product: `plain` until packing is due, then the result of `pack(*weights)`, which must not read the
-    weights again.
+    """One layer's product: the result of `pack(*weights)`, which must not read the weights again, or `plain` where
+    copies are not to be made.
     """
 
     plain: Product
@@ -41,12 +36,11 @@ class Packed:
 
     def product(self, *weights: Tensor) -> Product:
         """Return what multiplies now."""
-        global _due
-        product = _products.get(self, self.plain)
-        if product is self.plain and _packing and (start := time.monotonic()) >= _due:
+        if not _packing:
+            return self.plain
+        product = _products.get(self)
+        if product is None:
             product = _products[self] = self.pack(*weights)
-            end = time.monotonic()
-            _due = end + (end - start) * (1 / PACKING_SHARE - 1)
         return product
 
 
@@ -80,9 +74,7 @@ def plain_experts(x: Tensor, w13: Tensor, w2: Tensor, shares: Tensor, chosen: Te
 
 def forget() -> None:
     """The weights have changed: discard all packed copies."""
-    global _due
     _products.clear()
-    _due = 0.0
 
 
 def hold_once(once: bool) -> None:

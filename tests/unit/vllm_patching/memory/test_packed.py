@@ -1,6 +1,5 @@
-"""Packed copies of weights: made once, dropped with the weights they copy, and never for long at a time."""
+"""Packed copies of weights: made once, and dropped with the weights they copy."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -8,65 +7,67 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.waiting import Clock
 from vllm_patching.compat import vllm_layers
 from vllm_patching.memory import packed
 from vllm_patching.memory.packed import PackedLinear, Product
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock = Clock(100.0)  # it passes only where a layer is packed: two seconds each
-    monkeypatch.setattr(packed, "time", clock)
+@pytest.fixture(autouse=True)
+def _packing() -> Iterator[None]:
     packed.hold_once(False)
-    yield clock
+    yield
     packed.hold_once(False)
 
 
-def layers(clock: Clock, count: int) -> list[PackedLinear]:
-    def pack(weight: Tensor) -> Product:
-        clock.now += 2
-        copy = weight.clone()
-        return lambda x, weight, bias: linear(x, copy, bias)
+class Packing:
+    """Makes layers, and counts how often one is packed."""
 
-    return [PackedLinear(linear, pack) for _ in range(count)]
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def layer(self) -> PackedLinear:
+        def pack(weight: Tensor) -> Product:
+            self.packed += 1
+            copy = weight.clone()
+            return lambda x, weight, bias: linear(x, copy, bias)
+
+        return PackedLinear(linear, pack)
 
 
-def test_a_layer_packs_once_until_the_weights_are_others(clock: Clock) -> None:
+def test_a_layer_packs_once_until_the_weights_are_others() -> None:
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    (layer,) = layers(clock, 1)
+    packing = Packing()
+    layer = packing.layer()
     before = layer(x, weight)
     assert torch.equal(before, linear(x, weight))
     weight.mul_(2)
     assert torch.equal(layer(x, weight), before)  # so it was the copy that was multiplied
     packed.forget()
     assert torch.equal(layer(x, weight), linear(x, weight))
-    assert clock.now == 104
+    assert packing.packed == 2
 
 
-def test_weights_that_are_held_once_are_not_copied(clock: Clock) -> None:
+def test_weights_that_are_held_once_are_not_copied() -> None:
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    (layer,) = layers(clock, 1)
+    packing = Packing()
+    layer = packing.layer()
     layer(x, weight)
     packed.hold_once(True)
     for _ in range(2):
         weight.mul_(2)
         assert torch.equal(layer(x, weight), linear(x, weight))
-    assert clock.now == 102
+    assert packing.packed == 1
 
 
-def test_packing_takes_a_quarter_of_the_time_at_most_and_gives_right_products_meanwhile(clock: Clock) -> None:
-    x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    model = layers(clock, 3)
-    packings = []
-    for _ in range(40):
-        before = clock.now
-        assert all(torch.equal(layer(x, weight), linear(x, weight)) for layer in model)
-        if clock.now > before:
-            packings.append(before)
-        clock.now += 1  # the rest of a forward pass
-    assert len(packings) == 3
-    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(packings))
+def test_all_layers_are_packed_in_the_first_pass_after_a_change() -> None:
+    x, weight, packing = torch.randn(3, 64), torch.randn(40, 64), Packing()
+    model = [packing.layer() for _ in range(3)]
+    for passes in range(1, 4):
+        weight.mul_(2)
+        packed.forget()
+        for _ in range(2):
+            assert all(torch.equal(layer(x, weight), linear(x, weight)) for layer in model)
+            assert packing.packed == 3 * passes
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
