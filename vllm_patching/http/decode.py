@@ -13,10 +13,10 @@ import msgspec
 
 from atroposlib.wire.bridge import Decoded, DecodeProbe
 from atroposlib.wire.typed import WrongValue
-from vllm_patching.compat import vllm_engine, vllm_requests
+from vllm_patching.compat import vllm_requests
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
-from vllm_patching.http.generate import adapter_of, final_output, refusal_of
+from vllm_patching.http.generate import REFUSED_BY_VLLM, adapter_of, final_output, refusal_of
 from vllm_patching.http.sampling import sampling_params
 
 
@@ -53,12 +53,7 @@ class Probing:
                         for sent, prompt in zip(ids, prompts, strict=True)
                     )
                 )
-            except (
-                ValueError,
-                vllm_requests.ClientError,
-                vllm_engine.EngineGenerateError,
-                vllm_engine.EngineDeadError,
-            ) as error:
+            except REFUSED_BY_VLLM as error:
                 await serving.rpc("bridge_watch", {})
                 raise refusal_of(error) from error
             ranks = await serving.rpc("bridge_watched")

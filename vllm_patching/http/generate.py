@@ -68,12 +68,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
         output = generating.result()
     except asyncio.CancelledError:  # from uvicorn, at the end of its shutdown timeout: the engine is gone
         raise Refused("the server is shutting down", 503) from None
-    except (
-        ValueError,
-        vllm_requests.ClientError,
-        vllm_engine.EngineGenerateError,
-        vllm_engine.EngineDeadError,
-    ) as error:
+    except REFUSED_BY_VLLM as error:
         raise refusal_of(error) from error
     finally:
         generating.cancel()
@@ -92,6 +87,15 @@ def adapter_of(sessions: Sessions, model: str | None) -> tuple[vllm_types.LoRARe
     """Find the adapter that a request for `model` samples from, and its policy version; None where there is none."""
     lora = sessions.engines.get(AdapterOffer)
     return lora.resolve(model) if isinstance(lora, AdapterEngine) else (None, None)
+
+
+# a wrong request, or an engine that failed: what refusal_of takes
+REFUSED_BY_VLLM = (
+    ValueError,
+    vllm_requests.ClientError,
+    vllm_engine.EngineGenerateError,
+    vllm_engine.EngineDeadError,
+)
 
 
 def refusal_of(error: BaseException) -> Refused:
