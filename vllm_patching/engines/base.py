@@ -284,11 +284,11 @@ class StagingEngine(Engine):
 class Receiver:
     """A session as one worker sees it: where the bytes of a version come from. One mode, one session, one rank.
 
-    All but `request` runs on the worker's updater thread, `join` first. RuntimeError and OSError mean a peer that is
-    dead, silent or wrong: the session is then over on this worker, and the live weights are unchanged.
+    All but `request` and `end` run on the worker's updater thread, `join` first. RuntimeError and OSError mean a peer
+    that is dead, silent or wrong: the session is then over on this worker, and the live weights are unchanged.
     """
 
-    over = False  # set once the trainer has said goodbye
+    over = False  # set once the trainer has said goodbye, or the worker has forgotten the session
     arriving: int | None = None  # the version that is being received
     base: int | None = None  # the version whose words `fill` must find in its buffer
     on_device = False  # whether `fill` writes only to the device that vLLM computes on
@@ -306,8 +306,12 @@ class Receiver:
         """The server was asked to stage `version`; called between two forward passes."""
         raise NotImplementedError
 
-    def next_version(self, wait_s: float) -> int | None:
-        """The version to receive now; None after `wait_s` seconds without one."""
+    def end(self) -> None:
+        """The worker has forgotten the session: let `next_version` return at once."""
+        self.over = True
+
+    def next_version(self) -> int | None:
+        """Wait for the version to receive next; None once the session is over."""
         raise NotImplementedError
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None] | None:

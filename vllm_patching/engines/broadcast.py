@@ -99,15 +99,12 @@ class BroadcastReceiver(Receiver):
             offer.bucket_bytes / 2**20,
         )
 
-    def next_version(self, wait_s: float) -> int | None:
-        key, end = go_key(self.offer.session, self._sequence), time.monotonic() + wait_s
-        while not self._store.check([key]):  # a wait that times out writes two lines to vLLM's log
-            if time.monotonic() > end:
-                return None
+    def next_version(self) -> int | None:
+        key = go_key(self.offer.session, self._sequence)
+        while not self.over and not self._store.check([key]):  # a wait that times out writes two lines to vLLM's log
             time.sleep(POLL_S)
-        message = self._store.get(key)
-        self.over = message == GOODBYE.encode()
-        if self.over:
+        if self.over or (message := self._store.get(key)) == GOODBYE.encode():
+            self.over = True
             return None
         announced = Announced.decoded(message)
         self.base = announced.base

@@ -108,18 +108,23 @@ class ReloadReceiver(Receiver):
 
     def __init__(self, offer: ReloadOffer, rank: int) -> None:
         super().__init__(offer, rank)
-        self._requests: queue.Queue[tuple[int, object]] = queue.Queue()
+        self._requests: queue.Queue[tuple[int, object] | None] = queue.Queue()  # None: the session is over
         self._files = TensorFiles({}, {})
 
     def request(self, version: int, request: object) -> None:
         self._requests.put((version, request))
 
-    def next_version(self, wait_s: float) -> int | None:
-        with contextlib.suppress(queue.Empty):
-            version, request = self._requests.get(timeout=wait_s)
-            self._files = msgspec.convert(request, TensorFiles)
-            return version
-        return None
+    def end(self) -> None:
+        super().end()
+        self._requests.put(None)
+
+    def next_version(self) -> int | None:
+        requested = self._requests.get()
+        if requested is None or self.over:
+            return None
+        version, request = requested
+        self._files = msgspec.convert(request, TensorFiles)
+        return version
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         with contextlib.ExitStack() as held:

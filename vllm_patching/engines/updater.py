@@ -22,8 +22,6 @@ from vllm_patching import transport
 from vllm_patching.engines.base import Receiver, log
 from vllm_patching.memory.arena import Arena, Staging
 
-IDLE_POLL_S = 5.0
-
 
 class WeightUpdater:
     """Owns the thread and the staged weights of one worker (`rank` = its TP rank)."""
@@ -62,7 +60,7 @@ class WeightUpdater:
         receiver.request(version, request)
 
     def leave(self) -> None:
-        """Forget the session, if any; its thread drops the staging buffer within IDLE_POLL_S."""
+        """Forget the session, if any. Its thread drops the staging buffer at once, unless it waits for a peer."""
         with self._lock:
             self._leave_current()
             self.status = WorkerStatus(self.status.rank)
@@ -80,6 +78,8 @@ class WeightUpdater:
                 self.status.state = "joined"
 
     def _leave_current(self) -> None:
+        if self._receiver is not None:
+            self._receiver.end()
         self._staged = self._receiver = None
         if self.status.state in ("joining", "joined", "receiving", "staged"):
             log.info("Session %s is replaced", self.status.session)
@@ -110,11 +110,9 @@ class WeightUpdater:
         receiver.join()
         self._show(receiver, "joined")
         transfers = 0
-        while not receiver.over and self.status.session == offer.session:
-            version = receiver.next_version(IDLE_POLL_S)
-            if version is not None:
-                self._receive(receiver, staging, version)
-                transfers += 1
+        while (version := receiver.next_version()) is not None:
+            self._receive(receiver, staging, version)
+            transfers += 1
         log.info("Session %s of trainer %s ended after %d transfers", offer.session, offer.trainer, transfers)
         self._show(receiver, "idle")
 

@@ -34,9 +34,10 @@ class Filled(Receiver):
     def request(self, version: int, request: Any) -> None:
         self.requested = version
 
-    def next_version(self, wait_s: float) -> int | None:
+    def next_version(self) -> int | None:
+        while not self.over and self.requested is None:
+            time.sleep(0.001)
         version, self.requested = self.requested, None
-        time.sleep(0.001)
         return version
 
     def fill(self, bucket: Any, buffer: torch.Tensor) -> None:

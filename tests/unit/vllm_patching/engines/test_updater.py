@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,9 @@ import msgspec
 import pytest
 import torch
 
-from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, Announced, BroadcastOffer, ReloadOffer, ack_key, go_key
 from tests.unit.vllm_patching.memory.test_arena import Fused, expected, manifest, new_weights, shards, wire_image
 from vllm_patching import delta, transport
-from vllm_patching.engines import updater
 from vllm_patching.engines.updater import WeightUpdater
 from vllm_patching.memory import arena
 from vllm_patching.memory.arena import Arena
@@ -152,13 +152,6 @@ def updater_threads() -> int:
     return sum(thread.name.startswith("WeightUpdater") for thread in threading.enumerate())
 
 
-@pytest.fixture(autouse=True)
-def prompt_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced session's thread notices at once, not within seconds, and the next one waits for its memory."""
-    assert updater.IDLE_POLL_S < arena.HANDOVER_S
-    monkeypatch.setattr(updater, "IDLE_POLL_S", 0.05)
-
-
 @pytest.fixture(params=["device", "host"])
 def ranks(request: pytest.FixtureRequest) -> list[Rank]:
     return [Rank(rank, request.param) for rank in range(TP_SIZE)]
@@ -269,6 +262,25 @@ def test_a_trainer_that_leaves_makes_room(ranks: list[Rank], trainer: Trainer) -
     trainer.leave()
     wait_for_state(ranks, "idle")
     assert all(rank.serves(weights(1)) for rank in ranks)
+
+
+def test_sessions_that_follow_one_another_leave_no_buffer_behind() -> None:
+    rank = Rank(0)
+    threads, held = updater_threads(), shared_buffers()
+    for session in ("a", "b", "c"):
+        offer = ReloadOffer(
+            session=session, trainer="h:1", lease_s=60.0, manifest_digest=manifest().digest(), timeout_s=TIMEOUT_S
+        )
+        assert rank.worker.bridge_open(msgspec.to_builtins(offer)) is not None
+        wait_for_state([rank], "joined")
+        assert shared_buffers() > held
+    assert rank.worker.bridge_leave() is None
+    wait_for_end_of_replaced_threads(threads)
+    assert shared_buffers() == held
+
+
+def shared_buffers() -> int:
+    return sum("atropos-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def little_changed(before: Weights, name: str) -> Weights:
