@@ -83,19 +83,15 @@ def test_updates_in_place_are_served_without_moving_bytes(server: Server) -> Non
     assert generate(server).json()["policy_versions"] == [[3, 3]]
 
 
-def test_weights_are_in_memory_once(llama_folder: Path, tmp_path: Path) -> None:
-    server = start_server(llama_folder, tmp_path)  # of its own: another may hold the buffers of sessions before
-    try:
-        child = start_child(server, "idle")
-        read_until(child, "SYNCED 0")
-        held, before = held_kb(server, child.pid), None
-        while held != before:  # one process is read after the other, and what both have touched is shared between them
-            time.sleep(0.5)
-            held, before = held_kb(server, child.pid), held
-        child.kill()
-        child.wait()
-    finally:
-        stop_server(server)
+def test_weights_are_in_memory_once(vllm_server: Server) -> None:
+    child = start_child(vllm_server, "idle")
+    read_until(child, "SYNCED 0")
+    held, before = held_kb(vllm_server, child.pid), None
+    while held != before:  # one process is read after the other, and what both have touched is shared between them
+        time.sleep(0.5)
+        held, before = held_kb(vllm_server, child.pid), held
+    child.kill()
+    child.wait()
     assert child.pid in held, held
     assert len(held) == 2, held
     parameters = 2 * 1000 * 128 + 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) + 5 * 128
