@@ -12,6 +12,7 @@ The table has the SHA-256 of the final weights and of trained.jsonl, and the med
 import hashlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -105,6 +106,13 @@ def kill_behind(run: Path, service: str, killed: Event) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def drop_checkpoints(run: Path) -> None:
+    """Remove all of a finished run's models but the final one: eight runs of five gigabytes would fill a disk."""
+    for folder in (run / "checkpoints").iterdir():
+        if folder.is_dir() and not folder.is_symlink() and folder.name != "final_model":
+            shutil.rmtree(folder)
+
+
 def kept(run: Path) -> Kept:
     """Read what a run left. Raises OSError."""
     files = ("checkpoints/final_model/model.safetensors", "trained.jsonl")
@@ -129,6 +137,7 @@ def main() -> int:
         for arm in config.arms:
             if not (config.runs / arm / "checkpoints/final_model/model.safetensors").is_file():
                 train(config, arm)
+            drop_checkpoints(config.runs / arm)
         print(table({arm: kept(config.runs / arm) for arm in config.arms}))
     return 0
 

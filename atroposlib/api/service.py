@@ -103,6 +103,7 @@ class RolloutService(JournalledState):
         self._remembered = Liveness(self._forget_s)
         self._trainers = Liveness(settings.trainer_timeout)
         self._asked_at: float | None = None  # when this trainer last asked for a batch
+        self._trainer_heard = False  # since this process began: one of the journal may be resumed at an earlier step
         self._next_id = self.state.next_id
         if journal is not None:  # all that were known then may return
             for env_id in self.state.queue.environments:
@@ -118,6 +119,7 @@ class RolloutService(JournalledState):
             forgotten = await self._submit(changes.TrainerRegistered(registration, trainer))
         self.counters.forgotten += forgotten
         self._trainers.heard(trainer, self._clock())
+        self._trainer_heard = True
         self._asked_at = None
         return trainer, forgotten
 
@@ -229,6 +231,7 @@ class RolloutService(JournalledState):
                     f"trainer {trainer} is not the one registered here: another has taken over its batches"
                 )
             self._trainers.heard(trainer, self._clock())
+            self._trainer_heard = True
             if returned := self.state.leases.reclaimable(trainer):
                 log.info("The trainer is back and keeps %d batch(es)", len(returned))
                 await self._submit(changes.LeasesTaken(returned, trainer))
@@ -241,6 +244,7 @@ class RolloutService(JournalledState):
         if self.state.queue.registration is None:
             raise NotRegistered
         self._asked_at = self._clock()
+        self._trainer_heard = True
         self.expire_silent()
         if not self.state.queue.started:
             await self._submit(changes.TrainerPolled())
@@ -339,8 +343,10 @@ class RolloutService(JournalledState):
     # --- environments ------------------------------------------------------------------------------------------------
 
     async def join(self, request: EnvRegistration) -> Environment | None:
-        """The new environment; None while no trainer has polled. Raises QueueFull."""
-        if not self.state.queue.started:
+        """The new environment; None while no trainer has polled, or the journal's has not been heard of again. Raises
+        QueueFull.
+        """
+        if not self.state.queue.started or not self._trainer_heard:
             return None
         self.expire_silent()
         if len(self.state.queue.environments) >= self.settings.max_environments:

@@ -37,7 +37,8 @@ _KEY = {KEY_HEADER: {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENG
 async def register_env(request: Request) -> Response:
     """Register an environment server.
 
-    `{"status": "wait for trainer to start"}` until a trainer has registered and polled for a batch: ask again.
+    `{"status": "wait for trainer to start"}` until a trainer has registered and polled for a batch, and after a start
+    from a journal until its trainer is heard of: ask again.
     """
     service = service_of(request)
     joining = await read_record(request, wire.EnvRegistration)

@@ -74,6 +74,25 @@ def test_everything_is_as_it_was_after_a_restart(path: Path, end: Callable[[Path
         assert [lease(client, uuid), lease(client, uuid, 4)] == [(4, [8, 9, 10]), (None, None)]
 
 
+@pytest.mark.parametrize("sign", ["heartbeat", "poll", "resumed"])
+def test_environments_join_after_a_restart_once_the_trainer_is_heard_of(path: Path, sign: str) -> None:
+    """A whole run may have started again, whose trainer resumes at an earlier step than the journal's last."""
+    asked = {"desired_name": "gsm8k", "group_size": 4, "max_token_length": 128, "weight": 1.0}
+    with api(path) as client:
+        trainer = client.post("/register", json=registration(8, starting_step=3)).json()["uuid"]
+        client.get("/batch")
+    with api(path) as client:
+        assert client.post("/register-env", json=asked).json() == {"status": "wait for trainer to start"}
+        if sign == "heartbeat":
+            client.post("/heartbeat", json={"trainer": trainer})
+        elif sign == "resumed":
+            client.post("/register", json=registration(8, starting_step=2))
+        if sign != "heartbeat":
+            client.get("/batch")
+        joined = client.post("/register-env", json=asked).json()
+        assert (joined["status"], joined["starting_step"]) == ("success", 2 if sign == "resumed" else 3)
+
+
 def test_a_post_repeated_after_a_restart_is_stored_once(path: Path) -> None:
     key = {"Idempotency-Key": "a"}
     with api(path) as client:
