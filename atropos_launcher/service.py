@@ -23,6 +23,7 @@ class Service:
     health: str | None = None  # the address that answers 200 once it is up: http://HOST:PORT/PATH
     start_limit_s: float = 60.0  # from its start until then
     may_end: bool = False  # with status 0: the trainer and the environments
+    again: tuple[str, ...] = ()  # added to its command when it is started again
     restarts: int = 0  # how many deaths in a row it is started again after; none before its health address has answered
     cores: Cores = ()  # that it may run on; all where there are none
     host: str = ""  # another machine, which it runs on

@@ -159,6 +159,14 @@ def own_flags() -> argparse.ArgumentParser:
         ),
     )
     group.add_argument(
+        "--await-sync",
+        action="store_true",
+        help=(
+            "Refuse to generate until a trainer has synced: for a server that is started again in the middle of a run,"
+            " whose --model is older than the policy."
+        ),
+    )
+    group.add_argument(
         "--kv-on-sync",
         choices=ON_SYNC,
         default="reset",
@@ -323,12 +331,7 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
-        if args.worker_cls == "auto":  # restart bridges are probed, too
-            args.worker_cls = PROBED_WORKER
-        log.info(
-            "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
-            " loads"
-        )
+        _go_without_bridge(args)
         return
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
         raise LaunchError(
@@ -372,6 +375,19 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
     settings = {"config_path": str(path), "staging": args.bridge_staging}
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
     log.info("[vLLM Patch] weight bridge on: %s", json.dumps(settings))
+
+
+def _go_without_bridge(args: vllm_types.Arguments) -> None:
+    if args.await_sync:
+        raise LaunchError(
+            "--await-sync without a weight bridge: no sync would ever come; set VLLM_ENABLE_SHARED_WEIGHTS=1, or drop"
+            " the flag"
+        )
+    if args.worker_cls == "auto":  # restart bridges are probed, too
+        args.worker_cls = PROBED_WORKER
+    log.info(
+        "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads"
+    )
 
 
 def _keep_kv_cache(args: vllm_types.Arguments) -> None:

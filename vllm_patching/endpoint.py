@@ -72,7 +72,7 @@ class BridgeEndpoints:
             vllm_engine.tag_requests(engine_client, lambda salt: tagged(current_session(), salt))
         state.read_tokens = ReadTokens()
         vllm_engine.count_read_tokens(engine_client, state.read_tokens)
-        await serving.start()
+        await serving.start(await_sync=getattr(args, "await_sync", False))
         state.sessions = Sessions(serving, engines_of(serving))
         chosen = getattr(args, "tool_call_parser", None)
         state.tool_calls = ToolCallParsing(state.limited_work, chosen)

@@ -297,13 +297,15 @@ class End(NamedTuple):
 
     @property
     def why_memory(self) -> str:
-        """Return what there is to say of memory; empty if nothing."""
+        """Return what there is to say of memory; empty if nothing, as where a service that died was started again."""
+        if self.status == 0:
+            return ""
         if self.out_of_memory:
             return "The system ended a process for want of memory. What this run was planned to take:"
         if self.killed:
             return (
-                "Nothing of this run sent that signal. Usually the system was out of memory (`dmesg` says so). What"
-                " this run was planned to take:"
+                "Nothing of this run sent the signal that killed it. Usually the system was out of memory (`dmesg` says"
+                " so). What this run was planned to take:"
             )
         return ""
 

@@ -173,6 +173,7 @@ def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, A
         environment={**variables(run, site), **server_variables(run, site, index)},
         health=f"{site.vllm[index]}/health",
         start_limit_s=VLLM_START_S,
+        again=("--await-sync",),
         restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
         cores=site.cores.vllm[index],
     )

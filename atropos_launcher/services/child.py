@@ -43,7 +43,7 @@ class Child:
 
         self.restart_at = None
         self.process = ChildGroup(
-            self.service.command,
+            [*self.service.command, *(self.service.again if self.deaths else ())],
             self.log,
             {**os.environ, RUN: self.log.parent.name, **self.service.environment},
             die_with=signal.SIGTERM,

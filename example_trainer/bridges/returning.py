@@ -3,9 +3,10 @@
     an act fails ──▶ is our session still there? ──yes──▶ the error, as without this
                                     └──no──▶ wait for a fresh server ──▶ reconnect ──▶ the act again
 
-A server that was started again serves its --model as policy version 0 until the trainer has synced, within seconds of
-its start if the trainer waits for a batch. What is sampled meanwhile is labelled so. Modes with `survives_vllm` only:
-in a single copy the weights that train are vLLM's own memory, and end with it.
+A server that the launcher started again refuses to generate until the trainer has synced (--await-sync), within seconds
+of its start if the trainer waits for a batch. One that was started without the flag serves its --model meanwhile, as
+policy version 0. Modes with `survives_vllm` only: in a single copy the weights that train are vLLM's own memory, and
+end with it.
 """
 
 import time

@@ -115,6 +115,7 @@ def test_a_killed_server_comes_back_with_the_current_policy_and_the_run_ends_wel
     run.until(serves_current)
     assert run.launcher.wait(600) == 0, run.output
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    assert max(row["staleness_max"] for row in run.rows) <= 1, "sampled from the weights of the server's start"
 
 
 def test_a_server_that_is_always_killed_ends_the_run_with_its_name(start: Callable[[str], Run]) -> None:

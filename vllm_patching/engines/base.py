@@ -36,7 +36,7 @@ log = logging.getLogger("vllm.atropos_bridge")  # of all engines and receivers
 
 RPC_DEADLINE_S = 60.0
 WEIGHTS = "weights"  # the gate's cause while the live weights are half updated
-FENCE = "fence"  # its cause while a trainer of several servers has left this one behind
+FENCE = "fence"  # its cause while a trainer has newer weights than this server serves
 
 
 class Refused(RuntimeError):
@@ -94,10 +94,16 @@ class Serving:
         self._cache_of: str | None = None  # the session whose versions the KV cache was computed with
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """The weights loaded from disk are the policy version that their directory names, else 0."""
+    async def start(self, *, await_sync: bool = False) -> None:
+        """The weights loaded from disk are the policy version that their directory names, else 0. With `await_sync`, a
+        trainer has newer ones.
+        """
         self.policy_version = read_policy_version(self.model)
         await vllm_engine.label_weights(self.client, self.policy_version)
+        if await_sync:
+            reason = f"--await-sync: {self.model} is older than the policy; a trainer's next complete sync serves that"
+            self.gate.close(FENCE, reason)
+            log.info("Generation is refused: %s", reason)
 
     async def rpc(self, method: str, *args: object) -> list[Any]:
         """Call `method` on every worker, between two forward passes; their replies, rank by rank.

@@ -29,6 +29,7 @@ def serve_arguments(**changes: object) -> Namespace:
         quantization=None,
         worker_cls="auto",
         additional_config=None,
+        await_sync=False,
     )
     return Namespace(**settings | changes)
 
@@ -88,6 +89,12 @@ def test_a_server_without_a_bridge_answers_a_trainers_probe_unless_another_worke
         arguments = serve_arguments(enable_lora=False, worker_cls=given)
         _configure_bridge(arguments, guarded=False)
         assert arguments.worker_cls == chosen
+
+
+def test_a_server_without_a_bridge_awaits_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
+    with pytest.raises(LaunchError, match="--await-sync without a weight bridge"):
+        _configure_bridge(serve_arguments(enable_lora=False, await_sync=True), guarded=False)
 
 
 @pytest.mark.parametrize(

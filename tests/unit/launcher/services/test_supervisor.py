@@ -233,6 +233,13 @@ def test_a_service_with_restarts_is_started_again_after_a_pause_that_grows(tmp_p
     assert not (tmp_path / "pids").exists()
 
 
+def test_a_service_is_started_again_with_the_words_for_that(tmp_path: Path) -> None:
+    script = f'echo "$@." >>{tmp_path}/words; exit 7'
+    env = service("env", "bash", "-c", script, "env", "--port 1", may_end=True, restarts=2, again=("--await-sync",))
+    launched(tmp_path, env, sleeper("api"), pause_s=0.1)
+    assert (tmp_path / "words").read_text().splitlines() == ["--port 1.", *["--port 1 --await-sync."] * 2]
+
+
 def test_a_service_that_wants_another_setting_is_not_started_again(tmp_path: Path) -> None:
     env = bash("env", f"echo start >>{tmp_path}/starts; exit 2", may_end=True, restarts=3)
     status, output = launched(tmp_path, env, sleeper("api"), pause_s=0.1)

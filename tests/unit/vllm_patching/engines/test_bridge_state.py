@@ -213,6 +213,17 @@ async def test_a_fenced_server_generates_nothing_until_a_trainer_s_next_whole_ve
     assert client.engine.paused is False
 
 
+async def test_a_server_that_starts_again_in_a_run_generates_nothing_until_the_trainer_has_synced() -> None:
+    async with serving(FakeEngine(TP_SIZE), await_sync=True) as client:
+        assert (await client.post("/generate", json={"prompt": "x"})).status_code == 503
+        assert (await client.status())["refusing"].startswith("--await-sync: m is older than the policy")
+        await client.opened()
+        assert (await client.status())["refusing"] is not None
+        await client.committed(7)
+        found = await client.status()
+        assert (found["refusing"], found["policy_version"]) == (None, 7)
+
+
 async def test_a_server_that_is_fenced_while_it_commits_stays_fenced(client: BridgeClient) -> None:
     """The fence does not wait for a commit, which may hang."""
     await client.opened()
