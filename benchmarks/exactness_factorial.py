@@ -7,7 +7,7 @@
 {float32, bfloat16} x {plain, exact} x three learning rates x six seeds, with four updates per batch. Both arms compute
 gradients with the same float32 kernels (`exact_kernels`) and train every row of the embedding; they differ in the
 forward pass: `exact` computes vLLM's bits, `plain` float32. What is compared, and how, is fixed in
-docs/benchmarks/exactness.md. A finished run leaves one file, ROWS/DTYPE-ARM-RATE-SEED.json, and is not
+docs/benchmarks/learning.md. A finished run leaves one file, ROWS/DTYPE-ARM-RATE-SEED.json, and is not
 repeated.
 """
 

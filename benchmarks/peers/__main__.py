@@ -5,7 +5,7 @@
     python -m benchmarks.peers --report                            the tables of the results so far
 
 Environments are made on first use (`environment.py`). Each run of an arm is metered (`metering.py`) and appended to the
-results file as it ends, so that a stop loses nothing. Arms take turns. docs/benchmarks/peers.md has results.
+results file as it ends, so that a stop loses nothing. Arms take turns. docs/benchmarks/speed.md has results.
 """
 
 import os
