@@ -124,7 +124,7 @@ def next_steps(
             **look,
             "quickstart --seed 2": "the same with other samples",
             **({larger: "a larger model, real problems"} if larger else {}),
-            **({other_bridge: "the same with another bridge (docs/which_bridge.md)"} if accepts(other_bridge) else {}),
+            **({other_bridge: "the same with another bridge (docs/bridges.md)"} if accepts(other_bridge) else {}),
             "train arithmetic --env.file my_server.py": "your own environment (docs/write_an_environment.md)",
         }
     else:

@@ -144,7 +144,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 
 def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understood() -> None:
-    page = (ROOT / "docs/which_bridge.md").read_text()
+    page = (ROOT / "docs/bridges.md").read_text()
     assert all(
         f"`scripts/{script}`" in page and MODES[script].removeprefix("--weight-bridge-mode ") in page
         for script in LAUNCHERS
