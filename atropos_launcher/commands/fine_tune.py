@@ -15,7 +15,7 @@ def parser() -> ArgumentParser:
         "Train a model on demonstrations or preference pairs, without API and vLLM. Every other flag is the trainer's:"
         " atropos-grpo --help.",
     )
-    command.add_argument("data", metavar="FILE", help="one JSON object per line, as docs/fine_tuning.md has them")
+    command.add_argument("data", metavar="FILE", help="one JSON object per line, as docs/distillation.md has them")
     command.add_argument("--model", required=True, metavar="MODEL", help="Hugging Face id or local directory")
     command.add_argument("--out", required=True, metavar="DIR", help="directory of final_model/, checkpoints, metrics")
     return command
