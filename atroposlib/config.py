@@ -33,7 +33,9 @@ OutputFileText = Annotated[str, AfterValidator(expect_regular)]
 class Config(BaseModel):
     """Base of every configuration tree: an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, populate_by_name=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
     first_flags: ClassVar[Sequence[str]] = ()  # paths of the keys that `--help` shows; all of them where it is empty
 
 

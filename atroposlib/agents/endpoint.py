@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import msgspec
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -43,6 +45,7 @@ from atroposlib.agents.model_call import (
     ModelCall,
     ModelReply,
     Refused,
+    checked,
     require,
 )
 from atroposlib.agents.sessions import Session, Sessions, SessionSettings, nodes_as_json
@@ -57,7 +60,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = BODY_MB << 20
 EXPIRED_EVERY_S = 1.0
 ANY_MODEL = "*"
-BAD_GATEWAY, UNAVAILABLE, INTERNAL = 502, 503, 500
+NOT_ALLOWED, BAD_GATEWAY, UNAVAILABLE, INTERNAL = 405, 502, 503, 500
 TOO_LONG = ("context length", "max_model_len", "maximum model length")
 NAMED_BY = ("x-session-id", "proxy_x_session_id", "proxy-x-session-id")
 
@@ -87,10 +90,11 @@ class SessionRequest(BaseModel):
 
 
 def create_app(sessions: Sessions, settings: EndpointSettings) -> Starlette:
-    """The endpoint before `sessions`. It restores them as it starts, and ends the idle ones while it runs."""
+    """The endpoint before `sessions`, of which it ends the idle ones while it runs."""
     endpoint = Endpoint(sessions, settings)
     return Starlette(
         routes=list(endpoint.routes()),
+        exception_handlers={NOT_FOUND: no_such_route, NOT_ALLOWED: no_such_route},
         middleware=[Middleware(HostGuard, hosts=settings.hosts, bears_token=endpoint.opens_anything)],
         lifespan=endpoint.lifespan,
     )
@@ -106,9 +110,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Restore the sessions, then end the idle ones every second."""
+        """End the idle sessions every second."""
         self.sessions.prepare()
-        await self.sessions.restore()
         expiring = asyncio.create_task(self._expire())
         yield
         expiring.cancel()
@@ -231,9 +234,9 @@ class Endpoint:
     async def _reward(self, request: Request) -> Response:
         self._check_token(request)
         body, _ = await self._body(request)
-        value = body.get("reward")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise Refused(BAD_REQUEST, f"reward is {value!r:.80}: expected a number", param="reward")
+        value = checked(body, "reward", int, float)
+        if value is None:
+            raise Refused(BAD_REQUEST, "the body has no reward: expected a number", param="reward")
         session = self.sessions.get(request.path_params["session"])
         await session.reward(float(value))
         return JSONResponse(session.description())
@@ -312,9 +315,11 @@ class Endpoint:
         if may_be_empty and not content:
             return {}, 0
         try:
-            return require(json.loads(content)), len(content)
-        except (ValueError, RecursionError) as error:
-            raise Refused(BAD_REQUEST, f"the body is not JSON: {error}") from error
+            body = require(msgspec.json.decode(content))
+            msgspec.msgpack.encode(body)  # an integer that no journal holds, before anything is sampled
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise Refused(BAD_REQUEST, f"the body is not JSON that can be read: {error}") from error
+        return body, len(content)
 
     async def _expire(self) -> None:
         while True:
@@ -338,6 +343,14 @@ def answered_in(dialect: ModuleType, handler: Handler) -> Handler:
             return JSONResponse(body, status)
 
     return answered
+
+
+async def no_such_route(request: Request, error: Exception) -> Response:
+    """The error for an address or a method that there is not, in the form of the API that was called."""
+    assert isinstance(error, HTTPException)
+    dialect = messages if "/v1/messages" in request.url.path else chat
+    said = f"{error.detail}: {request.method} {request.url.path:.200}"
+    return JSONResponse(dialect.error(error.status_code, said), error.status_code, error.headers)
 
 
 def _error(dialect: ModuleType, error: BaseException) -> tuple[int, Any]:

@@ -137,7 +137,7 @@ def checked(body: Mapping[str, Any], name: str, *kinds: type, least: float | Non
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise Refused(BAD_REQUEST, f"{name} is {value!r:.80}: expected {expected}", param=name)
     if least is not None and isinstance(value, (int, float)) and value < least:
-        raise Refused(BAD_REQUEST, f"{name} is {value}: expected at least {least:g}", param=name)
+        raise Refused(BAD_REQUEST, f"{name} is {value!r:.80}: expected at least {least:g}", param=name)
     return value
 
 
@@ -170,6 +170,8 @@ def function_tool(name: object, description: object, parameters: object, where: 
     """A tool in the form of OpenAI's chat. Raises Refused for one without a name."""
     if not isinstance(name, str) or not name:
         raise Refused(BAD_REQUEST, f"{where} has no name: only functions can be offered", param=where)
+    if description is not None and not isinstance(description, str):
+        raise Refused(BAD_REQUEST, f"{where}: its description is {description!r:.80}: expected text", param=where)
     if parameters is not None and not isinstance(parameters, dict):
         raise Refused(BAD_REQUEST, f"{where}: its parameters are no JSON schema", param=where)
     given = {"name": name, "description": description, "parameters": parameters}
@@ -182,7 +184,7 @@ def only(tools: list[JsonObject], names: Sequence[object]) -> list[JsonObject]:
     for name in names:
         if name not in known:
             raise Refused(
-                BAD_REQUEST, f"tool_choice names {name!r}, which is not in tools: {known}", param="tool_choice"
+                BAD_REQUEST, f"tool_choice names {name!r:.80}, which is not in tools: {known}", param="tool_choice"
             )
     return [tool for tool in tools if tool["function"]["name"] in names]
 
@@ -192,6 +194,13 @@ def required(tools: list[JsonObject]) -> str:
     if not tools:
         raise Refused(BAD_REQUEST, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     return "required"
+
+
+def allowed(tools: list[JsonObject], mode: object) -> str:
+    """The choice among tools that a request allows. Raises Refused for a mode that there is not."""
+    if mode not in ("auto", "required"):
+        raise Refused(BAD_REQUEST, f"tool_choice.mode is {mode!r:.80}: expected auto or required", param="tool_choice")
+    return required(tools) if mode == "required" else "auto"
 
 
 def _hash(value: object) -> str:

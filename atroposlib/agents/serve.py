@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import gc
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
+from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from atroposlib.addresses import netloc
@@ -14,6 +17,7 @@ from atroposlib.agents.endpoint import EndpointSettings, create_app
 from atroposlib.agents.flags import API_TOKEN, PROG, AgentEndpointConfig
 from atroposlib.agents.sessions import Sessions
 from atroposlib.agents.turn_journal import TurnJournal
+from atroposlib.api.http.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import load_config
@@ -22,9 +26,9 @@ from atroposlib.envs.sampling.chat_template import with_template
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.errors import WRONG_USE, AtroposError, one_line_errors, reason
 from atroposlib.http_guard import OwnHosts, is_loopback
-from atroposlib.logs import configure_logging, get_logger
+from atroposlib.logs import configure_logging, get_logger, print_error
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire import routes
 from atroposlib.wire.servers import LISTED_EVERY_S
@@ -50,31 +54,44 @@ async def listening(
     port: int = 0,
     wrapped: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[Listening]:
-    """The endpoint on a port of its own while the block runs; `wrapped` puts something around it that sees each
-    request. Raises OSError where it cannot listen.
+    """The endpoint on a port of its own while the block runs, once its journal's sessions are there again; `wrapped`
+    puts something around it that sees each request. Raises OSError where it cannot listen, JournalError.
     """
+    await sessions.restore()
+    listener = _listener(host, port)
+    limits = Limits(most=connections_allowed(Limits.most))
     config = uvicorn.Config(
         wrapped(create_app(sessions, settings)),
-        host=host,
-        port=port,
+        http=partial(Connection, Connections(limits)),  # type: ignore[arg-type]
+        ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve([listener]))
     while not server.started:
         if task.done():
             await task
-            raise OSError(f"the agent endpoint cannot listen on {netloc(host, port)}")
+            raise OSError(f"the agent endpoint ended before it served {netloc(host, port)}: see its log")
         await asyncio.sleep(POLL_S)
-    bound = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Listening(sessions, f"http://{netloc(host, bound)}")
+        yield Listening(sessions, f"http://{netloc(host, listener.getsockname()[1])}")
     finally:
         server.should_exit = True
         await task
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family, backlog=2048)
+    except OSError as error:
+        where = netloc(host, port)
+        raise OSError(
+            f"the agent endpoint cannot listen on {where}: {reason(error)}; correct --host or --port"
+        ) from None
 
 
 async def _context_of(server: APIServer, wait_s: float) -> int | None:
@@ -132,15 +149,20 @@ async def _follow(manager: ServerManager, api: AsyncBatchingApi) -> None:
         await asyncio.sleep(LISTED_EVERY_S)
 
 
-async def _serve(config: AgentEndpointConfig) -> None:
+def _servers(config: AgentEndpointConfig) -> list[APIServerConfig]:
     key = {"api_key": config.server_key.get_secret_value()}
     tokenizer = config.tokenizer or config.model
-    manager = ServerManager(
-        [
+    try:
+        return [
             APIServerConfig(base_url=url, server_type="vllm", model_name=config.model, tokenizer_name=tokenizer, **key)
             for url in config.server
         ]
-    )
+    except ValidationError as error:
+        raise ValueError(f"--server: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+async def _serve(config: AgentEndpointConfig) -> None:
+    manager = ServerManager(_servers(config))
     journal = TurnJournal(config.journal) if config.journal is not None else None
     settings = EndpointSettings(
         model=config.model,
@@ -158,8 +180,8 @@ async def _serve(config: AgentEndpointConfig) -> None:
         sessions = Sessions(manager, tokenizer, journal, context)
         with modules_uncollected():
             async with (
-                following(manager, config.api, config.api_token.get_secret_value()),
                 listening(sessions, settings, config.host, config.port) as endpoint,
+                following(manager, config.api, config.api_token.get_secret_value()),
             ):
                 log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
                 try:
@@ -174,9 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(AgentEndpointConfig, argv, prog=PROG)
     configure_logging("agents")
     if not is_loopback(config.host) and not config.token.get_secret_value():
-        raise SystemExit(
-            f"{PROG}: --host {config.host} is reachable by other machines: give --token, or listen on 127.0.0.1"
-        )
+        said = f"--host {config.host} is reachable by other machines: give --token, or listen on 127.0.0.1"
+        print_error(PROG, said)
+        return WRONG_USE
     with one_line_errors(PROG, ValueError, OSError, AtroposError), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(config))
     return 0

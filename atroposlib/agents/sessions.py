@@ -166,7 +166,7 @@ class Session:
             self.record.failed = cause
             for each in self.family:
                 each.cancel()
-            await self._written()
+            await self.written()
 
     def cancel(self) -> None:
         """End the calls that are under way."""
@@ -184,7 +184,7 @@ class Session:
         if self.record.failed is not None:
             raise Refused(CONFLICT, f"session {self.record.id} has failed ({self.record.failed}): it has no reward")
         self.record.reward = value
-        await self._written()
+        await self.written()
 
     async def replay(self, turns: list[Turn]) -> None:
         """Make the sequences of these turns again, as they were."""
@@ -313,7 +313,8 @@ class Session:
             self.record.failed = str(error)
             raise
 
-    async def _written(self) -> None:
+    async def written(self) -> None:
+        """Return once its record is on disk, where there is a journal. Raises JournalError."""
         if self.journal is not None:
             await self.journal.write_session(self.record)
 
@@ -336,10 +337,16 @@ class Sessions:
             ManagedServer(nowhere, self.tokenizer).prompt_length([{"role": "user", "content": ""}])
 
     async def restore(self) -> None:
-        """Make the journal's sessions again, at the endpoint's start."""
+        """Make the journal's sessions again, at the endpoint's start. Raises JournalError."""
         for record, turns in self.journal.restored() if self.journal is not None else []:
             session = self._add(record)
-            await session.replay(turns)
+            try:
+                await session.replay(turns)
+            except (ValueError, TemplateError) as error:
+                raise JournalError(
+                    f"session {record.id} of the journal cannot be made again ({error}): start with the tokenizer and"
+                    " chat template with which it was written, or give another --journal"
+                ) from error
             log.info("Session %s is restored with %d turns", record.id, len(turns))
 
     async def create(
@@ -361,8 +368,11 @@ class Sessions:
             parent.record.id if parent else None,
         )
         session = self._add(record)
-        if self.journal is not None:
-            await self.journal.write_session(record)
+        try:
+            await session.written()
+        except JournalError:
+            self._forget(session)
+            raise
         return session
 
     async def child(self, name: str, parent: Session) -> Session:
@@ -378,13 +388,10 @@ class Sessions:
 
     async def end(self, sessions: Iterable[Session]) -> None:
         """Forget sessions and their children, here, and all at once on disk."""
-        family = [each for session in sessions for each in session.family]
+        family = list(dict.fromkeys(each for session in sessions for each in session.family))
         for each in family:
             each.cancel()
-            self.by_id.pop(each.record.id, None)
-            self.by_key.pop(each.record.key, None)
-            if (parent := self.by_id.get(each.record.parent or "")) is not None:
-                parent.children.remove(each)
+            self._forget(each)
         if self.journal is not None:
             await self.journal.end(each.record.id for each in family)
 
@@ -393,6 +400,12 @@ class Sessions:
         for session in list(self.by_id.values()):
             if session.parent is None:
                 await session.check_time(time.monotonic())
+
+    def _forget(self, session: Session) -> None:
+        self.by_id.pop(session.record.id, None)
+        self.by_key.pop(session.record.key, None)
+        if (parent := self.by_id.get(session.record.parent or "")) is not None:
+            parent.children.remove(session)
 
     def _add(self, record: SessionRecord) -> Session:
         settings = SessionSettings.model_validate(record.settings)

@@ -17,6 +17,7 @@ from atroposlib.agents.model_call import JsonObject, ModelReply
 from atroposlib.agents.tape import Tape
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import Body, JournalError
+from atroposlib.errors import reading
 
 CHANGES_KEPT = 4096  # before a snapshot takes their place
 
@@ -91,16 +92,28 @@ class TurnJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(path)
         self._kept: dict[str, _Kept] = {}
+        self._turns: dict[str, list[Turn]] = {}
         self._number = self._written = 0
+        try:
+            remedy = "another program wrote it, such as run-api; give another path"
+            with reading(f"cannot read --journal {path}", JournalError, remedy=remedy, also=(msgspec.MsgspecError,)):
+                needed = self._read()
+        except JournalError:
+            self._journal.close()  # as it was found
+            raise
+        self._journal.keep_only(needed)
+
+    def _read(self) -> set[int]:
+        """Take up what the file holds, and return the bodies that are still needed."""
         for number, encoded in self._journal.reader.changes():
             self._number = number
             self._apply(msgspec.msgpack.decode(encoded, type=Change))
         needed = {body: session for session, kept in self._kept.items() for body in kept.bodies}
-        self._turns: dict[str, list[Turn]] = {session: [] for session in self._kept}
+        self._turns = {session: [] for session in self._kept}
         for body in self._journal.reader.bodies():
             if body.id in needed:
                 self._turns[needed[body.id]].append(msgspec.msgpack.decode(body.data, type=Turn))
-        self._journal.keep_only(set(needed))
+        return set(needed)
 
     def restored(self) -> list[tuple[SessionRecord, list[Turn]]]:
         """The sessions that have not ended, each with its turns."""

@@ -19,6 +19,7 @@ from atroposlib.agents.model_call import (
     ModelCall,
     ModelReply,
     Refused,
+    allowed,
     checked,
     function_tool,
     objects,
@@ -50,6 +51,14 @@ READ = frozenset(
 """.split()
 )
 KNOWN = SAMPLING | IGNORED | READ
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(NUMBERS, (int, float)),
+    **dict.fromkeys(("seed", "top_k", "min_tokens", "top_logprobs"), (int,)),
+    **dict.fromkeys(("logprobs", "ignore_eos"), (bool,)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), (dict,)),
+    "stop_token_ids": (list,),
+}
 END = "[DONE]"
 Event = tuple[str | None, JsonObject | str]
 
@@ -133,10 +142,9 @@ def usage(result: ModelReply) -> JsonObject:
 
 def with_numbers(sampling: JsonObject, body: Mapping[str, Any]) -> JsonObject:
     """`sampling`, once the numbers in it are known to be numbers. Raises Refused."""
-    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-        checked(body, name, int, float)
-    checked(body, "seed", int)
-    checked(body, "logprobs", bool)
+    for name in sampling:
+        if name in KINDS:
+            checked(body, name, *KINDS[name])
     return sampling
 
 
@@ -149,10 +157,10 @@ def _refuse_other_forms(body: JsonObject) -> None:
     if form.get("type", "text") != "text":
         raise Refused(
             BAD_REQUEST,
-            f"response_format {form['type']!r} is not enforced here: ask for it in the prompt",
+            f"response_format {form['type']!r:.80} is not enforced here: ask for it in the prompt",
             param="response_format",
         )
-    if set(checked(body, "modalities", list) or []) - {"text"}:
+    if [each for each in checked(body, "modalities", list) or [] if each != "text"]:
         raise Refused(BAD_REQUEST, "modalities: only text can be sampled here", param="modalities")
 
 
@@ -162,7 +170,7 @@ def _message(message: JsonObject, at: int) -> JsonObject:
     if role not in ROLES:
         raise Refused(BAD_REQUEST, f"{where}.role is {role!r:.80}: expected one of {', '.join(ROLES)}", param=where)
     content = message.get("content")
-    if content is not None and not isinstance(content, (str, list)):
+    if not isinstance(content, (str, list)) and not (content is None and role == "assistant"):
         raise Refused(BAD_REQUEST, f"{where}.content is {content!r:.80}: expected text or a list of parts", param=where)
     calls = [_call(each, f"{where}.tool_calls") for each in objects(message, "tool_calls")]
     named = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
@@ -197,11 +205,11 @@ def _choice(choice: object, tools: list[JsonObject]) -> tuple[list[JsonObject], 
         return tools, required(tools)
     if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
         return only(tools, [function.get("name")]), "required"
-    allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
-    if isinstance(allowed, dict):
-        named = [checked(each, "function", dict) or {} for each in objects(allowed, "tools")]
+    given = choice.get("allowed_tools") if isinstance(choice, dict) else None
+    if isinstance(given, dict):
+        named = [checked(each, "function", dict) or {} for each in objects(given, "tools")]
         shown = only(tools, [each.get("name") for each in named])
-        return shown, required(shown) if allowed.get("mode") == "required" else "auto"
+        return shown, allowed(shown, given.get("mode"))
     raise Refused(
         BAD_REQUEST, f"tool_choice is {choice!r:.80}: expected auto, none, required, or a function", param="tool_choice"
     )

@@ -19,6 +19,7 @@ from atroposlib.agents.model_call import (
     ModelCall,
     ModelReply,
     Refused,
+    allowed,
     checked,
     function_tool,
     objects,
@@ -72,6 +73,9 @@ def read(body: JsonObject, earlier: Earlier) -> ModelCall:
     sampling = chat.with_numbers({name: body[name] for name in SAMPLING if body.get(name) is not None}, body)
     if limit := checked(body, "max_output_tokens", int, least=1):
         sampling["max_tokens"] = limit
+    for name, value in (checked(body, "metadata", dict) or {}).items():
+        if not isinstance(value, str):
+            raise Refused(BAD_REQUEST, f"metadata.{name:.80} is {value!r:.80}: expected text", param="metadata")
     echoed = {name: body.get(name) for name in ("instructions", "previous_response_id", "metadata", "temperature")}
     echoed |= {"top_p": body.get("top_p"), "tools": body.get("tools") or [], "max_output_tokens": limit}
     echoed |= {"tool_choice": body.get("tool_choice") or "auto"}
@@ -296,7 +300,7 @@ def _choice(choice: object, tools: list[JsonObject]) -> tuple[list[JsonObject], 
         return only(tools, [choice.get("name")]), "required"
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         shown = only(tools, [each.get("name") for each in objects(choice, "tools")])
-        return shown, required(shown) if choice.get("mode") == "required" else "auto"
+        return shown, allowed(shown, choice.get("mode"))
     raise Refused(
         BAD_REQUEST, f"tool_choice is {choice!r:.80}: expected auto, none, required, or a function", param="tool_choice"
     )

@@ -174,7 +174,7 @@ def damaged(path: Path, what: str) -> JournalDamaged:
     """An error that says what is wrong, and what to do."""
     return JournalDamaged(
         f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a"
-        " backup, or start with --journal-accept-loss, which keeps copies and continues with what can be read"
+        " backup, or give another path; run-api --journal-accept-loss keeps copies and continues with what can be read"
     )
 
 
@@ -191,9 +191,7 @@ class JournalReader:
                 f"file:{quote(os.fsencode(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S
             )
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(
-                f"--journal {path} cannot be opened ({error}); give another path, or --in-memory"
-            ) from None
+            raise JournalError(f"--journal {path} cannot be opened ({error}); give another path") from None
         self._db.text_factory = bytes  # a damaged text must not fail to decode
         self._head: HeadRecord | None = None
         self._crcs: dict[int, int] = {}  # of bodies, as the changes say
@@ -363,14 +361,14 @@ def reading(path: Path) -> Iterator[None]:
 def no_use(path: Path, error: Exception) -> JournalError:
     """The system refuses."""
     return JournalError(
-        f"--journal {path} cannot be used ({error}); make its directory writable, free space, or use --in-memory"
+        f"--journal {path} cannot be used ({error}); make its directory writable, free space, or give another path"
     )
 
 
 def in_use(path: Path) -> JournalError:
-    """Another API has the journal open."""
+    """Another process has the journal open."""
     return JournalError(
-        f"--journal {path} is in use by another batching API; end it, or give this one a path of its own with --journal"
+        f"--journal {path} is in use by another process; end it, or give this one a path of its own with --journal"
     )
 
 

@@ -13,6 +13,7 @@ the template dropped) starts a new node, and the old one stays.
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
@@ -126,19 +127,21 @@ class ManagedServer(SequenceKeeper):
         if sampling.pop("top_logprobs", None):
             raise ValueError("top_logprobs is not supported: of a sampled token its own log-probability is known")
         shows_logprobs = bool(sampling.pop("logprobs", False))
-        prompt, sampled, texts = await self._sample(text, n or 1, split, sampling, templated=True, shows_special=parses)
+        made = await self._sample(text, n or 1, split, sampling, templated=True, shows_special=parses)
+        choices = [
+            (await self._choice(index, sequence, reply, tools if parses else None, split)).model_copy(
+                update={"logprobs": self._logprobs(sequence)} if shows_logprobs else {}
+            )
+            for index, (sequence, reply) in enumerate(made.answers)
+        ]
+        self._keep(made)  # now that nothing can fail: a caller never sees what a failed call has sampled
         return ChatCompletion(
             id=f"chatcmpl-{uuid.uuid4()}",
             object="chat.completion",
             created=int(time.time()),
             model=self.server.model_name,
-            choices=[
-                (await self._choice(index, sequence, reply, tools if parses else None, split)).model_copy(
-                    update={"logprobs": self._logprobs(sequence)} if shows_logprobs else {}
-                )
-                for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
-            ],
-            usage=_usage(prompt, sampled),
+            choices=choices,
+            usage=_usage(made.prompt, made.sampled),
         )
 
     async def completion(
@@ -148,7 +151,8 @@ class ManagedServer(SequenceKeeper):
         node.
         """
         extra = sampling.pop("extra_body", None) or {}
-        known, sampled, texts = await self._sample(prompt, n or 1, split, {**extra, **sampling}, templated=False)
+        made = await self._sample(prompt, n or 1, split, {**extra, **sampling}, templated=False)
+        self._keep(made)
         return Completion(
             id=f"cmpl-{uuid.uuid4()}",
             object="text_completion",
@@ -156,9 +160,9 @@ class ManagedServer(SequenceKeeper):
             model=self.server.model_name,
             choices=[
                 CompletionChoice(index=index, finish_reason=_reason(sequence), text=text)
-                for index, (sequence, text) in enumerate(zip(sampled.sequences, texts, strict=True))
+                for index, (sequence, text) in enumerate(made.answers)
             ],
-            usage=_usage(known, sampled),
+            usage=_usage(made.prompt, made.sampled),
         )
 
     def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> int:
@@ -237,8 +241,8 @@ class ManagedServer(SequenceKeeper):
 
     async def _sample(
         self, text: str, n: int, split: Split, sampling: Arguments, *, templated: bool, shows_special: bool = False
-    ) -> tuple[SequenceNode, SampledTokens, list[str]]:
-        """Sample n continuations of `text`, keep them as nodes, and return them with their visible texts."""
+    ) -> "_Made":
+        """Sample n continuations of `text`, which are not kept yet."""
         if sampling.get("stream"):
             raise ValueError("stream=True is not supported: tokens are kept when a completion is whole")
         parameters = {key: value for key, value in sampling.items() if value is not None and key != "model"}
@@ -249,12 +253,27 @@ class ManagedServer(SequenceKeeper):
         if parent is None:
             prompt = unsampled_prompt(text, sampled.prompt_token_ids)
         texts = [self._visible_text(sequence, shows_special) for sequence in sampled.sequences]
-        self.record(
-            call,
-            parent,
-            [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)],
-        )
-        return prompt, sampled, texts
+        return _Made(call, parent, prompt, sampled, texts)
+
+    def _keep(self, made: "_Made") -> None:
+        """Keep what was sampled as nodes."""
+        self.record(made.call, made.parent, [_node(made.prompt, sequence, text) for sequence, text in made.answers])
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What one call sampled: continuations of `prompt`, which itself continues `parent`, with their visible texts."""
+
+    call: int
+    parent: SequenceNode | None
+    prompt: SequenceNode
+    sampled: SampledTokens
+    texts: list[str]
+
+    @property
+    def answers(self) -> list[tuple[SampledSequence, str]]:
+        """Each continuation with its text."""
+        return list(zip(self.sampled.sequences, self.texts, strict=True))
 
 
 def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> SequenceNode:

@@ -63,13 +63,11 @@ async def running(
     """An endpoint in this event loop; with `journal` it restores what is in there."""
     async with FakeInferenceServer(answer, tokenizer, policy_version=3) as server:
         manager = ServerManager([APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
-        kept = TurnJournal(journal) if journal else None
-        sessions = Sessions(manager, tokenizer, kept, context)
-        async with (
-            contextlib.aclosing(manager),
-            listening(sessions, EndpointSettings(model="fake", **settings)) as endpoint,
-            httpx.AsyncClient(base_url=endpoint.url, trust_env=False) as http,
-        ):
-            yield Running(endpoint, server, manager, http)
-        if kept is not None:
-            kept.close()
+        with contextlib.closing(TurnJournal(journal)) if journal else contextlib.nullcontext() as kept:
+            sessions = Sessions(manager, tokenizer, kept, context)
+            async with (
+                contextlib.aclosing(manager),
+                listening(sessions, EndpointSettings(model="fake", **settings)) as endpoint,
+                httpx.AsyncClient(base_url=endpoint.url, trust_env=False) as http,
+            ):
+                yield Running(endpoint, server, manager, http)

@@ -1,5 +1,7 @@
 """What the endpoint replies to requests that the real APIs refuse, and to the forms that they know."""
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": "fake", "max_tokens": 9, "messages": [HI]},
 }
 PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
+FLAT = {"type": "function", "name": "search"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
 
 
@@ -52,6 +55,10 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
             ('{"messages": [', 400, malformed),
             ("[" * 3000, 400, malformed),
             ("[]", 400, malformed),
+            ('{"temperature": NaN}', 400, malformed),
+            ('{"temperature": 1e999}', 400, malformed),
+            (json.dumps(body | {"user": "half of a \ud83d face"}), 400, malformed),
+            ('{"a":' * 500 + "1" + "}" * 500, 400, malformed),
             (" " * 5000, 413, "request_too_large"),
             (body | {"model": "gpt-9"}, 404, "not_found_error" if is_messages else "model_not_found"),
             (body | {"nonsense": 1}, 400, malformed),
@@ -79,6 +86,19 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
         (CHAT, {"response_format": {"type": "json_object"}}, "json_object"),
         (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"top_k": []}, "top_k"),
+        (CHAT, {"min_p": {}}, "min_p"),
+        (CHAT, {"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        (CHAT, {"modalities": [["audio"]]}, "modalities"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [HI, {"role": "assistant", "content": None}, HI]}, "chat template"),
+        (CHAT, {"messages": [HI], "seed": 10**30}, "64"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "description": 4}}]}, "description"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"allowed_tools": {"mode": 1, "tools": [TOOL]}}}, "mode"),
+        (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "tools": [FLAT]}}, "mode"),
+        (RESPONSES, {"metadata": "x"}, "metadata"),
+        (RESPONSES, {"metadata": {"k": 1}}, "metadata.k"),
+        (MESSAGES, {"top_k": {}}, "top_k"),
         (RESPONSES, {"input": []}, "input is empty"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         (RESPONSES, {"input": [{"type": "computer_call"}]}, "computer_call"),
@@ -98,6 +118,29 @@ async def test_what_cannot_be_done_is_refused_by_name(path: str, change: dict[st
         assert reply.status_code == 400, reply.text
         assert words in reply.json()["error"]["message"]
         assert await started.nodes(session) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/embeddings", "invalid_request_error"), ("/v1/messages/batches", "not_found_error")]
+)
+async def test_an_address_that_there_is_not_and_a_wrong_method_are_errors_of_the_api(path: str, kind: str) -> None:
+    async with running() as started:
+        reply = await started.post(path, {})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (404, kind)
+        assert path in reply.json()["error"]["message"]
+        reply = await started.http.get(MESSAGES if "messages" in path else CHAT)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (405, "invalid_request_error")
+        assert reply.headers["allow"] == "POST"
+
+
+async def test_a_head_without_end_is_refused_and_others_are_served() -> None:
+    async with running() as started:
+        _, key = await started.session()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(started.url.rpartition(":")[2]))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"a" * 200_000)
+        assert b"400 Bad Request" in await reader.read(1000)
+        writer.close()
+        assert (await started.post(CHAT, BODIES[CHAT], x_api_key=key)).status_code == 200
 
 
 async def test_a_stop_sequence_ends_the_text_and_its_tokens_are_kept() -> None:

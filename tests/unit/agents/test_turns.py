@@ -4,17 +4,22 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from atroposlib.agents import turn_journal
+from atroposlib.agents.turn_journal import TurnJournal
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import JournalError
+from atroposlib.envs.server_handling.errors import ServerError
+from atroposlib.envs.server_handling.server_manager import StickyRoute
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from tests.serving import free_port
 from tests.unit.agents.official_clients import AGENTS
 from tests.unit.agents.support import CALL, PARAMETERS, TOKENIZER, running
@@ -145,8 +150,57 @@ async def test_a_reply_that_is_not_on_disk_does_not_leave(tmp_path: Path, monkey
         with monkeypatch.context() as patched:
             patched.setattr(Journal, "write", full)
             reply = await started.post(CHAT, body("a"), x_api_key=key)
+            refused = await started.http.post("/sessions", json={"id": "new"})
         assert (reply.status_code, "disk is full" in reply.text) == (503, True)
         assert "disk is full" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
+        again = await started.http.post("/sessions", json={"id": "new"})
+        assert (refused.status_code, again.status_code) == (503, 201)
+
+
+async def test_a_session_that_is_ended_twice_by_one_request_is_ended_once(tmp_path: Path) -> None:
+    async with running(journal=tmp_path / "turns.journal") as started:
+        session, key = await started.session()
+        await started.post(CHAT, body("a"), x_api_key=key, x_session_id="sub", x_parent_session_id=session)
+        reply = await started.http.delete("/sessions", params={"id": [f"{session}:sub"] * 2})
+        assert reply.status_code == 200, reply.text
+        assert (await started.http.get(f"/sessions/{session}")).json()["children"] == []
+
+
+async def test_a_call_that_fails_after_it_was_sampled_leaves_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent tries again, and what it gets then is all that is trained."""
+    async with running(lambda prompt: CALL) as started:
+        session, key = await started.session(tool_parser="vllm:hermes")
+        answers = iter([ServerError("the server is gone"), ("", [("search", "{}")])])
+
+        async def parsed(self: StickyRoute, **arguments: object) -> Any:
+            if isinstance(answer := next(answers), ServerError):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(StickyRoute, "parse_tool_calls", parsed)
+        replies = [await started.post(CHAT, body("a") | {"tools": TOOLS}, x_api_key=key) for _ in range(2)]
+        assert [each.status_code for each in replies] == [502, 200]
+        assert len(await started.nodes(session)) == 1
+
+
+async def test_a_journal_that_cannot_be_taken_up_is_refused_in_one_line_and_stays_as_it_is(tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        _, key = await started.session()
+        await started.post(CHAT, body("a"), x_api_key=key)
+    refusing = make_tiny_tokenizer(chat_template="{{ raise_exception('no such role') }}")
+    with pytest.raises(JournalError, match=r"no such role.*tokenizer and chat template"):
+        async with running(journal=journal, tokenizer=refusing):
+            pass
+    other = Journal(tmp_path / "api.db")
+    other.keep_only(set())
+    written = threading.Event()
+    other.write(1, msgspec.msgpack.encode(["of", "run-api"]), [], lambda _: written.set())
+    assert written.wait(30)
+    other.close()
+    for _ in range(2):
+        with pytest.raises(JournalError, match="another program wrote it"):
+            TurnJournal(tmp_path / "api.db")
 
 
 @pytest.mark.services

@@ -44,7 +44,7 @@ def render_chat(
     `messages` are in OpenAI's form: mappings or the SDK's objects, with a text or a list of text parts as content.
     `preserve_think_blocks` keeps the thoughts of earlier turns, which the template may otherwise drop. Where the
     template shows no `tools`, the system prompt describes them. Raises ValueError for an empty conversation and for
-    content that is not text.
+    content that is not text, or that the template cannot show.
     """
     if not messages:
         raise ValueError("a chat completion needs at least one message")
@@ -57,11 +57,16 @@ def render_chat(
         arguments["continue_final_message"] = True
 
     def rendered(conversation: Sequence[Mapping[str, object]], **more: object) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=not continued, **arguments, **more
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=not continued, **arguments, **more
+                )
             )
-        )
+        except TypeError as error:  # the template computes with what is no text
+            raise ValueError(
+                f"the chat template cannot show this conversation ({error}): correct its fields"
+            ) from error
 
     text = rendered(shown, tools=list(tools)) if tools else rendered(shown)
     if tools and text == rendered(shown):

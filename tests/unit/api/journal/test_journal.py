@@ -348,7 +348,7 @@ def test_two_apis_cannot_share_a_journal(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("atroposlib.api.journal.journal_file.LOCK_TIMEOUT_S", 0.1)
     with (
         api(path),
-        pytest.raises(JournalError, match="in use by another batching API; end it, or give this one a path of its own"),
+        pytest.raises(JournalError, match="in use by another process; end it, or give this one a path of its own"),
     ):
         create_app(journal=path)
 
