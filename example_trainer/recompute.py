@@ -20,6 +20,7 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors, reading
+from atroposlib.files import expect_regular
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import make_batch
@@ -52,7 +53,7 @@ def recompute(folder: Path, step: int) -> bool:
     """Compute the run's steps up to `step` again; True if the weights are equal. Raises TrainerError."""
     metrics = folder / "metrics.jsonl"
     remedy = "name the directory of a run"
-    with reading(f"cannot read {metrics}", TrainerError, remedy=remedy, also=(msgspec.DecodeError, KeyError)):
+    with reading(f"cannot read {metrics}", TrainerError, remedy=remedy):
         rows = read_digests(metrics)
     if step not in rows:
         raise TrainerError(f"{folder} has no step {step} of a run with --deterministic: it has {len(rows)} such steps")
@@ -90,7 +91,7 @@ def served_by(path: Path) -> Served:
     """How the run's vLLM computed. Raises TrainerError."""
     remedy = "the trainer writes it when a run with --deterministic starts"
     with reading(f"cannot read {path}", TrainerError, remedy=remedy, also=(msgspec.MsgspecError, KeyError)):
-        return msgspec.convert(msgspec.json.decode(path.read_bytes())["served"], Served)
+        return msgspec.convert(msgspec.json.decode(expect_regular(path).read_bytes())["served"], Served)
 
 
 def config_of(folder: Path, step: int) -> TrainerConfig:
@@ -114,7 +115,6 @@ def steps_of(path: Path, first: int, last: int) -> Iterator[tuple[int, list[Scor
         f"cannot read {path}",
         TrainerError,
         remedy="a run with --deterministic writes it",
-        also=(msgspec.DecodeError, KeyError),
     ):
         for number, _, groups in takewhile(lambda each: each[0] <= last, read_batches(path)):
             if number >= first:

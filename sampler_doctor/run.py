@@ -49,10 +49,16 @@ class Doctor:
             names=self._words.names,
             vocabulary=self.reference.vocabulary,
         )
-        self._session = self._new_session()
+        try:
+            self._session = self._new_session()
+        except Broken as error:
+            raise CannotTest(f"{config.sampler}: {error}") from None
         self.dtype = config.sampler_dtype
         if self.dtype == "auto":
-            self._session.dtype = finest_dtype(self._session)
+            try:
+                self._session.dtype = finest_dtype(self._session)
+            except (NotOffered, NotShown, Broken) as error:
+                raise CannotTest(f"{config.sampler} cannot be tested against {config.model}: {error}") from None
 
     def versions(self) -> dict[str, object]:
         """Return what the receipt says about server, model and this program."""
@@ -74,8 +80,8 @@ class Doctor:
         if self.config.after is None and self.config.update is None:
             return
         warmed = self._session.prompt(LONG)
-        self._session.greedy(warmed, ANSWER)
         try:
+            self._session.greedy(warmed, ANSWER)
             how = self._update()
         except (NotOffered, Broken) as error:
             yield Row("update", "not offered", str(error), "", "", "")

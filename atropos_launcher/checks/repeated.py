@@ -9,23 +9,31 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from atroposlib.errors import AtroposError, reading
+from atroposlib.files import expect_regular
 from atroposlib.wire.batching import ScoredData
 from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches, read_digests
 from example_trainer.weights.manifest import digest_of_files
 
 METRICS = "metrics.jsonl"
+RECEIPT = "receipt.json"
 PARTS = ("tokens", "masks", "scores", "inference_logprobs")  # of a group, which are named when they differ
+
+
+class _Receipt(msgspec.Struct):
+    steps: Annotated[int, msgspec.Meta(ge=0)]
+    chain: str = msgspec.field(name="chain_sha256")
+    weights: str = msgspec.field(name="weights_sha256")
 
 
 def steps_of(run: Path) -> dict[int, StepDigests]:
     """The digests of each step of a run. Raises AtroposError where there are none."""
     path = run / METRICS
-    with reading(f"cannot read {path}", AtroposError, remedy="name a run", also=(msgspec.DecodeError, KeyError)):
+    with reading(f"cannot read {path}", AtroposError, remedy="name a run", also=(KeyError,)):
         found = read_digests(path)
     if not found:
         raise AtroposError(f"{run} cannot be checked: it has no digests, because it ran without --deterministic")
@@ -50,9 +58,21 @@ def faults(run: Path) -> Iterator[str]:
             yield f"step {step}: a group in {BATCHES} was changed, added or removed"
         chain, weights = digests.chain, digests.weights
     yield from (f"{BATCHES} has groups of step {step}, of which there is no row" for step in batches.keys() - steps)
-    for step, folder in _models(run, max(steps)):
+    yield from _of_receipt(run, steps)
+    for step, folder in models_of(run, max(steps)):
         if step in steps and (found := _weights(folder)) != steps[step].weights:
             yield f"{folder.relative_to(run)} does not have the weights of step {step}: {found[:16]}"
+
+
+def _of_receipt(run: Path, steps: Mapping[int, StepDigests]) -> Iterator[str]:
+    """Compare the step that the receipt was written after. A run that was killed has that of its start."""
+    path = run / RECEIPT
+    with reading(f"cannot read {path}", AtroposError, remedy="restore the file"):
+        told = msgspec.json.decode(expect_regular(path).read_bytes(), type=_Receipt)
+    if told.steps > max(steps):
+        yield f"{RECEIPT} was written after step {told.steps}, and {METRICS} ends with step {max(steps)}"
+    elif told.steps and (steps[told.steps].chain, steps[told.steps].weights) != (told.chain, told.weights):
+        yield f"step {told.steps} is not the one after which {RECEIPT} was written: its chain or weights differ"
 
 
 def difference(one: Path, other: Path) -> str | None:
@@ -77,23 +97,24 @@ def difference(one: Path, other: Path) -> str | None:
 
 def _batches(run: Path) -> Iterator[tuple[int, tuple[str, list[ScoredData]]]]:
     path = run / BATCHES
-    with reading(f"cannot read {path}", AtroposError, remedy="restore the file", also=(msgspec.MsgspecError, KeyError)):
+    with reading(f"cannot read {path}", AtroposError, remedy="restore the file"):
         for step, digest, groups in read_batches(path):
             yield step, (digest, groups)
 
 
-def _models(run: Path, last: int) -> Iterator[tuple[int, Path]]:
+def models_of(run: Path, last: int) -> Iterator[tuple[int, Path]]:
+    """Yield each model that the run kept, with the step after which it was written; `last` is the run's last step."""
     for folder in sorted((run / "checkpoints").glob("*")):
         name = folder.name.removeprefix("step_").removeprefix("best_model_")
         if folder.is_dir() and not folder.is_symlink() and any(folder.glob("*.safetensors")):
-            if name.isdigit():
+            if name.isdecimal():
                 yield int(name), folder
             elif name == "final_model":
                 yield last, folder
 
 
 def _weights(folder: Path) -> str:
-    with reading(f"cannot read the weights in {folder}", AtroposError, also=(ValueError, KeyError)):
+    with reading(f"cannot read the weights in {folder}", AtroposError, remedy="restore the directory"):
         return digest_of_files(folder)
 
 

@@ -17,8 +17,9 @@ def parser() -> ArgumentParser:
     """For help and completion."""
     command = Parser(
         "reproduce",
-        "Repeat a run with --deterministic and compare it, bit for bit: exit status 0 if it is equal, 1 if not. Other"
-        " flags are those of `atropos train`, such as --vllm.count 3.",
+        "Repeat a run with --deterministic and compare it, bit for bit: exit status 0 if it is equal, 1 if not. It"
+        " starts what the run's own files name, so repeat only runs whose authors you trust. Other flags are those of"
+        " `atropos train`, such as --vllm.count 3.",
     )
     command.add_argument("run", metavar="RUN", help="name or directory of a run")
     command.add_argument(
@@ -52,15 +53,16 @@ def repeat(run: Path, again: Path, flags: Sequence[str]) -> int:
     """Train as `run` was trained, into `again`, and compare. Returns the exit status."""
     from atropos_launcher.checks.repeated import difference
     from atropos_launcher.commands.train import main as train
+    from atroposlib.processes.log_files import printable
 
     words = [str(run / "run.yaml"), "--run-name", again.name, "--runs", str(again.parent), *flags]
     if status := train(words):
         return status
     found = difference(run, again)
-    print(f"{run} and {again}: {'equal' if found is None else found}")
+    print(printable(f"{run} and {again}: {'equal' if found is None else found}"))
     if found is not None:
         for line in machines(run, again):
-            print(line)
+            print(printable(line))
     return 0 if found is None else 1
 
 

@@ -12,8 +12,8 @@ def parser() -> ArgumentParser:
     """For help and completion."""
     command = Parser(
         "verify",
-        "Check each step of a run with --deterministic by its digests: groups, metrics, checkpoints. Nothing is"
-        " computed again; `atropos reproduce` does that.",
+        "Check each step of a run with --deterministic by its digests: its groups, its weights where they are kept, and"
+        " the receipt. Other metrics have no digest. Nothing is computed again; `atropos reproduce` does that.",
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run (default: the newest)")
     add_runs(command)
@@ -22,16 +22,19 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Print what was changed. Returns 0 if nothing was, else 1."""
-    from atropos_launcher.checks.repeated import faults, steps_of
+    from atropos_launcher.checks.repeated import faults, models_of, steps_of
+    from atroposlib.processes.log_files import printable
 
     options = parser().parse_args(argv)
     run = find_run(options.runs, options.run) if options.run else latest_run(options.runs)
     steps = steps_of(run)
-    found = list(faults(run))
-    for fault in found:
-        print(f"{run}: {fault}", file=sys.stderr)
-    if found:
+    is_whole = True
+    for fault in faults(run):
+        print(printable(f"{run}: {fault}"), file=sys.stderr, flush=True)
+        is_whole = False
+    if not is_whole:
         return 1
     last = max(steps)
-    print(f"{run}: {len(steps)} steps as they were written; chain {steps[last].chain}")
+    models = len(list(models_of(run, last)))
+    print(f"{run}: {len(steps)} steps and {models} models as they were written; chain {steps[last].chain}")
     return 0

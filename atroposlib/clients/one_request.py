@@ -4,6 +4,7 @@ Each request opens its own connection: a server closes idle connections after 5 
 leaves, and a POST that was lost that way must not be repeated blindly.
 """
 
+import time
 from functools import cache
 from typing import NamedTuple
 
@@ -30,9 +31,19 @@ class Reply(NamedTuple):
 
 
 def request(
-    method: str, url: str, *, connect_s: float, read_s: float, key: str | None = None, body: object = None
+    method: str,
+    url: str,
+    *,
+    connect_s: float,
+    read_s: float,
+    whole_s: float = float("inf"),
+    key: str | None = None,
+    body: object = None,
 ) -> Reply:
-    """Return the reply to `body` as JSON; `key` is the bearer token. Raises NoReply."""
+    """Return the reply to `body` as JSON; `key` is the bearer token. Between two pieces of the reply may pass `read_s`,
+    until its end `whole_s` seconds. Raises NoReply.
+    """
+    ends = time.monotonic() + connect_s + whole_s
     headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
     if body is not None:
         headers["Content-Type"] = "application/json"
@@ -42,6 +53,8 @@ def request(
         with _client().stream(method, url, content=sent, headers=headers, timeout=limit) as reply:
             for piece in reply.iter_bytes():
                 content += piece
+                if time.monotonic() > ends:
+                    raise NoReply("the reply does not end", timed_out=True)
                 if len(content) > MOST_BYTES:
                     raise NoReply(f"more than {MOST_BYTES:,} bytes", timed_out=False)
     except httpx.TimeoutException as error:

@@ -11,18 +11,21 @@ verify` reads what the trainer wrote.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from atroposlib.files import expect_regular
 from atroposlib.groups import Untrainable
 from atroposlib.row_files.record_file import as_lines
 from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import Item
 
 BATCHES = "batches.jsonl"
+LINE_BYTES = 1 << 28  # of a row at most, whoever wrote it
 
 
 class StepDigests(Struct, frozen=True):
@@ -66,22 +69,50 @@ def batch_digest(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_digests(path: Path) -> dict[int, StepDigests]:
-    """The digests of each step that metrics.jsonl has. Raises OSError, msgspec.DecodeError, KeyError."""
-    rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-    return {int(row["step"]): digests for row in rows if (digests := StepDigests.of_row(row)) is not None}
+    """The digests of each step that metrics.jsonl has. Raises OSError, and ValueError that names the line."""
+    found: dict[int, StepDigests] = {}
+    for number, step, row, _ in _rows(path):
+        if (digests := StepDigests.of_row(row)) is not None:
+            if step <= max(found, default=0):
+                raise ValueError(f"line {number}: step {step} stands behind step {max(found)}: a row twice, or moved")
+            found[step] = digests
+    return found
 
 
 def read_batches(path: Path) -> Iterator[tuple[int, str, list[ScoredData]]]:
-    """Yield each step's number, digest and groups, in the file's order. Raises OSError, msgspec.DecodeError."""
-    step, digest, groups = 0, hashlib.sha256(), list[ScoredData]()
-    with path.open("rb") as lines:
-        for line in lines:
-            row = msgspec.json.decode(line)
-            if row["step"] != step and groups:
-                yield step, digest.hexdigest(), groups
-                digest, groups = hashlib.sha256(), []
-            step = row["step"]
-            digest.update(line)
-            groups.append(msgspec.convert(row, ScoredData))
+    """Yield each step's number, digest and groups, in the file's order. Raises OSError, and ValueError that names the
+    line.
+    """
+    last, digest, groups = 0, hashlib.sha256(), list[ScoredData]()
+    for number, step, row, line in _rows(path):
+        if step < last:
+            raise ValueError(f"line {number}: a group of step {step} stands behind one of step {last}: added, or moved")
+        if step != last and groups:
+            yield last, digest.hexdigest(), groups
+            digest, groups = hashlib.sha256(), []
+        last = step
+        digest.update(line)
+        groups.append(_group(number, step, row))
     if groups:
-        yield step, digest.hexdigest(), groups
+        yield last, digest.hexdigest(), groups
+
+
+def _rows(path: Path) -> Iterator[tuple[int, int, dict[str, Any], bytes]]:
+    """(number of the line, step, row, line) of a file that somebody else may have written."""
+    with expect_regular(path).open("rb") as lines:
+        for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES), b""), start=1):
+            try:
+                row = msgspec.json.decode(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} was cut or changed ({error})") from None
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is not int or step < 1:
+                raise ValueError(f"line {number} was changed: it is no row of a step")
+            yield number, step, row, line
+
+
+def _group(number: int, step: int, row: dict[str, Any]) -> ScoredData:
+    try:
+        return msgspec.convert(row, ScoredData)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"line {number} is no group of step {step} ({error})") from None

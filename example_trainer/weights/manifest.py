@@ -3,7 +3,6 @@ what is in files alike. Without torch, so that a command that only checks is fas
 """
 
 import hashlib
-import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.errors import MakeError
+from atroposlib.files import expect_regular
 from atroposlib.wire.folders import MANIFEST, FileRecord, digest, read_manifest
 
 __all__ = ["MANIFEST", "FileRecord", "digest", "digest_of_files", "expect_whole", "weights_digest", "write_manifest"]
@@ -65,17 +65,30 @@ def weights_digest(tensors: Iterable[tuple[str, str, Sequence[int], Any]]) -> st
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a safetensors file; its place is counted from the header's end."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def digest_of_files(folder: Path) -> str:
     """Compute the digest of the weights in a model's directory. Raises OSError, ValueError for damaged files."""
     return weights_digest(tensor for path in sorted(folder.glob("*.safetensors")) for tensor in _tensors(path))
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], memoryview]]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    with expect_regular(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         size = int.from_bytes(mapped[:8], "little")
-        header = json.loads(mapped[8 : 8 + size])
-        for name, entry in header.items():
+        if size > len(mapped):
+            raise ValueError(f"{path.name} has {len(mapped)} bytes, and a header of {size}")
+        header = msgspec.json.decode(mapped[8 : 8 + size], type=dict[str, msgspec.Raw])
+        for name, raw in header.items():
             if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                with memoryview(mapped) as whole, whole[8 + size + start : 8 + size + end] as content:
-                    yield name, entry["dtype"], entry["shape"], content
+                entry = msgspec.json.decode(raw, type=_Entry)
+                start, end = (8 + size + place for place in entry.data_offsets)
+                if not 8 + size <= start <= end <= len(mapped):
+                    raise ValueError(f"{path.name} was cut: {name} would end at byte {end} of {len(mapped)}")
+                with memoryview(mapped) as whole, whole[start:end] as content:
+                    yield name, entry.dtype, entry.shape, content

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from atroposlib.rounding import EPSILON, rounding_limit
 from sampler_doctor.reference import Array, Reference, Words, log_softmax
-from sampler_doctor.servers.sampler import UNNAMED, Answer, Ask, NotOffered, NotShown, Sampler
+from sampler_doctor.servers.sampler import UNNAMED, Answer, Ask, Broken, NotOffered, NotShown, Sampler
 
 Result = Literal["ok", "fails", "not offered", "not shown"]
 ANSWER = 16  # tokens of an answer: most of PROMPT_TOKENS reach another block of 16 keys with it
@@ -107,9 +108,17 @@ class Session:
 
     def ask(self, ask: Ask) -> list[Answer]:
         """Return answers whose token ids are known. Raises NotOffered where they are not."""
-        answers = self.sampler.sample(ask)
+        answers = self._sampled(ask)
         if any(UNNAMED in answer.tokens for answer in answers):
             raise NotOffered("the server gives no token ids, and some of these tokens read alike")
+        return answers
+
+    def _sampled(self, ask: Ask) -> list[Answer]:
+        """Return answers whose tokens the model has. Raises Broken for others, which another model would give."""
+        answers, known = self.sampler.sample(ask), self.reference.vocabulary
+        named = chain.from_iterable((*each.tokens, *chain(*each.top)) for each in answers)
+        if foreign := [token for token in named if not UNNAMED <= token < known]:
+            raise Broken(f"the server names token {foreign[0]}, and --model has {known} tokens: name what is served")
         return answers
 
     def at_once(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -136,7 +145,7 @@ class Session:
 
     def first_difference(self) -> Gap:
         """Compare the first token's distributions: before a limit is known."""
-        whole = [self.sampler.sample(Ask(prompt, 1, 0.0, self.sampler.top))[0] for prompt in self.prompts]
+        whole = [self._sampled(Ask(prompt, 1, 0.0, self.sampler.top))[0] for prompt in self.prompts]
         pairs = zip(self.prompts, whole, strict=True)
         return gap(value for prompt, answer in pairs for value in self.against_reference(prompt, answer))
 

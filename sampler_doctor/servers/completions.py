@@ -7,8 +7,19 @@ which only those that belong to one id are used.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sampler_doctor.servers.sampler import UNNAMED, Answer, Ask, NotOffered, Sampler, finite, offered
+from sampler_doctor.servers.sampler import (
+    UNNAMED,
+    Answer,
+    Ask,
+    NotOffered,
+    Sampler,
+    answers_of,
+    finite,
+    in_form,
+    offered,
+)
 
+ROUTE = "/v1/completions"
 ID_NAME = "token_id:"
 WITH_IDS = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 MOST_TOP = (-1, 20, 5, 1)  # log-probabilities to ask for; -1 is the whole vocabulary
@@ -37,7 +48,7 @@ class Completions(Sampler):
     def _most_top(self) -> None:
         for top in MOST_TOP:
             try:
-                (answer,) = self.sample(Ask([1], top=top))
+                answer, *_ = self.sample(Ask([1], top=top))
             except NotOffered:
                 if top == MOST_TOP[-1]:
                     raise
@@ -70,9 +81,11 @@ class Completions(Sampler):
             **extra,
             **self._extensions,
         }
-        reply = self.post("/v1/completions", body)
-        usage = reply.get("usage") or {}
-        return [self._answer(choice, ask, usage, echoed="echo" in extra) for choice in reply["choices"]]
+        with in_form(ROUTE):
+            reply = self.post(ROUTE, body)
+            usage = reply.get("usage") or {}
+            answers = [self._answer(choice, ask, usage, echoed="echo" in extra) for choice in reply["choices"]]
+        return answers_of(ROUTE, ask, answers)
 
     def _answer(self, choice: Any, ask: Ask, usage: Any, *, echoed: bool) -> Answer:
         given = offered(choice.get("logprobs"), "logprobs")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sampler_doctor.servers.sampler import Answer, Ask, NotOffered, Sampler, finite, offered
+from sampler_doctor.servers.sampler import Answer, Ask, NotOffered, Sampler, answers_of, finite, in_form, offered
 
+ROUTE = "/generate"
 NAMES = {"seed": "sampling_seed"}  # of options that SGLang calls otherwise
 OUTSIDE = {"cache_salt": "extra_key"}  # options that stand beside its sampling_params
 
@@ -22,7 +23,9 @@ class Generate(Sampler):
     def open(self, name: str | None) -> None:
         """Find the model's name, for chat, and how many log-probabilities it gives."""
         self.model = name or self._listed_model()
-        (answer,) = self.sample(Ask([1], top=self.top))
+        answer, *_ = self.sample(Ask([1], top=self.top))
+        if not answer.top or not answer.top[0]:
+            raise NotOffered("log-probabilities")
         self.top = len(answer.top[0])
 
     def sample(self, ask: Ask) -> list[Answer]:
@@ -36,8 +39,10 @@ class Generate(Sampler):
         body |= {"text": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": list(ask.prompt)}
         body |= {"logprob_start_len": 0} if ask.of_prompt else {}
         body |= {"lora_path": ask.model} if ask.model else {}
-        reply = self.post("/generate", body)
-        return [_answer(each["meta_info"], ask) for each in (reply if isinstance(reply, list) else [reply])]
+        with in_form(ROUTE):
+            reply = self.post(ROUTE, body)
+            answers = [_answer(each["meta_info"], ask) for each in (reply if isinstance(reply, list) else [reply])]
+        return answers_of(ROUTE, ask, answers)
 
     def _listed_model(self) -> str:
         try:

@@ -1,7 +1,8 @@
 """What a row asks of a server, and what it gets, whichever protocol the server speaks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.errors import WRONG_USE, AtroposError
 
 CONNECT_S = 5.0
-MODELS_ROUTE = "/v1/models"
+MODELS_ROUTE, CHAT_ROUTE = "/v1/models", "/v1/chat/completions"
 NOT_OFFERED = {400, 404, 405, 406, 415, 422, 501}
 SHOWN_WORDS = 160
 UNNAMED = -1  # in place of a token id, where the server names a token by a text that several tokens have
@@ -90,22 +91,24 @@ class Sampler(ABC):
         """Return the server's name and version, as it gives them."""
         try:
             return f"{self.product} {self.get(self.version_route)['version']}"
-        except (NotOffered, TypeError, KeyError):
+        except (NotOffered, Broken, TypeError, KeyError):
             return self.imitation
 
     def longest(self) -> int | None:
         """Return the longest sequence that the server takes, in tokens; None if it does not report it."""
         try:
-            cards = self.get(MODELS_ROUTE)["data"]
+            with in_form(MODELS_ROUTE):
+                cards = self.get(MODELS_ROUTE)["data"]
+                own = [card for card in cards if card["id"] == self.model] or cards[:1]
+                found = own[0].get("max_model_len") if own else None
+                return int(found) if found else None
         except NotOffered:
             return None
-        own = [card for card in cards if card["id"] == self.model] or cards[:1]
-        found = own[0].get("max_model_len") if own else None
-        return int(found) if found else None
 
     def first_model(self) -> str:
         """Return the name of the first model that the server lists."""
-        return str(self.get(MODELS_ROUTE)["data"][0]["id"])
+        with in_form(MODELS_ROUTE):
+            return str(self.get(MODELS_ROUTE)["data"][0]["id"])
 
     @abstractmethod
     def load(self, directory: str) -> str:
@@ -114,10 +117,11 @@ class Sampler(ABC):
     def chat(self, messages: Sequence[Mapping[str, str]], top: int) -> tuple[int | None, dict[str, float]]:
         """Return the number of prompt tokens, and the first token's log-probabilities by the token's name."""
         body = {"model": self.model, "messages": messages, "max_tokens": 1, "temperature": 0.0, "logprobs": True}
-        reply = self.post("/v1/chat/completions", {**body, "top_logprobs": top, "return_tokens_as_token_ids": True})
-        with_ids = offered(reply["choices"][0].get("logprobs"), "log-probabilities of chat")
-        names = {each["token"]: each["logprob"] for each in with_ids["content"][0]["top_logprobs"]}
-        return (reply.get("usage") or {}).get("prompt_tokens"), names
+        with in_form(CHAT_ROUTE):
+            reply = self.post(CHAT_ROUTE, {**body, "top_logprobs": top, "return_tokens_as_token_ids": True})
+            with_ids = offered(reply["choices"][0].get("logprobs"), "log-probabilities of chat")
+            names = {str(each["token"]): float(each["logprob"]) for each in with_ids["content"][0]["top_logprobs"]}
+            return (reply.get("usage") or {}).get("prompt_tokens"), names
 
     def get(self, path: str) -> Any:
         """Return the JSON reply to a GET."""
@@ -129,8 +133,9 @@ class Sampler(ABC):
 
     def _reply(self, method: str, path: str, body: Body | None) -> Any:
         try:
+            limit = self._answer_s
             reply = request(
-                method, self.url + path, connect_s=CONNECT_S, read_s=self._answer_s, key=self._key, body=body
+                method, self.url + path, connect_s=CONNECT_S, read_s=limit, whole_s=limit, key=self._key, body=body
             )
         except NoReply as error:
             raise Broken(f"{method} {path}: {error.reason} (limit {self._answer_s:g} s)") from None
@@ -143,8 +148,28 @@ class Sampler(ABC):
             raise Broken(f"{path} answers {reply.status}: {words}")
         try:
             return msgspec.json.decode(reply.content or b"null")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return words
+
+
+@contextmanager
+def in_form(path: str) -> Iterator[None]:
+    """Read a reply of `path`. Raises Broken for one that is not what its API gives."""
+    try:
+        yield
+    except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
+        raise Broken(f"{path} does not answer in the form of its API ({type(error).__name__}: {error})") from None
+
+
+def answers_of(path: str, ask: Ask, answers: Sequence[Answer]) -> list[Answer]:
+    """Check that answers hold what they say, and are no more than were asked for. Raises Broken."""
+    with in_form(path):
+        whole = msgspec.convert([vars(answer) for answer in answers], list[Answer])
+        if not whole or any(not len(each.tokens) == len(each.logprobs) == len(each.top) for each in whole):
+            raise ValueError("an answer with as many log-probabilities as tokens was expected")
+        if len(whole) > (most := ask.options.get("n", 1)):
+            raise ValueError(f"{len(whole)} answers where {most} was asked for")
+        return whole
 
 
 def offered(value: Any, name: str) -> Any:

@@ -72,7 +72,7 @@ def test_a_killed_environment_and_another_number_of_cores_change_no_byte(tmp_pat
     assert kept(tmp_path / "killed") == kept(tmp_path / "plain")
 
     runs = ["--runs", str(tmp_path)]
-    assert "2 steps as they were written" in finished(atropos("verify", "killed", *runs))
+    assert "2 steps and" in finished(atropos("verify", "killed", *runs))
     assert "Step 2: equal" in finished(atropos("reproduce", "killed", "--step", "2", *runs))
     batches = tmp_path / "killed/batches.jsonl"
     batches.write_text(batches.read_text().replace('"scores":[0.0', '"scores":[1.0', 1))

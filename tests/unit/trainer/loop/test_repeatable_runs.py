@@ -1,6 +1,8 @@
 """A run with --deterministic: its weights do not depend on arrival, cores or micro-batches, and its files show it."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +184,88 @@ def test_a_changed_checkpoint_is_named(model: str, tmp_path: Path) -> None:
     receipt = json.loads((folder / "receipt.json").read_text())
     assert receipt["weights_sha256"] == digest_of_files(folder / "checkpoints/final_model")
     assert receipt["gradient_kernels"] == "onednn"
+
+
+@pytest.fixture(scope="module")
+def finished(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(model, tmp_path_factory.mktemp("finished") / "run")
+
+
+def lines(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(b"".join(change(file.read_bytes().splitlines(keepends=True))))
+
+
+def written(content: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(content)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def linked(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+METRICS, BATCHES, RECEIPT = "metrics.jsonl", "batches.jsonl", "receipt.json"
+WEIGHTS = "checkpoints/final_model/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        (METRICS, lines(lambda rows: [*rows[:2], rows[1], *rows[2:]]), r"line 3: step 2 stands behind step 2"),
+        (METRICS, lines(lambda rows: [rows[1], rows[0], *rows[2:]]), r"line 2: step 1 stands behind step 2"),
+        (METRICS, lines(lambda rows: [*rows[:2], b"[]\n", *rows[2:]]), r"line 3 was changed"),
+        (METRICS, lines(lambda rows: [rows[0].replace(b'"step":1', b'"step":null'), *rows[1:]]), r"line 1 was changed"),
+        (METRICS, lines(lambda rows: rows[:-1]), r"batches.jsonl has groups of step 3, of which there is no row"),
+        (METRICS, pipe, "pipe"),
+        (METRICS, linked, "link"),
+        (BATCHES, lines(lambda rows: [*rows, rows[0]]), r"line 7: a group of step 1 stands behind one of step 3"),
+        (BATCHES, lines(lambda rows: [rows[2], *rows]), r"line 2: a group of step 1 stands behind one of step 2"),
+        (BATCHES, lines(lambda rows: [b"5\n", *rows]), r"line 1 was changed"),
+        (BATCHES, lambda file: file.write_bytes(file.read_bytes()[:-50]), r"line 6 was cut or changed"),
+        (BATCHES, pipe, "pipe"),
+        (BATCHES, linked, "link"),
+        (RECEIPT, lines(lambda rows: [row.replace(b'chain_sha256": "', b'chain_sha256": "x') for row in rows]),
+         r"step 3 is not the one after which receipt.json was written"),
+        (RECEIPT, written(b"[]"), "receipt.json"),
+        (RECEIPT, written(b'{"steps": -1}'), "receipt.json"),
+        (RECEIPT, pipe, "pipe"),
+        (WEIGHTS, written((2).to_bytes(8, "little") + b"[]"), "final_model"),
+        (WEIGHTS, written((7).to_bytes(8, "little") + b'{"a":5}'), "final_model"),
+        (WEIGHTS, written(b"\xff" * 8), "a header of"),
+        (WEIGHTS, written(b""), "final_model"),
+        (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:-5]), "was cut"),
+        (WEIGHTS, pipe, "pipe"),
+        ("checkpoints/step_\u00b2/model.safetensors", written(b""), None),
+    ],
+)  # fmt: skip
+def test_a_directory_that_somebody_sent_is_read_with_suspicion(
+    finished: Path, tmp_path: Path, file: str, change: Callable[[Path], object], told: str | None
+) -> None:
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / file).parent.mkdir(exist_ok=True)
+    change(folder / file)
+
+    def first() -> str | None:
+        try:
+            return next(faults(folder), None)
+        except AtroposError as error:
+            return str(error)
+
+    found = first()
+    assert found is told or re.search(told or "", found or ""), found
+
+
+def test_a_run_whose_last_step_was_cut_everywhere_is_known_by_its_receipt(finished: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints")
+    lines(lambda rows: rows[:-1])(folder / METRICS)
+    lines(lambda rows: rows[:-2])(folder / BATCHES)
+    assert list(faults(folder)) == ["receipt.json was written after step 3, and metrics.jsonl ends with step 2"]
 
 
 def test_the_first_difference_of_two_runs_is_told_with_both_values(model: str, tmp_path: Path) -> None:
