@@ -12,6 +12,7 @@ from atroposlib.clients.one_request import NoReply, request
 from atroposlib.errors import WRONG_USE, AtroposError
 
 CONNECT_S = 5.0
+AFTER_SILENCE_S = 5.0  # for an answer of a server that has just let its time pass
 MODELS_ROUTE, CHAT_ROUTE = "/v1/models", "/v1/chat/completions"
 NOT_OFFERED = {400, 404, 405, 406, 415, 422, 501}
 SHOWN_WORDS = 160
@@ -80,6 +81,7 @@ class Sampler(ABC):
     def __init__(self, url: str, key: str | None, answer_s: float) -> None:
         self.url = url.rstrip("/")
         self._key, self._answer_s = key, answer_s
+        self._patience_s = answer_s  # for the next answer
         self.model = ""
         self.top = 1  # log-probabilities that a position can have, beside the sampled token's
 
@@ -133,12 +135,15 @@ class Sampler(ABC):
 
     def _reply(self, method: str, path: str, body: Body | None) -> Any:
         try:
-            limit = self._answer_s
+            limit = self._patience_s
             reply = request(
                 method, self.url + path, connect_s=CONNECT_S, read_s=limit, whole_s=limit, key=self._key, body=body
             )
         except NoReply as error:
-            raise Broken(f"{method} {path}: {error.reason} (limit {self._answer_s:g} s)") from None
+            if error.timed_out:
+                self._patience_s = min(AFTER_SILENCE_S, self._answer_s)
+            raise Broken(f"{method} {path}: {error.reason} (limit {limit:g} s)") from None
+        self._patience_s = self._answer_s
         words = " ".join(reply.content[: 4 * SHOWN_WORDS].decode(errors="replace").split())[:SHOWN_WORDS]
         if reply.status in (401, 403):
             raise CannotTest(f"{self.url}{path} answers {reply.status}: set VLLM_API_KEY to the server's key")
