@@ -257,6 +257,9 @@ def early(argv: Sequence[str], *keys: Key) -> dict[str, Any]:
     return vars(parser.parse_known_args([_dashed(token) for token in argv])[0])
 
 
+COMMON = ("dry_run", "config", "help", "version")  # flags of every program, beside its keys
+
+
 def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]) -> str:
     """`; did you mean 'x'?`: another program's flag of that name, else one that is described by these words or has all
     of them in its name, here before elsewhere, else the closest spelling.
@@ -266,7 +269,11 @@ def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]
     ]
     for prefix, known in [("", keys), *((f"{program}.", theirs) for program, theirs in elsewhere.items())]:
         names += [prefix + key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
-    return f"; did you mean '{names[0]}'?" if names else nearest(name, [each for key in keys for each in key.spellings])
+    return (
+        f"; did you mean '{names[0]}'?"
+        if names
+        else nearest(name, [*COMMON, *(each for key in keys for each in key.spellings)])
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

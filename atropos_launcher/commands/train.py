@@ -36,6 +36,7 @@ from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
     API_TOKEN,
     KEY,
+    expect_evaluations,
     expect_filled_batches,
     expect_lengths,
     expect_lesson,
@@ -76,6 +77,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         expect_lesson(plan.run, plan.trainer, plan.environments)
         expect_sampling(plan.trainer)
+        expect_evaluations(plan.trainer, plan.environments)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:

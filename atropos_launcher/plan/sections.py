@@ -266,6 +266,16 @@ def expect_lesson(run: RunFile, trainer: TrainerConfig, environments: Mapping[st
         )
 
 
+def expect_evaluations(trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError for a trainer that waits for evaluations which no environment makes."""
+    asked = [int(plan.resolved["env"].get("steps_per_eval") or 0) for plan in environments.values()]
+    if trainer.stop_when_flat and not any(each > 0 for each in asked):
+        raise ConfigError(
+            f"--trainer.stop-when-flat {trainer.stop_when_flat}: no environment evaluates, so the run would never be"
+            " flat: give --env.steps-per-eval N, or drop the flag"
+        )
+
+
 def expect_sampling(trainer: TrainerConfig) -> None:
     """Raise ConfigError for a trainer that trains on nothing which is sampled."""
     if trainer.offline_alone:

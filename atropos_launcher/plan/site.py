@@ -124,7 +124,7 @@ def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple
         port = first
     else:
         port = ports.require("--teacher.port", first) if given else ports.first_free(first)
-    return TeacherPlace(f"http://{LOOPBACK}:{port}", find_model(teacher.model), port, gpus)
+    return TeacherPlace(f"http://{LOOPBACK}:{port}", find_model(teacher.model, "--teacher.model"), port, gpus)
 
 
 def _placed(asked: Asked, site: Site) -> Site:
@@ -196,17 +196,19 @@ def _fits(asked: Asked, site: Site) -> bool:
     return need is not None and site.placement.on_gpus and need.fits(site.placement, without_offload=True)
 
 
-def find_model(model: str | None) -> str:
-    """The absolute directory of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
+def find_model(model: str | None, flag: str = "--model") -> str:
+    """The absolute directory of a local model, the quickstart's where none is given, or an id. Raises ConfigError, in
+    which `flag` has named it.
+    """
     if model is None:
         from example_trainer.quickstart_model import QuickstartModelConfig
 
         return str(load_config(QuickstartModelConfig, [], prog=PROG).folder.absolute())
     path = Path(model).expanduser()
     if is_sharded(path):
-        raise ConfigError(f"--model {needs_export(path)}")
+        raise ConfigError(f"{flag} {needs_export(path)}")
     if (path / "config.json").is_file():
         return str(path.resolve())
     if model.startswith(("/", ".", "~")):
-        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's directory")
+        raise ConfigError(f"{flag} {model} has no config.json; give a Hugging Face id or a model's directory")
     return model

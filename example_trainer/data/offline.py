@@ -68,6 +68,8 @@ def _kind(example: Example) -> str:
 def _example(row: Row) -> Example:
     values = {OTHER_NAMES.get(name, name): value for name, value in row.values.items() if value is not None}
     if "messages" in values:
+        if more := [name for name in ("completion", "pos", "neg") if name in values]:
+            raise OfflineDataError(f"{row.where} has messages and {more[0]}, of which one is trained on: {EXPECTED}")
         values = {"prefix": [], "completion": values["messages"]}
     names = ("completion",) if "completion" in values else ("pos", "neg")
     if absent := [name for name in names if name not in values]:
@@ -89,6 +91,8 @@ def _expect_text(where: str, text: object, kind: type) -> None:
             raise OfflineDataError(
                 f'{where} has a message that is not {{"role": ..., "content": ...}}: {message!r:.80}'
             )
+        if not isinstance(message["content"], str) and not (message["content"] is None and message.get("tool_calls")):
+            raise OfflineDataError(f"{where} has a message whose content is {message['content']!r:.80}: give its text")
 
 
 def tokenized(examples: Items[Example], tokenizer: Any, seq_len: int) -> tuple[list[Sides], int, int]:

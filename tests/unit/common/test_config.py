@@ -108,6 +108,7 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
     ("argv", "fragment"),
     [
         (["--modle-name", "x"], "did you mean 'model_name'?"),
+        (["--dryrun"], "did you mean 'dry_run'?"),
         (["--env.group_size", "0"], "greater than or equal to 1 (got '0')"),
         (["--master-port", "70000"], "less than or equal to 65535"),
         (["--env.steps"], "expects a value"),

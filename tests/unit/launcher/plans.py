@@ -64,7 +64,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             return resolved(program[0], ("--config", str(config), *typed))
 
     monkeypatch.setattr(sections, "ask_environment", ask)
-    monkeypatch.setattr(site, "find_model", lambda model: model or str(MODEL))
+    monkeypatch.setattr(site, "find_model", lambda model, flag="--model": model or str(MODEL))
     monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s: ray_cluster.planned(nodes, silence_s))
 
 

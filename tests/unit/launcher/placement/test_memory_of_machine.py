@@ -23,7 +23,7 @@ SMALL = Path.home() / ".cache/atropos"
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_processes: None) -> None:  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(site, "find_model", lambda model: model or "SmolLM2-135M-Instruct")
+    monkeypatch.setattr(site, "find_model", lambda model, flag="--model": model or "SmolLM2-135M-Instruct")
     has(monkeypatch, 24)
     has_disk(monkeypatch, 1000)
 

@@ -1,5 +1,6 @@
 """`teacher` of a run file: where its server is, what the other programs are told, and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import yaml
 from atropos_launcher.commands import evaluate, train
 from atropos_launcher.commands.train import expect_fit
 from atropos_launcher.placement.teacher import TeacherPlace
-from atropos_launcher.plan.sections import connection_of_teacher
+from atropos_launcher.plan import site
+from atropos_launcher.plan.sections import connection_of_teacher, expect_evaluations
 from atropos_launcher.plan.services import Plan
+from atropos_launcher.plan.site import find_model
 from atropos_launcher.run_file.run_file import validated
 from atropos_launcher.run_file.teacher import TeacherSection
 from atroposlib.envs.base import APIServerConfig
@@ -20,7 +23,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
-from tests.unit.launcher.plans import ask_for, no_processes, on_gpus, plan
+from tests.unit.launcher.plans import MODEL, ask_for, no_processes, on_gpus, plan
 
 __all__ = ["no_processes"]
 pytestmark = pytest.mark.usefixtures("no_processes")
@@ -38,6 +41,27 @@ def flag(made: Plan, service: str, name: str) -> str | None:
 def gpus_of(made: Plan) -> dict[str, str]:
     found = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES", "") for each in made.services}
     return {name: found[name] for name in ("vllm", "teacher", "trainer") if name in found}
+
+
+def test_a_teacher_that_is_not_there_is_named_by_its_own_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str | None, str]] = []
+
+    def found(model: str | None, flag: str = "--model") -> str:
+        asked.append((model, flag))
+        return model or str(MODEL)
+
+    monkeypatch.setattr(site, "find_model", found)
+    plan("arithmetic", *TAUGHT)
+    assert ("org/big-7B", "--teacher.model") in asked
+    with pytest.raises(ConfigError, match=r"^--teacher\.model /nowhere has no config\.json"):
+        find_model("/nowhere", "--teacher.model")
+
+
+@pytest.mark.parametrize(("every", "is_refused"), [("0", True), ("5", False)])
+def test_a_run_that_ends_when_it_is_flat_needs_evaluations(every: str, is_refused: bool) -> None:
+    made = plan("arithmetic", "--trainer.stop-when-flat", "3", "--env.steps-per-eval", every)
+    with pytest.raises(ConfigError, match="no environment evaluates") if is_refused else nullcontext():
+        expect_evaluations(made.trainer, made.environments)
 
 
 def test_a_teacher_is_served_beside_and_everyone_is_told() -> None:

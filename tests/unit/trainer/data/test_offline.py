@@ -57,6 +57,8 @@ def test_a_line_is_a_demonstration_or_a_pair(
         ([{"messages": {"role": "user"}}], "rows.jsonl:1, completion is dict"),
         ([{"messages": [QUESTION, {"role": "assistant"}]}], "rows.jsonl:1, completion has a message that is not"),
         ([{"completion": None}], "rows.jsonl:1 has no pos"),
+        ([{"messages": [{"role": "assistant", "content": "4"}], "pos": "4", "neg": "5"}], "has messages and pos"),
+        ([{"messages": [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}], "give its text"),
     ],
 )
 def test_another_line_is_refused_by_its_number(tmp_path: Path, lines: list[object], says: str) -> None:
