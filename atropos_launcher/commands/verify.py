@@ -36,5 +36,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     last = max(steps)
     models = len(list(models_of(run, last)))
-    print(f"{run}: {len(steps)} steps and {models} models as they were written; chain {steps[last].chain}")
+    kept = f"{models} model{'' if models == 1 else 's'}"
+    print(f"{run}: {len(steps)} steps and {kept} as they were written; chain {steps[last].chain}")
     return 0

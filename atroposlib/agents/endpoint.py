@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -84,7 +84,7 @@ class SessionRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = None
+    id: str | None = Field(default=None, pattern=r"^[^/\s\x00-\x1f]{0,200}$")  # a part of an address
     reopen: bool = False  # the session of this id, if it has not ended
     settings: SessionSettings = SessionSettings()
 

@@ -70,9 +70,9 @@ class SessionSettings(BaseModel):
     base_url: str | None = None  # of the one server to sample from
     samples_again: bool = False  # a call that is repeated, as in the environment's own process
     split: Literal["train", "eval"] = "train"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 1024
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int = Field(default=1024, ge=1)
     seed: int | None = None  # from which a request without one gets its own
     limits: Limits = Limits()
 

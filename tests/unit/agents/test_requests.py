@@ -133,6 +133,25 @@ async def test_an_address_that_there_is_not_and_a_wrong_method_are_errors_of_the
         assert reply.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"id": "a/b"}, "id"),
+        ({"id": "two\nlines"}, "id"),
+        ({"id": "x" * 1000}, "id"),
+        ({"settings": {"temperature": -1}}, "settings.temperature"),
+        ({"settings": {"top_p": 9}}, "settings.top_p"),
+        ({"settings": {"max_tokens": 0}}, "settings.max_tokens"),
+    ],
+)
+async def test_a_session_whose_calls_could_only_fail_is_not_made(asked: dict[str, Any], named: str) -> None:
+    async with running() as started:
+        reply = await started.post("/sessions", asked)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["message"].startswith(f"{named}: ")
+        assert (await started.http.get("/sessions")).json() == {"sessions": []}
+
+
 async def test_a_head_without_end_is_refused_and_others_are_served() -> None:
     async with running() as started:
         _, key = await started.session()
