@@ -109,7 +109,7 @@ def test_a_journal_in_use_is_one_line_and_a_failure(tmp_path: Path) -> None:
         second = [sys.executable, "-c", hasty + main, "--port", str(free_port()), "--journal", "groups.db"]
         ended = subprocess.run(second, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert ended.returncode == 1
-    assert "groups.db is in use by another batching API" in ended.stderr.splitlines()[-1]
+    assert "groups.db is in use by another process" in ended.stderr.splitlines()[-1]
 
 
 def test_a_request_that_never_completes_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
