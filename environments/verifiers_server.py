@@ -330,6 +330,7 @@ def order(config: VerifiersConfig, longest: int) -> dict[str, object]:
         "taskset": config.taskset,
         "taskset_arguments": config.taskset_arguments,
         "harness": config.harness,
+        "rollouts_at_once": config.rollouts_at_once,
         "runtime": config.runtime,
         "settings": config.settings,
         "limits": limits,

@@ -63,7 +63,8 @@ class Player:
         refuse_host_execution(self.env, self._order["allow_host_execution"])
         refuse_other_dialects(self.env)
         taskset = self.env.taskset
-        expect_harbor(type(taskset))
+        if is_of_harbor(type(taskset)):
+            expect_harbor(self.env, self._order)
         self._rest = iter(taskset)
         # one of an endless taskset shows that it loads
         self._tasks = list(self._rest if taskset.bounded else itertools.islice(self._rest, 1))
@@ -195,11 +196,23 @@ def refuse_other_dialects(env: Any) -> None:
             )
 
 
-def expect_harbor(taskset: type) -> None:
-    """Raise Wrong for a taskset of harbor's tasks where harbor is not installed."""
-    needs = any(base.__module__.startswith("verifiers.v1.tasksets.harbor") for base in taskset.__mro__)
-    if needs and importlib.util.find_spec("harbor") is None:
+def is_of_harbor(taskset: type) -> bool:
+    """Return whether a taskset plays harbor's tasks."""
+    return any(base.__module__.startswith("verifiers.v1.tasksets.harbor") for base in taskset.__mro__)
+
+
+def expect_harbor(env: Any, order: Fields) -> None:
+    """Raise Wrong where harbor is not installed, and where its episodes would meet on this machine itself:
+    each puts its tests into /tests and reads its reward in /logs.
+    """
+    if importlib.util.find_spec("harbor") is None:
         raise Wrong("it is a taskset of harbor, which is not installed: run `scripts/verifiers_setup.sh harbor`")
+    on_host = any(agent.runtime.type == "subprocess" for agent in env._agent_specs.values())
+    if on_host and not (order["allow_host_execution"] and order["rollouts_at_once"] == 1):
+        raise Wrong(
+            "the tasks of harbor write to /tests and /logs, and runtime subprocess has one of each for all episodes:"
+            " choose --env.runtime docker, or give --env.allow_host_execution --env.rollouts_at_once 1 in a container"
+        )
 
 
 def refuse_host_execution(env: Any, is_allowed: bool) -> None:

@@ -50,7 +50,7 @@ class FakeRenderersServer:
     async def _models(self, request: web.Request) -> web.Response:
         if not self.has_routes:
             return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"data": [{"id": "fake", "max_model_len": 512}]})
+        return web.json_response({"data": [{"id": "fake", "max_model_len": 4096}]})
 
     async def _versions(self, request: web.Request) -> web.Response:
         return web.json_response({"calls": self.calls.get(request.match_info["session"], [])})

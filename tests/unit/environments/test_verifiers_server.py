@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -353,8 +354,8 @@ async def test_a_program_that_is_not_there_is_a_failure_with_its_name() -> None:
 def test_a_file_that_is_no_taskset_is_named_with_its_first_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)  # as `plugin_id` does
     (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)  # as `plugin_id` does
     with pytest.raises(verifiers_child.Wrong, match=rf"^{name}\.py {said}"):
         verifiers_child.expect_plugin(f"{name}.py", name)
 
@@ -438,6 +439,26 @@ def test_what_a_taskset_raises_is_told_with_its_line(tmp_path: Path) -> None:
 def test_a_taskset_of_harbor_names_what_installs_it() -> None:
     theirs = type("HarborTaskset", (), {"__module__": "verifiers.v1.tasksets.harbor.taskset"})
     mine = type("Mine", (theirs,), {"__module__": "mine"})
-    verifiers_child.expect_harbor(int)
+    assert verifiers_child.is_of_harbor(mine)
+    assert not verifiers_child.is_of_harbor(int)
     with pytest.raises(verifiers_child.Wrong, match=r"run `scripts/verifiers_setup\.sh harbor`"):
-        verifiers_child.expect_harbor(mine)
+        verifiers_child.expect_harbor(None, {})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "allowed", "at_once", "refused"),
+    [
+        ("docker", False, 16, False),
+        ("subprocess", True, 1, False),
+        ("subprocess", True, 2, True),
+        ("subprocess", False, 1, True),
+    ],
+)
+def test_harbors_episodes_do_not_meet_in_the_tests_of_one_machine(
+    monkeypatch: pytest.MonkeyPatch, runtime: str, allowed: bool, at_once: int, refused: bool
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    env = SimpleNamespace(_agent_specs={"agent": SimpleNamespace(runtime=SimpleNamespace(type=runtime))})
+    said = pytest.raises(verifiers_child.Wrong, match="one of each for all episodes") if refused else nullcontext()
+    with said:
+        verifiers_child.expect_harbor(env, {"allow_host_execution": allowed, "rollouts_at_once": at_once})
