@@ -89,7 +89,7 @@ class RunFlags(Config):
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local directory; also the second word, without --model"
     )
-    steps: int | None = Field(None, ge=1, description="training steps")
+    steps: int | None = Field(None, ge=1, le=10**9, description="training steps")
     dataset: str | None = Field(
         None, min_length=1, description="dataset of the environment; for gsm8k: arithmetic, generated or gsm8k"
     )

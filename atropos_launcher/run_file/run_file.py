@@ -114,7 +114,7 @@ class RunFile(Config):
             " quickstart's"
         ),
     )
-    steps: int = Field(100, ge=1, description="training steps")
+    steps: int = Field(100, ge=1, le=10**9, description="training steps")
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
