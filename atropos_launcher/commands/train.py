@@ -42,7 +42,7 @@ from atropos_launcher.plan.sections import (
     expect_lesson,
     expect_sampling,
 )
-from atropos_launcher.plan.services import Plan, machine_lines, make_plan, reservations
+from atropos_launcher.plan.services import AGENT_JOURNAL, Plan, machine_lines, make_plan, reservations
 from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
 from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.runs import steps_done
@@ -218,6 +218,8 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
             console.say(line)
         if window is not None:
             console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
+        if asked.resume is not None and not has_checkpoint(plan) and (line := forget_turns(site.run_dir)):
+            console.say(line)
         try:
             more = [] if window is None else [window]
             end = start(plan, console, asked.gpus, more, partial(scaling, asked, plan, ports))
@@ -246,6 +248,21 @@ def scaling(asked: Asked, plan: Plan, ports: Ports, supervisor: Supervisor) -> S
     return Scaling(plan, asked.gpus, ports, supervisor, fits)
 
 
+def has_checkpoint(plan: Plan) -> bool:
+    """Return whether a run that is resumed continues; without a checkpoint it begins anew."""
+    return any(plan.trainer.save_path.glob("*step_*"))
+
+
+def forget_turns(run_dir: Path) -> str:
+    """Remove what agents' sessions hold, as the batching API drops its groups: later policies of the run that is not
+    continued sampled them. Return a line that says so, empty where there was nothing.
+    """
+    held = [*run_dir.glob(f"{AGENT_JOURNAL}*")]
+    for path in held:
+        path.unlink()
+    return "Removed the turns of agents: there is no checkpoint, so the run begins anew" if held else ""
+
+
 def disk_line(run_dir: Path) -> str:
     """Tell what to do about a disk without room, which ends every service; empty while there is room."""
     free = shutil.disk_usage(run_dir).free
@@ -267,11 +284,8 @@ def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None
     if line := disk_line(run_dir):
         console.say(line)
     first = "start Ray on the lost node again or continue without it, then run: " if plan.site.machines.ray else "run: "
-    kept = any((run_dir / "checkpoints").glob("*step_*"))
-    console.say(
-        f"To continue {'from the last checkpoint' if kept else '(there is no checkpoint yet: from step 1)'},"
-        f" {first}{shlex.join(words)}"
-    )
+    kept = "from the last checkpoint" if has_checkpoint(plan) else "(there is no checkpoint yet: from step 1)"
+    console.say(f"To continue {kept}, {first}{shlex.join(words)}")
 
 
 def flags_of_machines(given: RunFlags) -> list[str]:

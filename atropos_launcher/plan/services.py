@@ -49,6 +49,7 @@ from example_trainer.ranks.place import LOST, check_ranks
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 
+AGENT_JOURNAL = "agents.journal"
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
 SERVER_RESTARTS = 3  # of a vLLM server: the trainer takes it back, and continues with the others if there are any
@@ -200,7 +201,7 @@ def agent_endpoints(
     token = {TOKEN: secrets.token_urlsafe(32)}
     words = [word for url in site.vllm for word in ("--server", f"{url}/v1")]
     words += ["--model", site.model, "--also-model", "*", *_rendering(using)]
-    words += ["--api", site.api, "--port", str(site.agents_port), "--journal", str(site.run_dir / "agents.journal")]
+    words += ["--api", site.api, "--port", str(site.agents_port), "--journal", str(site.run_dir / AGENT_JOURNAL)]
     key = {SERVER_KEY: site.environ[KEY]} if site.machines.several else {}
     endpoint = Service(
         name=AGENTS,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.commands import train
+from atropos_launcher.plan.services import AGENT_JOURNAL
 from atropos_launcher.runs import outcome
 from atropos_launcher.service import Service
 from atropos_launcher.services.child import Child
@@ -144,7 +145,7 @@ def test_the_window_tells_a_run_whose_launcher_was_killed(tmp_path: Path) -> Non
 
 @pytest.mark.rotating
 @pytest.mark.services
-def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: Path) -> None:
+def test_every_end_before_its_time_prints_the_command_that_continues_from_where_it_says(tmp_path: Path) -> None:
     """A trainer that cannot load its model ends the run; the same words come after Ctrl-C and after a kill."""
     words = ["train", "arithmetic", "--model", str(tmp_path / "model"), "--steps", "2", "--runs", str(tmp_path)]
     (tmp_path / "model").mkdir()
@@ -153,6 +154,16 @@ def test_every_end_before_its_time_prints_the_command_that_continues(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "To continue (there is no checkpoint yet: from step 1), run: atropos train --resume r" in done.stdout
+
+    turns = tmp_path / "r" / AGENT_JOURNAL  # of policies that a run from step 1 has yet to train
+    forgotten = "Removed the turns of agents: there is no checkpoint, so the run begins anew"
+    again = [sys.executable, "-m", "atropos_launcher", "train", "--resume", str(tmp_path / "r"), "--no-view"]
+    for made, is_kept in ((tmp_path / "r", False), (tmp_path / "r/checkpoints/step_1", True)):
+        made.mkdir(parents=True, exist_ok=True)
+        turns.write_bytes(b"")
+        done = subprocess.run(again, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+        assert done.returncode == 1
+        assert (turns.exists(), forgotten in done.stdout) == (is_kept, not is_kept)
 
 
 @pytest.mark.services
