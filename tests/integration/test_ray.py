@@ -90,6 +90,7 @@ def test_a_service_has_its_exit_status_and_what_it_wrote_last(tmp_path: Path) ->
         assert (run.run / "service-1.log").read_text().count("x" * 3_000_000 + "last words") == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -110,6 +111,7 @@ def test_what_a_node_lacks_is_said_in_one_line_before_anything_starts(
         assert not run.run.exists()
 
 
+@pytest.mark.rotating
 def test_what_must_be_shared_is_looked_for_before_a_service_starts(head: Host, far: Host, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     witness.write_text("of the launcher")
@@ -125,6 +127,7 @@ def test_what_must_be_shared_is_looked_for_before_a_service_starts(head: Host, f
         assert "up" not in (run.run / "service-2.log").read_text().splitlines()
 
 
+@pytest.mark.rotating
 def test_a_full_cluster_is_named_with_what_the_run_needs(head: Host, tmp_path: Path) -> None:
     plan = {"address": address_of(head), "CPU": 3}
     with launched(tmp_path, head, [service(WAITS)], **plan) as first:
@@ -137,6 +140,7 @@ def test_a_full_cluster_is_named_with_what_the_run_needs(head: Host, tmp_path: P
         first.says("up", first.run / "service-1.log")
 
 
+@pytest.mark.rotating
 def test_a_late_node_is_waited_for_and_a_cut_cable_ends_the_run_on_both_sides(
     head: Host, far: Host, tmp_path: Path
 ) -> None:
@@ -153,6 +157,7 @@ def test_a_late_node_is_waited_for_and_a_cut_cable_ends_the_run_on_both_sides(
             run.expect_all_gone(SILENCE_S + 30)
 
 
+@pytest.mark.rotating
 def test_a_killed_raylet_ends_what_runs_there_and_the_node_is_named(head: Host, far: Host, tmp_path: Path) -> None:
     services = [service(WAITS, number) for number in (1, 2)]
     with (
@@ -169,6 +174,7 @@ def test_a_killed_raylet_ends_what_runs_there_and_the_node_is_named(head: Host, 
         run.expect_all_gone(SILENCE_S + 20)
 
 
+@pytest.mark.rotating
 def test_a_service_that_dies_is_started_again_also_on_a_node_that_was_lost(
     head: Host, far: Host, tmp_path: Path
 ) -> None:
@@ -188,6 +194,7 @@ def test_a_service_that_dies_is_started_again_also_on_a_node_that_was_lost(
         assert run.process.poll() is None
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("who", ["launcher", "driver"])
 def test_services_of_a_killed_launcher_or_driver_end_on_every_node(
     who: str, head: Host, far: Host, tmp_path: Path
@@ -209,6 +216,7 @@ def test_services_of_a_killed_launcher_or_driver_end_on_every_node(
         run.expect_all_gone(SILENCE_S + 20)
 
 
+@pytest.mark.rotating
 def test_a_launcher_that_stands_still_loses_its_services(head: Host, far: Host, tmp_path: Path) -> None:
     """A node cannot tell it from one behind a cut cable."""
     services = [service(WAITS, number) for number in (1, 2)]

@@ -11,11 +11,11 @@ VERSIONS = (0, 5, 10, 15, 20)
 
 
 def curve(path: Path) -> list[str]:
-    """Held-out accuracy at VERSIONS, then of the last policy by 256 questions, in percent."""
+    """Held-out accuracy at VERSIONS, empty behind the last one, then the last policy's by 256 questions, in percent."""
     run = json.loads(path.read_text())
     asked = {row["policy_version"]: row["accuracy"] for row in run["evaluations"] if row["accuracy"] is not None}
-    found = [asked[version] for version in VERSIONS] + [run["last"]["final"]["accuracy"]]
-    return [f"{100 * accuracy:.1f}" for accuracy in found]
+    found = [asked.get(version) for version in VERSIONS] + [run["last"]["final"]["accuracy"]]
+    return ["" if accuracy is None else f"{100 * accuracy:.1f}" for accuracy in found]
 
 
 RUNS = {path.stem: curve(path) for path in sorted((DOCS / "benchmarks/better_policies").glob("*.json"))}
