@@ -36,7 +36,8 @@ def explain(activity: Activity) -> list[str]:
     if activity.queue_full:
         lines.append("the API's queue is full: it refuses groups until the trainer takes some")
     shown = activity.environments[:SHOWN]
-    lines += [_environment(each) for each in shown]
+    heard = {_kind(each): each.name for each in activity.environments if each.connected and each.heard_s is not None}
+    lines += [_environment(each, heard.get(_kind(each))) for each in shown]
     more = len(activity.environments) - len(shown) + activity.more_environments
     if more:
         lines.append(f"and {more} more environments")
@@ -100,12 +101,18 @@ def _batch(activity: Activity) -> str:
     return f"{activity.waiting} of {activity.batch_size} rollouts of the next batch have arrived"
 
 
-def _environment(environment: EnvActivity) -> str:
+def _kind(environment: EnvActivity) -> str:
+    """Return the name that the environment asked for, to which the API adds a number."""
+    return environment.name.rpartition("_")[0]
+
+
+def _environment(environment: EnvActivity, namesake: str | None) -> str:
     name, report = f"environment {environment.name}", environment.report
     if not environment.connected:
         return f"{name} has disconnected"
     if environment.heard_s is None:
-        return f"{name} has been silent for a long time: see its log, or start it again"
+        remedy = "see its log, or start it again" if namesake is None else f"{namesake} may have taken its place"
+        return f"{name} has been silent for a long time: {remedy}"
     heard = f"{name} (heard {environment.heard_s:.0f} s ago)"
     if report is None:
         return f"{heard} sends no reports"

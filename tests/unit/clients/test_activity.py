@@ -111,6 +111,14 @@ def test_an_environment_that_is_gone(gone: EnvActivity, line: str) -> None:
     assert explain(waiting([gone]))[1].endswith(line)
 
 
+def test_one_that_was_started_again_is_not_asked_for_again() -> None:
+    other, again = EnvActivity("gsm8k_1", 1, 1.0, 4), EnvActivity("gsm8k_2", 2, 1.0, 4)
+    _, line, *_ = explain(waiting([environment(heard_s=None), other, again]))
+    assert line == "environment gsm8k_0 has been silent for a long time: gsm8k_2 may have taken its place"
+    _, line, _ = explain(waiting([environment(heard_s=None), EnvActivity("two_0", 1, 1.0, 4)]))
+    assert line.endswith("see its log, or start it again")
+
+
 def test_an_environment_that_ended_is_not_a_registered_one() -> None:
     assert (
         "no environment is registered: the earlier ones have ended"
