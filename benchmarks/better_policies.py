@@ -31,17 +31,19 @@ from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
-Arm = Literal["former", "quickstart", "repeat", "taught", "warm"]
+Arm = Literal["former", "quickstart", "repeat", "taught", "taught_top_k", "warm"]
 SEEDS: Mapping[Arm, Sequence[int]] = {
     "former": (1, 2, 3, 4, 5),
     "quickstart": (1, 2, 3, 4, 5),
     "repeat": (1, 2, 3),
     "taught": (1, 2, 3),
+    "taught_top_k": (1, 2, 3),
     "warm": (1, 2, 3),
 }
 FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
 FORMER += ["--trainer.kl_coef", "0"]
 DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0", "--trainer.kl_coef", "0"]
+TAUGHT: Mapping[Arm, Sequence[str]] = {"taught": (), "taught_top_k": ("--trainer.distill", "forward_kl")}
 STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
 TEACHER_SEED = 1
 ANSWERS, UPDATES = 200, 12  # of the warm start
@@ -91,8 +93,8 @@ def flags_of(config: BetterPolicies, arm: Arm, seed: int) -> list[str]:
         return [*common, *FORMER]
     if arm == "repeat":
         return [*common, "--env.repeat_share", "0.5"]
-    if arm == "taught":
-        return [*common, "--teacher.model", str(teacher(config)), *DISTILLED]
+    if arm in TAUGHT:
+        return [*common, "--teacher.model", str(teacher(config)), *DISTILLED, *TAUGHT[arm]]
     if arm == "warm":
         return [*common, "--model", str(warm_start(config, seed) / "final_model")]
     return common
@@ -139,7 +141,7 @@ def train(config: BetterPolicies, arm: Arm, seed: int) -> None:
     if rows.is_file():
         print(f"{name}: finished before, {rows}", flush=True)
         return
-    if arm == "taught" and not teacher(config).is_dir():
+    if arm in TAUGHT and not teacher(config).is_dir():
         train_teacher(config)
     start = time.monotonic()
     if arm == "warm":

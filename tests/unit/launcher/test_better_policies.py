@@ -41,7 +41,8 @@ def test_an_arm_differs_from_the_quickstart_in_what_the_page_names(tmp_path: Pat
             del words[at : at + 2]  # not there yet
         planned = plan(*words, "--runs", str(tmp_path))
         files.append({line.strip() for text in planned.files.values() for line in text.splitlines()})
-    if arm == "taught":
+    if arm in ("taught", "taught_top_k"):
+        assert ("distill: forward_kl" in files[1]) == (arm == "taught_top_k")
         assert "distill_coef: 1.0" in files[1]
         assert "reward_coef: 0.0" in files[1]
         assert "teacher" in [service.name for service in planned.services]
