@@ -54,6 +54,7 @@ from atroposlib import extras
 from atroposlib.errors import AtroposError
 from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
+from atroposlib.wire.folders import LATEST
 from example_trainer.memory.plan import GIB, amount
 from example_trainer.settings.cpu_cores import shown_cores
 
@@ -250,7 +251,7 @@ def scaling(asked: Asked, plan: Plan, ports: Ports, supervisor: Supervisor) -> S
 
 def has_checkpoint(plan: Plan) -> bool:
     """Return whether a run that is resumed continues; without a checkpoint it begins anew."""
-    return any(plan.trainer.save_path.glob("*step_*"))
+    return (plan.trainer.save_path / LATEST).exists()
 
 
 def forget_turns(run_dir: Path) -> str:

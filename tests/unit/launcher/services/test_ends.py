@@ -21,6 +21,7 @@ from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.supervisor import CannotStart, Limits, Supervisor
 from atroposlib.view.run_data.run_files import RunFiles
+from atroposlib.wire.folders import LATEST
 from tests.unit.launcher.memory_group import memory_group
 from tests.unit.launcher.processes import launched, python
 
@@ -158,8 +159,10 @@ def test_every_end_before_its_time_prints_the_command_that_continues_from_where_
     turns = tmp_path / "r" / AGENT_JOURNAL  # of policies that a run from step 1 has yet to train
     forgotten = "Removed the turns of agents: there is no checkpoint, so the run begins anew"
     again = [sys.executable, "-m", "atropos_launcher", "train", "--resume", str(tmp_path / "r"), "--no-view"]
-    for made, is_kept in ((tmp_path / "r", False), (tmp_path / "r/checkpoints/step_1", True)):
-        made.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "r/checkpoints/.step_1.partial-7").mkdir(parents=True)
+    for is_kept in (False, True):
+        if is_kept:
+            (tmp_path / "r/checkpoints" / LATEST).write_text("step_1\n")
         turns.write_bytes(b"")
         done = subprocess.run(again, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
         assert done.returncode == 1
