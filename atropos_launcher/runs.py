@@ -1,5 +1,6 @@
 """The runs of a directory, by default ./runs: which have services, and how the others ended."""
 
+import difflib
 import json
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def find_run(runs: Path, name: str) -> Path:
     for path in (runs / name, Path(name)):
         if path.is_dir():
             return expect_open(path)
-    raise NoSuchRun(f"no such run: neither {printable(str(runs / name))} nor {printable(name)} is a directory")
+    alike = difflib.get_close_matches(name, [run.name for run in _directories(runs)], 1)
+    meant = f"; did you mean {alike[0]}?" if alike else ""
+    raise NoSuchRun(f"no such run: neither {printable(str(runs / name))} nor {printable(name)} is a directory{meant}")
 
 
 def expect_open(run: Path) -> Path:

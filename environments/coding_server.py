@@ -28,6 +28,7 @@ from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 
@@ -217,7 +218,9 @@ def same(found: object, expected: object) -> bool:
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a file. Raises DataError, which names the line."""
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    with reading(f"cannot read --env.tasks_path {path}", DataError):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             tests, examples = ([(list(args), result) for args, result in row[key]] for key in ("tests", "examples"))

@@ -3,13 +3,14 @@ follows for their settings. On one GPU, vLLM takes 0.4 of its memory; without a 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import server_name
-from example_trainer.memory.fits import Room, Verdict, fits, less_activations
+from example_trainer.memory.fits import ADAPTER, Room, Verdict, fits, less_activations
 from example_trainer.memory.model_size import ModelSize
 from example_trainer.memory.plan import (
     PROCESSES,
@@ -29,6 +30,7 @@ from example_trainer.settings.config import TrainerConfig
 from vllm_patching.free_memory import available_memory, total_memory
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary: vllm/model_executor/layers/vocab_parallel_embedding.py
+MOST_OF_GPU = 0.95  # that vLLM is told to take of one
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ONE_PROCESS = "train with one process (--tp-size 1), which takes any split and dtype, or choose --bridge broadcast"
 
@@ -173,7 +175,7 @@ class Need:
             return fits(training, Room(host, host))
         beside = [index for index in range(len(placement.servers)) if placement.shares(index)]
         taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
-        return fits(training, Room(self.gpu - taken, host))
+        return fits(training, Room(self.gpu - taken, host, ranks + len(placement.vllm) - 1))
 
     def refusal(self, placement: Placement, cache: int = 0) -> str | None:
         """Explain why vLLM or the trainer does not fit the GPUs, or without a GPU this machine; None where both do.
@@ -181,6 +183,10 @@ class Need:
         """
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
+        most = len({*placement.vllm, *placement.trainer}) - 1
+        for split in {len(server.gpus) for server in placement.servers if server.gpus}:
+            if why_not := self.size.split_refusal(split, "vLLM's --tensor-parallel-size", max(1, most)):
+                return why_not
         if why_not := adapter_refusal(self.config, self.size, placement.on_gpus):
             return why_not
         if placement.by_ranks > 1 and (why_not := vocabulary_refusal(self.size, placement.by_ranks)):
@@ -192,8 +198,7 @@ class Need:
         verdict = self.verdict(placement)
         if verdict.fits:
             return None
-        why = verdict.refusal(f"GPU {', '.join(placement.trainer)}")
-        return f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA"
+        return verdict.refusal(f"GPU {', '.join(placement.trainer)}", _for_launcher)
 
     def _refusal_of_machine(self, placement: Placement, cache: int) -> str | None:
         """Explain why the run does not fit a machine without a GPU, and what would; None where it does."""
@@ -242,19 +247,21 @@ class Need:
             serving, taken = self.serving(placement, index), self.share(placement, index)
             if serving.least <= taken * self.gpu:
                 continue
-            share = f" of which it may take {taken:.0%}"
-            elsewhere = replace(serving, staging_on_host=True)
-            on_host = (
-                f", stage in host memory (--vllm.bridge-staging host, {amount(serving.ranks * elsewhere.host_staging)})"
-                if not serving.staging_on_host and elsewhere.least <= taken * self.gpu
-                else ""
-            )
+            elsewhere, share = replace(serving, staging_on_host=True), serving.least / self.gpu
+            ways = ["give vLLM more GPUs (--vllm.tensor-parallel-size)"]
+            if share <= MOST_OF_GPU:
+                ways.append(f"more of its GPU (--vllm.gpu-memory-utilization {math.ceil(100 * share) / 100})")
+            if serving.staging and elsewhere.least <= taken * self.gpu:
+                held = amount(serving.ranks * elsewhere.host_staging)
+                ways.append(f"stage in host memory (--vllm.bridge-staging host, {held})")
+            if serving.staging:
+                ways.append("choose --bridge lora, which needs no staging")
             who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
+            staging = f", {amount(serving.staging)} of it for the staging buffer," if serving.staging else ""
             return (
-                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
-                f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
-                f"give vLLM more GPUs (--vllm.tensor-parallel-size){on_host}, choose --bridge lora, which needs no"
-                " staging, or use a smaller model",
+                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s){staging} but a GPU has"
+                f" {amount(self.gpu)} of which it may take {taken:.0%}",
+                f"{', '.join(ways)}, or use a smaller model",
             )
         return None
 
@@ -317,6 +324,11 @@ class Need:
         if without_offload and verdict.training.offload != "none":
             return False
         return self.serving_refusal(placement) is None and verdict.fits
+
+
+def _for_launcher(advice: str) -> str:
+    """Flags of the trainer as the launcher takes them."""
+    return re.sub(r"--(?!bridge |trainer-ranks )", "--trainer.", advice.replace(ADAPTER, "--bridge lora"))
 
 
 def adapter_refusal(config: TrainerConfig, size: ModelSize, on_gpus: bool) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atropos_launcher.placement.gpus import served_dtype
+from atropos_launcher.placement.gpus import MOST_OF_GPU, served_dtype
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree
 from atroposlib.flags import ConfigError
@@ -110,8 +110,9 @@ def memory_of_teacher(
     lines = table(f"Each GPU of the teacher ({', '.join(place.gpus)})", serving.items(left), gpu)
     if serving.least <= taken:
         return lines, None
+    more = ", more of one (--teacher.gpu-memory-utilization)" if serving.least <= MOST_OF_GPU * gpu else ""
     return lines, (
         f"the teacher needs {amount(serving.least)} on each of {serving.ranks} GPU(s), but a GPU has {amount(gpu)} of"
-        f" which it may take {amount(taken)}: give it more GPUs (--teacher.tensor-parallel-size), more of one"
-        " (--teacher.gpu-memory-utilization), or use a smaller teacher"
+        f" which it may take {amount(taken)}: give it more GPUs (--teacher.tensor-parallel-size){more}, or use a"
+        " smaller teacher"
     )

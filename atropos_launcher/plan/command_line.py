@@ -9,6 +9,7 @@ second) and `--layout.X` are values in YAML.
 """
 
 import os
+import re
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -143,7 +144,6 @@ class RunFlags(Config):
     runs: Path = Field(RUNS, description="directory that contains all runs")
     gpus: str | None = Field(
         None,
-        pattern=r"^\d{1,2}(x\d{1,4})?$",
         description="with --dry-run: plan for this many GPUs of 80 GB; 8x141 means eight of 141 GB",
     )
     host_memory: int | None = Field(
@@ -154,6 +154,13 @@ class RunFlags(Config):
             " the memory of all GPUs)"
         ),
     )
+
+    @field_validator("gpus")
+    @classmethod
+    def _number_of_gpus(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[1-9]\d?(x[1-9]\d{0,3})?", value):
+            raise ValueError("write their number, at most 99, and the GB of one: 8x80; 8 means eight of 80 GB")
+        return value
 
     @field_validator("vllm_port", mode="before")
     @classmethod

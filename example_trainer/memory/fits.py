@@ -6,7 +6,7 @@ The trainer asks before it loads, the launcher lays out GPUs by it, `--dry-run` 
 loads no torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from example_trainer.memory.plan import OFFLOADS, BesideVllm, Training, amount, offloads, table, total
@@ -18,16 +18,20 @@ GPU_TOKENS = (16384, 8192, 4096)
 GPU_LOGITS_MB = 1024
 GAPS = 0.1  # of a GPU, which larger passes leave to the allocator: it had 1.06 to 1.17 times what was allocated there
 
+ADAPTER = "a LoRA adapter (--weight-bridge-mode lora_only)"
 
 Way = tuple[str, Training]  # a change, as flags, and what is trained then
 
 
 @dataclass(frozen=True)
 class Room:
-    """Holds what is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
+    """Holds what is free for the trainer: bytes of each rank's device, and of host memory for each rank. `most` is how
+    many ranks there may be, None where that is not known.
+    """
 
     device: int
     host: int
+    most: int | None = None
 
     def lacks(self, training: Training | BesideVllm) -> int:
         """Bytes too little of the one or the other; not above 0 where it fits. Without a GPU both are one memory."""
@@ -62,9 +66,9 @@ class Verdict:
         lines = table(f"Memory of {rank}, fullest in: {training.peak}", training.items, room.device)
         return lines + (table("  and in host memory", training.host_items, room.host) if training.host_items else [])
 
-    def refusal(self, where: str) -> str:
-        """Explain why it does not fit on `where`, with the numbers and the flags that help."""
-        return f"{self.shortage(where)}: {self.advice}"
+    def refusal(self, where: str, spelt: Callable[[str], str] = str) -> str:
+        """Explain why it does not fit on `where`, with the numbers and the flags that help, as `spelt` writes them."""
+        return f"{self.shortage(where)}: {spelt(self.advice)}"
 
     def shortage(self, where: str) -> str:
         """The numbers of what does not fit on `where`."""
@@ -86,14 +90,16 @@ class Verdict:
     def advice(self) -> str:
         """The flags that help."""
         ways = self.remedies
-        return f"give {' or '.join(ways)}, or use a smaller model" if ways else "use a smaller model, or larger devices"
+        return (
+            f"give {', or '.join(ways)}, or use a smaller model" if ways else "use a smaller model, or larger devices"
+        )
 
     @property
     def remedies(self) -> list[str]:
         """List the changes that make it fit, as flags, each checked by this plan on devices with as much free memory:
         of each kind of change the smallest.
         """
-        smallest = (next(self._fitting(ways), None) for ways in _changes(self.training))
+        smallest = (next(self._fitting(ways), None) for ways in _changes(self.training, self.room.most))
         return [words for words in smallest if words is not None]
 
     def _fitting(self, ways: Iterable[Way]) -> Iterator[str]:
@@ -115,7 +121,7 @@ def fits(training: Training, room: Room) -> Verdict:
     if chosen is None:
         return Verdict(choices[0], room)
     wider = (chosen.having(**settings) for settings in _passes(training)) if training.on_gpu else ()
-    ample = Room(int((1 - GAPS) * room.device), room.host)
+    ample = replace(room, device=int((1 - GAPS) * room.device))
     return Verdict(next((choice for choice in wider if ample.lacks(choice) <= 0), chosen), room)
 
 
@@ -129,12 +135,13 @@ def _passes(training: Training) -> Iterator[dict[str, object]]:
         }
 
 
-def _changes(training: Training) -> Iterator[list[Way]]:
-    """Yield the kinds of changes, each from the smallest to the largest."""
+def _changes(training: Training, most: int | None) -> Iterator[list[Way]]:
+    """Yield the kinds of changes, each from the smallest to the largest, with at most as many ranks."""
     config = training.config
     yield [("", training)]
     if training.on_gpu and not config.keeps_tensors_whole:
-        yield [_over(training, size) for size in (2, 4, 8, 16, 32, 64) if size > training.shard]
+        wider = [size for size in (2, 4, 8, 16, 32, 64) if size > training.shard]
+        yield [_over(training, size) for size in wider if most is None or size * training.tp <= most]
         for offload in OFFLOADS[OFFLOADS.index(training.offload) + 1 :]:
             yield [(f"--offload {offload}", training.having(offload=offload))]
     if config.sync_gradients == "last" and training.is_sharded:
@@ -150,15 +157,17 @@ def _changes(training: Training) -> Iterator[list[Way]]:
         and not training.is_sharded
     ):
         yield [("--optimizer adafactor", training.having(optimizer="adafactor"))]
-    if not config.bridge.trains_adapter and not config.bridge.same_devices:
+    if not (config.bridge.trains_adapter or config.bridge.same_devices or config.batch_invariant):
         lora = MODES["lora"].model_validate({})
-        yield [("a LoRA adapter (--weight-bridge-mode lora_only)", training.having(bridge=lora))]
+        yield [(ADAPTER, training.having(bridge=lora))]
 
 
 def _over(training: Training, size: int) -> Way:
     """Spread the weights over `size` shards."""
-    wider = replace(training, ranks=max(size * training.tp, training.ranks))
-    return f"--fsdp-size {size} ({size * training.tp} trainer GPUs)", wider.having(fsdp_size=size)
+    ranks = max(size * training.tp, training.ranks)
+    more = f"--trainer-ranks {ranks} ({ranks} GPUs for the trainer)" if ranks > training.ranks else ""
+    flag = f"--fsdp-size {size}" if training.config.fsdp_size or not more else ""
+    return f"{more} {flag}".strip(), replace(training, ranks=ranks).having(fsdp_size=size)
 
 
 def less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, object]]]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from example_trainer.memory.tp_plans import family_refusal, size_refusal, sizes, split_shapes
+from example_trainer.memory.tp_plans import MOST, family_refusal, size_refusal, sizes, split_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 KNOWN = (
@@ -141,9 +141,15 @@ class ModelSize:
         """
         if tp > 1 and self.model_type and (why := family_refusal(self.model_type, "this model")):
             return why
+        return self.split_refusal(tp, "--tp-size")
+
+    def split_refusal(self, tp: int, flag: str, most: int = MOST) -> str | None:
+        """Explain why `tp` ranks, which `flag` asks for, cannot split each layer; None if they can, or if that is not
+        known. It names other numbers up to `most`.
+        """
         if self.heads is None or self.kv_heads is None:
             return None
-        return size_refusal(sizes(self.heads, self.kv_heads, self.out("gate_proj")), tp, "this model")
+        return size_refusal(sizes(self.heads, self.kv_heads, self.out("gate_proj")), tp, "this model", flag, most)
 
     def adapter(self, rank: int, modules: Iterable[str]) -> int:
         """Weights of a LoRA adapter: two matrices, [rank, in] and [out, rank], beside each [out, in]."""

@@ -51,9 +51,11 @@ def family_refusal(model_type: str, model: str) -> str | None:
     )
 
 
-def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
-    """Explain why `tp` ranks cannot split a model of these `sizes`, by what they count; None if they can. Of fewer
-    key-value heads than ranks, each is held by as many ranks.
+def size_refusal(
+    sizes: Mapping[str, int], tp: int, model: str, flag: str = "--tp-size", limit: int = MOST
+) -> str | None:
+    """Explain why `tp` ranks, which `flag` asks for, cannot split a model of these `sizes`, by what they count; None if
+    they can. It names other numbers up to `limit`. Of fewer key-value heads than ranks, each is held by as many ranks.
     """
 
     def can_split(what: str, tp: int) -> bool:
@@ -61,9 +63,9 @@ def size_refusal(sizes: Mapping[str, int], tp: int, model: str) -> str | None:
 
     for what, size in sizes.items():
         if not can_split(what, tp):
-            most = min(sizes[HEADS], MOST)
+            most = min(sizes[HEADS], limit)
             ways = [str(each) for each in range(1, most + 1) if all(can_split(name, each) for name in sizes)]
-            return f"--tp-size {tp} does not divide the {size} {what} of {model}: give one of {', '.join(ways)}"
+            return f"{flag} {tp} does not divide the {size} {what} of {model}: give one of {', '.join(ways)}"
     return None
 
 

@@ -98,9 +98,13 @@ def _takes(method: Callable[..., object], signature: str) -> bool:
 def messages(prompt: Callable[[object], object], item: object) -> Any:
     """Return the messages that `prompt` gives for `item`. Raises WrongReturn."""
     returned: Any = prompt(item)
-    if not _is_list_of(Mapping, returned) or not returned or not all("role" in message for message in returned):
+    if not _is_list_of(Mapping, returned) or not returned or not all(map(_is_message, returned)):
         raise WrongReturn(prompt, returned, METHODS["prompt"][1])
     return returned
+
+
+def _is_message(value: Mapping[str, object]) -> bool:
+    return "role" in value and ("content" in value or "tool_calls" in value)
 
 
 def answers(rollouts: Callable[..., object], returned: Any, n: int) -> Sequence[Rollout]:

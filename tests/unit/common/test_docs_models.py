@@ -365,9 +365,14 @@ def test_the_default_model_is_the_largest_that_fits(recipe: str, gpus: str) -> N
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 34\.6 GB .*LoRA.* write --trainer\.FLAG"),
+        ([], r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 34\.6 GB .* --bridge lora --trainer\.gradient-checkpoint"),
         # it was told to take 104 %: 0.4 of the GPU, and a staging buffer of 15.2 GB
         (["Qwen/Qwen2.5-7B-Instruct"], r"vLLM needs 32\.5 GB .* has 24\.0 GB of which it may take 92%"),
+        (
+            ["Qwen/Qwen3-8B", "--bridge", "lora", "--vllm.gpu-memory-utilization", "0.4"],
+            r"vLLM needs 18\.5 GB on each of 1 GPU\(s\) but .* more of its GPU \(--vllm\.gpu-memory-utilization 0\.78\)"
+            r", or use a smaller model$",
+        ),
     ],
 )
 def test_a_gpu_that_is_too_small_is_refused_with_the_flags_that_help(words: list[str], says: str) -> None:

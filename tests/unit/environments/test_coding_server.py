@@ -136,3 +136,8 @@ def test_a_task_that_is_none_is_named(line: str, said: str, tmp_path: Path) -> N
     with pytest.raises(DataError) as raised:
         read_tasks(path)
     assert said in str(raised.value)
+
+
+def test_a_file_of_tasks_that_is_missing_is_named_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read --env.tasks_path .*none.jsonl: No such file"):
+        read_tasks(tmp_path / "none.jsonl")

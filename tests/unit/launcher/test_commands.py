@@ -285,6 +285,13 @@ def test_a_wrong_command_line_is_one_line_and_status_2(tmp_path: Path, words: li
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_name_that_resembles_a_run_is_told_it(tmp_path: Path) -> None:
+    (tmp_path / "runs/first").mkdir(parents=True)
+    done = atropos("status", "frist", cwd=tmp_path)
+    assert done.stderr.endswith("neither runs/frist nor frist is a directory; did you mean first?\n")
+    assert "did you mean" not in atropos("status", "other", cwd=tmp_path).stderr
+
+
 def test_a_command_that_is_ended_by_term_says_so(tmp_path: Path) -> None:
     launcher = launch(tmp_path / "runs/mine", sleeper())
     await_record(tmp_path / "runs/mine", "sleeper")

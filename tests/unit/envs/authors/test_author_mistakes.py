@@ -209,6 +209,13 @@ MISTAKES = {
         "{} in prompt",
         [BUDGET, "prompt returned None", MESSAGES, AGAIN],
     ),
+    "prompt with a message without content": (
+        changed(
+            QUESTION, (PROMPT_RETURN, 'return [{"role": "user", "contents": item}]'), (PROMPT_DEF, marked(PROMPT_DEF))
+        ),
+        "{} in prompt",
+        [BUDGET, "prompt returned list [{'role': 'user', 'contents': 'word 2'}]", MESSAGES, AGAIN],
+    ),
     "prompt with a wrong key": (
         changed(QUESTION, (PROMPT_DEF, marked(PROMPT_DEF)), ('"role"', '"rôle"')),
         "{} in prompt",

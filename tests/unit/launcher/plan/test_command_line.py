@@ -46,6 +46,8 @@ WRONG = [
     (["--layout.trainer", "0"], "layout names GPUs, but this machine shows none"),
     (["--bridge.lora_r", "8"], "bridge.lora_r"),
     (["--host-memory", "256"], "--host-memory is only for --dry-run; a run uses the memory that this machine has"),
+    (["--gpus", "8xH100"], "--gpus: write their number, at most 99, and the GB of one: 8x80; 8 means eight of 80 GB"),
+    (["--gpus", "0x80"], "(got '0x80')"),
     (["--host-memory", "0"], "--host-memory: Input should be greater than or equal to 1 (got '0')"),
 ]
 
@@ -211,6 +213,15 @@ def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         plan("gsm8k", "--layout.vllm", "5")
     with pytest.raises(ConfigError, match="which leaves none for the trainer"):
         plan("gsm8k", "--vllm.tensor_parallel_size", "3")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_split_that_vllm_would_refuse_on_the_node_is_refused_by_the_plan() -> None:
+    words = ["gsm8k", "Qwen/Qwen3-8B", "--gpus", "8x80", "--dry-run", "--vllm.tensor-parallel-size"]
+    says = "vLLM's --tensor-parallel-size 3 does not divide the 32 attention heads of this model: give one of 1, 2, 4$"
+    with pytest.raises(ConfigError, match=says):
+        train.main([*words, "3"])
+    assert train.main([*words, "2"]) == 0
 
 
 @pytest.mark.usefixtures("no_processes")

@@ -188,5 +188,5 @@ def test_a_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "available_memory", lambda: 64 * 10**9)
     lines = memory_check.plan_of_run(config(model_name="Qwen/Qwen2.5-14B-Instruct", weight_bridge_mode="reload"))
     assert any("of 80.000 GB free" in line for line in lines)
-    assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in lines[-1]
+    assert "--trainer-ranks 4 (4 GPUs for the trainer) --gradient-checkpointing" in lines[-1]
     assert memory_check.plan_of_run(config())[0].startswith("Memory: unknown")

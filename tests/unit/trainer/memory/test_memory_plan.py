@@ -175,7 +175,8 @@ def test_14_billion_on_one_gpu_of_80_gb() -> None:
     plan = training("Qwen2.5-14B", 1, offload="none")
     why = fits(plan, room()).refusal("cuda:0")
     assert "weights, gradients and moments in all are 236.3 GB" in why
-    assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in why
+    assert "--trainer-ranks 4 (4 GPUs for the trainer) --gradient-checkpointing" in why
+    assert "--trainer-ranks" not in fits(plan, replace(room(), most=3)).refusal("cuda:0")
     assert "--offload" not in why  # with 64 GB of host memory
     assert "--offload all" in fits(plan, room(host=240)).refusal("cuda:0")
     found = fits(training("Qwen2.5-14B", 1), room(host=240))
@@ -217,9 +218,8 @@ def test_every_remedy_fits_and_no_smaller_size_would(model: str, ranks: int) -> 
     for words in found:
         changed = plan
         flags = words.split()
-        if "--fsdp-size" in flags:
-            size = int(flags[flags.index("--fsdp-size") + 1])
-            changed = Training(plan.config.model_copy(update={"fsdp_size": size}), plan.size, size)
+        if "--trainer-ranks" in flags:
+            changed = replace(plan, ranks=int(flags[flags.index("--trainer-ranks") + 1]))
         for flag, name in (("--offload", "offload"), ("--micro-batch-tokens", "micro_batch_tokens")):
             if flag in flags:
                 value = flags[flags.index(flag) + 1]
@@ -230,6 +230,13 @@ def test_every_remedy_fits_and_no_smaller_size_would(model: str, ranks: int) -> 
             changed = changed.having(kl_coef=0.0)
         if "LoRA" not in words:
             assert free.lacks(changed) <= 0, words
+
+
+def test_no_remedy_is_refused_by_another_setting() -> None:
+    exact = training("Qwen2.5-7B", 4, batch_invariant=True, bridge={"kind": "broadcast"}, offload="none")
+    assert "LoRA" not in fits(exact, room()).advice  # which --batch-invariant does not cover
+    replicas = training("Qwen2.5-7B", 4, fsdp_size=1, offload="none", gradient_checkpointing=True)
+    assert any(words.startswith("--fsdp-size 2") for words in fits(replicas, room()).remedies)
 
 
 def test_an_adapter_costs_its_own_gradients_alone() -> None:
@@ -265,7 +272,7 @@ def test_what_is_written_on_a_line_changes_no_sum(flags: dict[str, Any], monkeyp
 
 def test_of_sizes_that_fit_only_the_smallest_is_named() -> None:
     found = fits(training("Qwen2.5-14B", 1, offload="none"), room(host=240)).remedies
-    assert len([words for words in found if "--fsdp-size" in words]) == 1
+    assert len([words for words in found if "--trainer-ranks" in words]) == 1
     assert len([words for words in found if "--offload" in words]) == 1  # `moments` is not enough
 
 
