@@ -6,7 +6,9 @@ For the API at its start, and for the commands of `run-api journal`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atroposlib.api.journal.journal_file import Body, JournalReader
+import msgspec
+
+from atroposlib.api.journal.journal_file import Body, JournalError, JournalReader
 from atroposlib.api.state.changes import decode_change
 from atroposlib.api.state.state import REFUSALS, RolloutState
 
@@ -29,6 +31,11 @@ def replay(journal: JournalReader) -> Replayed:
         except REFUSALS:
             pass  # it was refused when it was made, too
         except (LookupError, TypeError, ValueError) as error:
+            if isinstance(msgspec.msgpack.decode(encoded), dict):  # the API's changes are arrays
+                raise JournalError(
+                    f"--journal {journal.path} is no journal of the batching API: another program wrote it, such as"
+                    " `atropos agent-endpoint`; give another path"
+                ) from error
             raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
         state.drain_released()
         newest, count = number, count + 1

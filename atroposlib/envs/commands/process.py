@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 from atroposlib.envs.authors.author_checks import settled
-from atroposlib.envs.authors.author_errors import ErrorBudget, shown
+from atroposlib.envs.authors.author_errors import ErrorBudget, location, shown
 from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.commands.loop_watch import LoopWatch
 from atroposlib.envs.commands.remarks import Remarks, context_tokens, remarks_on_settings
@@ -59,7 +59,9 @@ async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeS
         try:
             item = env.backlog.pop() if env.backlog else await settled(env.get_next_item())
             if item is None:
-                raise ProcessError("the environment has no more items")
+                method = getattr(env, "training_item", env.get_next_item)
+                where = location(method) or method.__name__
+                raise ProcessError(f"the environment has no more items: None came from {where}")
             named = shown(item)
             await fakes.tell_item(item)
             await run.handle(item)

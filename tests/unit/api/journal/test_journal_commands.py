@@ -1,5 +1,6 @@
 """`run-api journal`: the commands beside a running API, and on the files of one that has ended."""
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
+from atroposlib.agents.turn_journal import SessionRecord, TurnJournal
 from atroposlib.api.server import create_app
 from atroposlib.cli.run_api import main
 from tests.unit.api.journal.test_journal_damage import digests
@@ -86,6 +88,15 @@ def test_the_commands_leave_no_trace_on_files_that_nobody_has_open(
     run("dead-letters", killed / "groups.db")
     run("backup", killed / "groups.db", tmp_path / "copy.db")
     assert digests(killed) == before
+
+
+def test_the_journal_of_another_program_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "turns.journal"
+    with closing(TurnJournal(path)) as journal:
+        asyncio.run(journal.write_session(SessionRecord("a", "key", {}, 0.0)))
+    assert "another program wrote it, such as `atropos agent-endpoint`" in refusal(capsys, "verify", path)
 
 
 @pytest.mark.parametrize("damage", ["-wal", ".head", ""])

@@ -231,6 +231,15 @@ MISTAKES = {
         "{} in prompt",
         [BUDGET, "TypeError: string indices must be integers", AGAIN],
     ),
+    "training_item forgets return": (
+        changed(
+            QUESTION,
+            ("async def training_item(self, number):", marked("async def training_item(self, number):")),
+            ('return f"word {number}"', 'f"word {number}"'),
+        ),
+        "{} in training_item",
+        ["the environment has no more items: None came from"],
+    ),
     "training_item raises": (
         changed(QUESTION, ('return f"word {number}"', marked("return [][number]"))),
         "{} in training_item",
