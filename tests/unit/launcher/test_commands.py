@@ -250,7 +250,7 @@ def test_a_follower_gives_whole_lines_only_until_the_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_of_a_command_needs_less_than_a_second_of_cpu(command: str) -> None:
-    seconds = []
+    seconds: list[float] = []
     while not seconds or (min(seconds) >= 1 and len(seconds) < 3):  # a busy core makes the same work take longer
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         shown = atropos(command, "--help")
