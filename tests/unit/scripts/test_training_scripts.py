@@ -5,6 +5,7 @@ started.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -156,9 +157,12 @@ def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understoo
         assert done.returncode == 0, command + done.stderr
 
 
-def test_harbor_without_its_python_is_one_line() -> None:
+def test_harbor_without_its_python_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for each in ("verifiers_setup.sh", "verifiers.lock", "verifiers_harbor.lock"):
+        shutil.copy(ROOT / "scripts" / each, tmp_path / "scripts")
     done = subprocess.run(
-        [ROOT / "scripts/verifiers_setup.sh", "harbor"],
+        [tmp_path / "scripts/verifiers_setup.sh", "harbor"],
         env=os.environ | {"PYTHON": "/nowhere/python"},
         capture_output=True,
         text=True,
