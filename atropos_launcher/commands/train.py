@@ -190,9 +190,9 @@ def described(plan: Plan, asked: Asked) -> str:
     shared = variables(plan.run, site)
     machines = machine_lines(plan)
     notes = [f"All output goes to {site.run_dir}/", *machines, "", "Every service runs with"]
-    notes += [f"  {name}={value}" for name, value in shared.items()]
+    notes += [f"  {_assigned(name, value)}" for name, value in shared.items()]
     for service in plan.services:
-        own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
+        own = [_assigned(name, value) for name, value in service.environment.items() if shared.get(name) != value]
         notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
         notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
     need = need_of(asked, site)
@@ -203,6 +203,11 @@ def described(plan: Plan, asked: Asked) -> str:
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
+
+
+def _assigned(name: str, value: str) -> str:
+    """`NAME=value`, of a token or key without its value: each start of a run makes or reads its own."""
+    return f"{name}={'...' if name.endswith(('_TOKEN', '_KEY')) else value}"
 
 
 def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, ports: Ports) -> int:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atropos_launcher.commands.train import described
 from atropos_launcher.paths import environments
+from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.plan.sections import ask_environment
 from atropos_launcher.service import AGENTS
 from atroposlib.agents.flags import TOKEN
@@ -35,6 +37,14 @@ def test_an_environment_with_agents_gets_an_endpoint_that_is_started_again_and_k
     assert [name for name, each in services.items() if each.environment.get(TOKEN) == token] == [AGENTS, "env"]
     assert not [name for name, text in made.files.items() if token in text]
     assert not [word for each in services.values() for word in each.command if token in word]
+
+
+def test_a_dry_run_shows_no_token() -> None:
+    asked = read_command_line([*ASKS, "--dry-run"])
+    made = plan(*ASKS)
+    shown = described(made, asked)
+    assert f"{TOKEN}=... " in shown
+    assert not [each for service in made.services if (each := service.environment.get(TOKEN)) and each in shown]
 
 
 @pytest.mark.services
