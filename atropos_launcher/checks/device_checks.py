@@ -182,7 +182,7 @@ def check_gpu_memory(
         return Finding("fail", name, *(text.replace("--vllm.", "--") for text in why))  # as the doctor has these flags
     verdict = need.verdict(placement)
     if running and placement.is_shared:
-        verdict = replace(verdict, room=Room(least.free, verdict.room.host))  # what vLLM takes is not free
+        verdict = replace(verdict, room=replace(verdict.room, device=least.free))  # what vLLM takes is not free
     if not verdict.fits:
         where = f"GPU {', '.join(placement.trainer)} ({least.name})"
         return Finding("fail", name, verdict.shortage(where), verdict.advice)

@@ -130,7 +130,8 @@ def main(job: dict[str, Any]) -> None:
                 lead(learner, job)
             else:
                 ranks.follow(learner)
-        about = held(learner) | {"seconds": seconds, "anonymous": memory, "calls": calls, "least": vars(least)}
+        about = held(learner) | {"seconds": seconds, "anonymous": memory, "calls": calls}
+        about["least"] = [least.device, least.host]
         (Path(job["out"]) / f"rank_{ranks.rank}.json").write_text(json.dumps(about))
     finally:
         ranks.leave()

@@ -87,5 +87,14 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(20)
 
 
+def box_of(locator: Any) -> dict[str, float]:
+    """The place of what is shown: it has none in the moment in which the page draws it anew."""
+    deadline = time.monotonic() + DEADLINE_MS / 1000
+    while (box := locator.bounding_box()) is None:
+        assert time.monotonic() < deadline, locator
+        locator.page.wait_for_timeout(20)
+    return dict(box)
+
+
 def texts(page: Any, selector: str) -> list[str]:
     return [text.strip() for text in page.locator(selector).all_inner_texts()]

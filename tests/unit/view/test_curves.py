@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.view.browser import NEEDS_CHROMIUM, Tab, Window, texts, until
+from tests.unit.view.browser import NEEDS_CHROMIUM, Tab, Window, box_of, texts, until
 from tests.unit.view.page_runs import append, metrics_row, sample
 
 pytestmark = NEEDS_CHROMIUM
@@ -81,7 +81,7 @@ def test_a_drag_zooms_and_the_range_stands_in_the_address(tab: Tab, live: Window
     long_run(live)
     page = tab.open(live, "#/run/first")
     shown(page)
-    box = page.locator(f"{REWARD} .plot").bounding_box()
+    box = box_of(page.locator(f"{REWARD} .plot"))
     at = [box["x"] + box["width"] * share for share in (0.25, 0.75)]
     page.mouse.move(at[0], box["y"] + 50)
     page.mouse.down()
@@ -133,8 +133,7 @@ def test_one_curve_fills_the_page_and_leaves_it_as_it_was(tab: Tab, live: Window
     shown(page)
     page.evaluate("scrollTo(0, 400)")
     page.locator("#enlarge-loss").click()
-    page.locator(".full path.line").first.wait_for()
-    box = page.locator(".full path.line").first.bounding_box()
+    box = box_of(page.locator(".full path.line").first)
     assert box["width"] > 1200
     assert box["height"] > 400
     page.get_by_label("Smoothing").select_option("light")  # the same tools, above the curve

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.unit.view.browser import NEEDS_CHROMIUM, WIDE, Tab, Window, texts, until
+from tests.unit.view.browser import NEEDS_CHROMIUM, WIDE, Tab, Window, box_of, texts, until
 from tests.unit.view.page_runs import append, sample
 
 pytestmark = NEEDS_CHROMIUM
@@ -32,7 +32,7 @@ def test_the_head_of_a_run_needs_no_scrolling(tab: Tab, window: Window) -> None:
     titles = texts(page, ".cards h2")
     assert titles == ["Step", "Held-out accuracy", "Reward", "Time per step", "Tokens per second"]
     assert texts(page, ".way .big") == ["16.7 %", "66.7 %"]
-    last = page.locator(".cards > *").last.bounding_box()
+    last = box_of(page.locator(".cards > *").last)
     assert last["y"] + last["height"] < WIDE["height"] / 2
     assert "9 s" in page.locator(".cards").inner_text()
     assert "22" in texts(page, ".cards .big")[-1]  # 200 tokens in 9 s

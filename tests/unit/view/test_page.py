@@ -7,7 +7,7 @@ import re
 from typing import Any
 from urllib.parse import quote
 
-from tests.unit.view.browser import NARROW, NEEDS_CHROMIUM, WIDE, Tab, Window, texts, until
+from tests.unit.view.browser import NARROW, NEEDS_CHROMIUM, WIDE, Tab, Window, box_of, texts, until
 from tests.unit.view.page_runs import HOSTILE, append, metrics_row, sample
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -151,7 +151,7 @@ def test_answers_stand_side_by_side_best_first(tab: Tab, window: Window) -> None
     assert texts(page, ".answer .text") == ["It is 42.", "It is 41."]
     assert page.get_by_text("What is 6 * 7 in step 1?").count() == 1
     assert "cut off" in texts(page, ".answer .badge")
-    one, other = (box.bounding_box() for box in page.locator(".answer").all())
+    one, other = map(box_of, page.locator(".answer").all())
     assert one["y"] == other["y"]
 
 
