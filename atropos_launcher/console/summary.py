@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from atroposlib.wire.held_out import HeldOut, held_out
+from atroposlib.wire.held_out import HeldOut, does_as_well, held_out
 
 LARGER = (  # the first that the machine accepts is offered
     "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k",
@@ -40,10 +40,11 @@ def held_out_results(evaluations: Rows) -> dict[int, HeldOut]:
 
 def last_and_best(results: Mapping[int, HeldOut]) -> tuple[int, int]:
     """Return the last policy version, and the one with the best accuracy of those that were trained, the later of equal
-    ones.
+    ones. That is the last one, too, if it did as well on further questions.
     """
     last = max(results)
-    return last, max((version for version in results if version), key=lambda v: (results[v].accuracy, v), default=last)
+    best = max((version for version in results if version), key=lambda v: (results[v].accuracy, v), default=last)
+    return last, last if does_as_well(results[last], results[best]) else best
 
 
 def accuracy_line(evaluations: Rows) -> str:

@@ -26,6 +26,13 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{100 * self.accuracy:.1f} %{error}" + (f" ({self.questions} questions)" if self.questions else "")
 
 
+def does_as_well(last: HeldOut, best: HeldOut) -> bool:
+    """Return whether further questions took the lead from the policy that did best on the first ones: of many policies
+    the luckiest leads there, and its lead is partly luck.
+    """
+    return last.final is not None and best.final is not None and last.final.accuracy >= best.final.accuracy
+
+
 def held_out(results: Sequence[tuple[float | None, Mapping[str, float]]]) -> HeldOut | None:
     """Return what the results of one policy version, accuracy and metrics, one for each environment, have in common;
     None without an accuracy.

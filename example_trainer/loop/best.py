@@ -6,6 +6,7 @@ SAVE_PATH/
 """
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import msgspec
 from atroposlib.errors import reading
 from atroposlib.files import sync, write_whole
 from atroposlib.logs import get_logger
-from atroposlib.wire.held_out import HeldOut
+from atroposlib.wire.bridge import write_policy_version
+from atroposlib.wire.folders import MANIFEST
+from atroposlib.wire.held_out import HeldOut, does_as_well
 from example_trainer.output.model_card import write_model_card
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, write_folder
 
 EVALUATION = "evaluation.json"
 
@@ -95,6 +98,31 @@ class BestPolicies:
         if last is None or best is None or best.policy_version == last.policy_version:
             return None
         return best if last.policy_version in self._final else None
+
+    def settle(self, final: Path) -> None:
+        """Have the last policy, whose directory is `final`, be the best one, if it did as well on further questions.
+        Raises CheckpointError.
+        """
+        last, best = self._last, self.best
+        if last is None or best is None or not does_as_well(self._told(last), self._told(best)):
+            return
+        folder = self.folder(last)
+        if last.policy_version not in [each.policy_version for each in self._kept]:
+            log.info("Copying %s to %s: of further questions it answers as many as the best policy", final, folder)
+            write_folder(folder, partial(self._copy, last, final), self._trained.nbytes)
+        ranked = [last, *(each for each in self._kept if each.policy_version != last.policy_version)]
+        self._kept, dropped = ranked[: self._config.keep_best], ranked[self._config.keep_best :]
+        self._point_to(folder)
+        for each in dropped:
+            remove_folder(self.folder(each), "remove it by hand")
+
+    def _told(self, policy: BestPolicy) -> HeldOut:
+        return msgspec.structs.replace(policy.held_out, final=self._final.get(policy.policy_version))
+
+    def _copy(self, policy: BestPolicy, source: Path, folder: Path) -> None:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
+        write_policy_version(folder, policy.policy_version)
+        self._describe(policy, folder)
 
     def lines(self) -> list[str]:
         """How the last policy and the best one did, for the end of a run; nothing without evaluations."""

@@ -49,7 +49,7 @@ from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import CheckpointError, TrainedModel
 
 log = get_logger(__name__)
 
@@ -175,6 +175,10 @@ class Run:
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk
             log.warning("The best policy is not asked further questions: %s", error)
+        try:
+            self.best.settle(final)
+        except CheckpointError as error:
+            log.warning("The last policy is not kept as the best one: %s", error)
         self.report(replace_struct(self.reported, done=True))
         for line in self.best.lines():
             say(line)

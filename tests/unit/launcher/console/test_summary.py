@@ -33,6 +33,9 @@ def test_further_questions_and_a_better_policy_are_told() -> None:
     assert summary.accuracy_line(rows) == f"{line}; best 98.4 % after 10"
     again = evaluated(10, None, final=250)  # the best policy, served again
     assert summary.accuracy_line([*rows, again]) == f"{line}; best 97.7 % (256 questions) after 10"
+    assert (
+        summary.accuracy_line([*rows, evaluated(10, None, final=230)]) == line
+    )  # with further questions, the last one does better
     assert summary.accuracy_line(rows[::2]) == line  # the last is the best
     found = summary.outcome([row | {"env": "sums"} for row in [*rows, again]])
     assert found["sums"]["best"]["policy_version"] == 10  # type: ignore[index]

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from atroposlib.wire.held_out import HeldOut
 from example_trainer import grpo
 from example_trainer.bridges import BridgeError, SyncReport
+from example_trainer.errors import TrainerError
 from example_trainer.loop.best import BestPolicy
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.manifest import expect_whole
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,6 +124,21 @@ def test_the_best_policy_is_served_again_and_asked_what_the_last_one_was_asked(
     said = capsys.readouterr().out
     assert "Last policy: version 4, held-out accuracy 53.1 % ± 3.1 (256 questions)" in said
     assert "version 2, held-out accuracy 71.9 % ± 2.8 (256 questions)" in said
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_policy_is_the_best_one_if_it_does_as_well_on_further_questions(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: int
+) -> None:
+    train(model, tmp_path, {2: 0.75, 4: 0.5, 5: 0.75}, final={4: 0.8125, 5: 0.8125}, keep_best=keep)
+    folders = ["best_model_2", "best_model_4"]
+    assert kept(tmp_path) == ("best_model_4", folders[-keep:])
+    best, last = tmp_path / "checkpoints/best_model", tmp_path / "checkpoints/final_model"
+    expect_whole(best, TrainerError)
+    assert (best / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
+    told = msgspec.json.decode((best / "evaluation.json").read_bytes(), type=BestPolicy)
+    assert (told.policy_version, told.held_out.accuracy) == (4, 0.5)
+    assert f"Best policy, in {best}: version 4, held-out accuracy 81.2 %" in capsys.readouterr().out
 
 
 def test_a_server_that_is_lost_at_the_end_costs_the_further_questions_alone(
