@@ -260,8 +260,8 @@ def has_checkpoint(plan: Plan) -> bool:
 
 
 def forget_turns(run_dir: Path) -> str:
-    """Remove what agents' sessions hold, as the batching API drops its groups: later policies of the run that is not
-    continued sampled them. Return a line that says so, empty where there was nothing.
+    """Remove the turns of agents, which policies sampled that the new run has not trained; the batching API drops their
+    groups for the same reason. Return the line that tells the user, or an empty one if there were no turns.
     """
     held = [*run_dir.glob(f"{AGENT_JOURNAL}*")]
     for path in held:

@@ -27,8 +27,8 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def does_as_well(last: HeldOut, best: HeldOut) -> bool:
-    """Return whether further questions took the lead from the policy that did best on the first ones: of many policies
-    the luckiest leads there, and its lead is partly luck.
+    """Return whether the last policy answers as many of the further questions as the one that did best on the first
+    ones, whose lead may be luck. False unless both were asked.
     """
     return last.final is not None and best.final is not None and last.final.accuracy >= best.final.accuracy
 
