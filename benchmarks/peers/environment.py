@@ -19,8 +19,11 @@ PIP = ["-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-c
 
 
 def folder_of(name: str, requirements: Sequence[str], cache: Path = CACHE) -> Path:
-    """Return where the environment of these requirements belongs; another version has another directory."""
-    return cache / f"{name}-{hashlib.sha256(' '.join(requirements).encode()).hexdigest()[:8]}"
+    """Return where the environment of these requirements, layered on this one, belongs; another version or another
+    checkout has another directory.
+    """
+    named = " ".join([*requirements, sysconfig.get_path("purelib")])
+    return cache / f"{name}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
 def layered_python(folder: Path, requirements: Sequence[str]) -> Path:

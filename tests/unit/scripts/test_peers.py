@@ -168,6 +168,12 @@ def test_another_version_has_another_environment(tmp_path: Path) -> None:
         assert all(package.count("==") == 1 for package in comparison.packages)
 
 
+def test_another_checkout_has_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = folder_of("peer", ["a==1"], tmp_path)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/elsewhere/site-packages")
+    assert folder_of("peer", ["a==1"], tmp_path) != here
+
+
 def test_the_table_has_medians_ranges_and_goals() -> None:
     results = [result("ours", run, rate=rate, cpu_s=1.0) for run, rate in enumerate((9.0, 30.0, 12.0))]
     results += [result("peer", 1, rate=4.0, cpu_s=2.5)]
