@@ -22,6 +22,7 @@ from atroposlib.stderr_lines import plain_stderr
 
 # The exit status of a command that must be asked for otherwise; a launcher does not start such a service again.
 WRONG_USE = 2
+NOT_COMPARED = 2  # the exit status of a command whose 1 means "they differ", if it could not compare
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
 
@@ -65,16 +66,17 @@ def loading(
 
 
 @contextmanager
-def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
+def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None = None) -> Iterator[None]:
     """Guard the body of a `main`: print an AtroposError (or one of `also`) as `PROG: error: LINE` and end the process
-    with the error's exit status; Ctrl-C ends it with 130.
+    with the error's exit status, or with `exit_status`; Ctrl-C ends it with 130.
     """
     kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
         yield
     except kinds as error:
         print_error(prog, error)
-        raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
+        own = error.exit_status if isinstance(error, AtroposError) else 1
+        raise SystemExit(own if exit_status is None else exit_status) from None
     except KeyboardInterrupt:
         put(f"{prog}: interrupted", plain_stderr())
         raise SystemExit(130) from None

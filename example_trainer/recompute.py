@@ -4,7 +4,7 @@
 
 Nothing is sampled: batches.jsonl has the groups of a run with --deterministic. Without a checkpoint right before the
 step, the steps since the last one, or since the start model, are computed too. Exits 0 if the weights are those of the
-run, bit for bit, else 1.
+run, bit for bit, 1 if not, and 2 if that cannot be said.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
@@ -19,7 +19,7 @@ import msgspec
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from atroposlib.errors import one_line_errors, reading
+from atroposlib.errors import NOT_COMPARED, one_line_errors, reading
 from atroposlib.files import expect_regular
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import ScoredData
@@ -149,7 +149,7 @@ def main() -> int:
     """The command line."""
     config = load_config(RecomputeConfig, prog=PROG)
     configure_logging("recompute")
-    with one_line_errors(PROG):
+    with one_line_errors(PROG, exit_status=NOT_COMPARED):
         return 0 if recompute(config.run, config.step) else 1
 
 

@@ -4,22 +4,22 @@ again, without sampling.
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from atropos_launcher.arguments import Parser, add_runs
 from atropos_launcher.runs import find_run
-from atroposlib.errors import AtroposError
+from atroposlib.errors import NOT_COMPARED, AtroposError, one_line_errors
 
 
 def parser() -> ArgumentParser:
     """For help and completion."""
     command = Parser(
         "reproduce",
-        "Repeat a run with --deterministic and compare it, bit for bit: exit status 0 if it is equal, 1 if not. It"
-        " starts what the run's own files name, so repeat only runs whose authors you trust. Other flags are those of"
-        " `atropos train`, such as --vllm.count 3.",
+        "Repeat a run with --deterministic and compare it, bit for bit: exit status 0 if it is equal, 1 if not, 2 if"
+        " that cannot be said. It starts what the run's own files name, so repeat only runs whose authors you trust."
+        " Other flags are those of `atropos train`, such as --vllm.count 3.",
     )
     command.add_argument("run", metavar="RUN", help="name or directory of a run")
     command.add_argument(
@@ -31,10 +31,16 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Repeat, compare, and say the first difference. Returns the exit status."""
+    """Repeat, compare, and say the first difference. Returns the exit status, and exits with 2 for an error."""
+    options, flags = parser().parse_known_args(argv)
+    with one_line_errors("atropos reproduce", exit_status=NOT_COMPARED):
+        return reproduce(options, flags)
+
+
+def reproduce(options: Namespace, flags: Sequence[str]) -> int:
+    """Repeat the run, or a step of it. Returns the exit status. Raises AtroposError."""
     from atropos_launcher.checks.repeated import steps_of
 
-    options, flags = parser().parse_known_args(argv)
     run = find_run(options.runs, options.run)
     steps_of(run)
     if options.step is not None:
@@ -57,7 +63,7 @@ def repeat(run: Path, again: Path, flags: Sequence[str]) -> int:
 
     words = [str(run / "run.yaml"), "--run-name", again.name, "--runs", str(again.parent), *flags]
     if status := train(words):
-        return status
+        return max(status, NOT_COMPARED)
     found = difference(run, again)
     print(printable(f"{run} and {again}: {'equal' if found is None else found}"))
     if found is not None:

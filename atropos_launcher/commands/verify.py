@@ -1,11 +1,12 @@
 """`atropos verify RUN`: whether a run with --deterministic is as its trainer wrote it, from its directory alone."""
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from atropos_launcher.arguments import Parser, add_runs
 from atropos_launcher.runs import find_run, latest_run
+from atroposlib.errors import NOT_COMPARED, one_line_errors
 
 
 def parser() -> ArgumentParser:
@@ -13,7 +14,8 @@ def parser() -> ArgumentParser:
     command = Parser(
         "verify",
         "Check each step of a run with --deterministic by its digests: its groups, its weights where they are kept, and"
-        " the receipt. Other metrics have no digest. Nothing is computed again; `atropos reproduce` does that.",
+        " the receipt. Other metrics have no digest. Nothing is computed again; `atropos reproduce` does that. Exit"
+        " status 0 if all is as it was written, 1 if not, 2 if that cannot be said.",
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run (default: the newest)")
     add_runs(command)
@@ -21,11 +23,17 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was changed. Returns 0 if nothing was, else 1."""
+    """Print what was changed. Returns 0 if nothing was, 1 if something was, and exits with 2 if that cannot be said."""
+    options = parser().parse_args(argv)
+    with one_line_errors("atropos verify", exit_status=NOT_COMPARED):
+        return verify(options)
+
+
+def verify(options: Namespace) -> int:
+    """Check a run. Returns the exit status. Raises AtroposError."""
     from atropos_launcher.checks.repeated import faults, models_of, steps_of
     from atroposlib.processes.log_files import printable
 
-    options = parser().parse_args(argv)
     run = find_run(options.runs, options.run) if options.run else latest_run(options.runs)
     steps = steps_of(run)
     is_whole = True

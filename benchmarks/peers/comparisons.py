@@ -1,6 +1,7 @@
 """The four comparisons. Each makes its peer's environment, writes the work, and names the commands of its arms."""
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -79,11 +80,17 @@ def verifiers(work: Work) -> Iterator[list[Arm]]:
         ours += [f"--env.data_path_to_save_groups={folders['ours'] / 'groups.jsonl'}", f"--openai.base_url={url}"]
         ours += ["--openai.server_type=vllm", "--openai.model_name=fake", "--env.use_wandb=false"]
         ours += [f"--env.tokenizer_name={work.model}"]
-        theirs = [str(ROOT / ".venv-verifiers/bin/vf-eval"), "sums", "--env.agent.harness.id", "null"]
+        bin_of_theirs = ROOT / ".venv-verifiers/bin"
+        theirs = [str(bin_of_theirs / "vf-eval"), "sums", "--env.agent.harness.id", "null"]
         theirs += ["--env.agent.runtime.type", "subprocess", "--client.base-url", url]
         theirs += ["--client.api-key-var", "NO_KEY", "--model", "fake", "-n", str(TASKS), "-r", str(ROLLOUTS)]
         theirs += ["-c", str(AT_ONCE), "--no-push", "--no-rich", "-o", str(folders["theirs"])]
-        tasksets = {"PYTHONPATH": str(ROOT / "environments/verifiers_tasksets"), "NO_KEY": "none"}
+        tasksets = {
+            "PYTHONPATH": str(ROOT / "environments/verifiers_tasksets"),
+            "PATH": os.pathsep.join([str(bin_of_theirs), os.environ.get("PATH", os.defpath)]),  # its harness calls uv
+            "UV_PYTHON": str(bin_of_theirs / "python"),
+            "NO_KEY": "none",
+        }
         yield [
             Arm("environment loop", [*played, str(folders["ours"]), *ours], 600),
             Arm("vf-eval", [*played, str(folders["theirs"]), *theirs], 900, tasksets),

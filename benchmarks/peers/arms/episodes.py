@@ -16,9 +16,14 @@ from benchmarks.trainer_step import answer
 
 
 def scores_of(row: dict[str, Any]) -> list[float]:
-    """The rewards in a line of either kind. Verifiers weights and adds those of a trace."""
+    """The rewards in a line of either kind. Verifiers weights and adds those of a trace. Raises SystemExit for an
+    episode that failed: nobody would measure it on purpose.
+    """
     if "scores" in row:
         return [float(score) for score in row["scores"]]
+    for trace in row["traces"]:
+        if trace.get("errors"):
+            raise SystemExit(f"an episode failed: {trace['errors'][-1]['message']}")
     return [
         sum(reward["score"] * reward.get("weight", 1.0) for reward in trace["rewards"].values())
         for trace in row["traces"]

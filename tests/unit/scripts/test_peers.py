@@ -222,6 +222,8 @@ def test_scores_of_groups_and_of_traces_are_read() -> None:
     assert scores_of({"scores": [1.0, 0.0]}) == [1.0, 0.0]
     rewards = {"is_right": {"score": 1.0}, "short": {"score": 0.5, "weight": 0.5}}
     assert scores_of({"traces": [{"rewards": rewards}]}) == [1.25]
+    with pytest.raises(SystemExit, match="an episode failed: no uv"):
+        scores_of({"traces": [{"rewards": {}, "errors": [{"type": "HarnessError", "message": "no uv"}]}]})
 
 
 def test_a_line_that_is_being_written_is_no_evaluation_yet(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.cli import main
 from atropos_launcher.commands import evaluate, plot
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -208,3 +209,17 @@ def test_fine_tuning_is_the_trainer_alone(tmp_path: Path) -> None:
     done = launcher("fine-tune", *words)
     assert done.returncode == 1
     assert "rows.jsonl:1 has no pos but question" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["verify", "gone"], ["reproduce", "gone"], ["reproduce", "plain", "--step", "1"]])
+def test_a_run_that_cannot_be_compared_is_not_one_that_differs(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "run.json").write_text("{}")
+    (plain / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--runs", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"atropos {words[0]}: error: " in capsys.readouterr().err
