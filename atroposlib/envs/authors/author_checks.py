@@ -6,10 +6,10 @@ the line, the method, the rule and the remedy.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
-from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location, shown
 from atroposlib.envs.rollouts import Rollout
 
 # How the framework calls what an author writes, and what it gives.
@@ -93,6 +93,15 @@ def _takes(method: Callable[..., object], signature: str) -> bool:
     except TypeError:
         return False
     return True
+
+
+def questions(setup: Callable[..., object], held_out: object) -> None:
+    """Raise AuthorError unless `held_out`, which `setup` has set, can be counted and cut, as a list can."""
+    if not isinstance(held_out, Sized) or not hasattr(held_out, "__getitem__"):
+        raise AuthorError(
+            f"{location(setup) or 'setup'} set held_out to {shown(held_out, 80)}, which cannot be counted and cut; make"
+            " it a list, such as list(...)"
+        )
 
 
 def messages(prompt: Callable[[object], object], item: object) -> Any:

@@ -153,16 +153,25 @@ class ErrorLog:
 
     def note(self, error: Exception, text: str, level: int = logging.ERROR) -> None:
         """Log `text: ORIGIN`, or count."""
-        kind = self._kind(error)
+        if (more := self._unsaid_if_due(self._kind(error))) is None:
+            return
+        again = f" (the same error {more} more times before)" if more else ""
+        with_traceback = self._seen[self._kind(error)] == 1 and not isinstance(error, SAY_ALL)
+        log.log(level, "%s: %s%s", text, self.origin(error), again, exc_info=error if with_traceback else None)
+
+    def note_reason(self, cause: str, text: str) -> None:
+        """Warn of `text`, which says all, or count it as one more of the same cause."""
+        if (more := self._unsaid_if_due(("", cause))) is not None:
+            log.warning("%s%s", text, f" ({more} more by {cause} before)" if more else "")
+
+    def _unsaid_if_due(self, kind: tuple[str, str]) -> int | None:
+        """Count one more. Return None if one was logged within the minute, else how many were not since then."""
         self._seen[kind] += 1
         at, count = self._logged.get(kind, (0.0, 0))
         if count and self._now() - at < REPORT_EVERY_S:
-            return
+            return None
         self._logged[kind] = self._now(), self._seen[kind]
-        more = self._seen[kind] - count - 1
-        again = f" (the same error {more} more times before)" if more else ""
-        with_traceback = not count and not isinstance(error, SAY_ALL)
-        log.log(level, "%s: %s%s", text, self.origin(error), again, exc_info=error if with_traceback else None)
+        return self._seen[kind] - count - 1
 
     def blamed(self, error: BaseException) -> list[str]:
         """List the blamed lines, as the function `blamed` does, knowing the methods that the author wrote."""

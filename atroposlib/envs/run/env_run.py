@@ -203,6 +203,7 @@ class EnvRun(Generic[E]):
         """Call the author's `setup`. Raises AuthorError when it fails."""
         with noted_data() as self.data, needed("setup", self.env.setup):
             await settled(self.env.setup())
+            author_checks.questions(self.env.setup, getattr(self.env, "held_out", ()))
         limits = [limit for server in self.env.server.servers if (limit := await server.context_length())]
         self.context_tokens = min(limits, default=None)
         if self.context_tokens is not None:
@@ -545,7 +546,7 @@ class EnvRun(Generic[E]):
             if not failure.is_expected:
                 self.errors.note(failure.error, text, WARNING)
             elif str(failure):
-                log.warning("%s: %s", text, failure)
+                self.errors.note_reason(failure.cause, f"{text}: {failure}")
         return left, failed
 
     def note_unanswered(self, failure: Failure) -> None:

@@ -85,6 +85,8 @@ class APIServerConfig(ServerBaseline):
             return f"http://{base_url}"
         if base_url and not base_url.startswith(("http://", "https://")):
             raise ValueError("base_url must start with http:// or https://, e.g. http://localhost:9001/v1")
+        if "@" in base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url has a password, and logs name the URL: give api_key, and the URL without it")
         return base_url
 
     @model_validator(mode="after")

@@ -193,6 +193,21 @@ def test_an_error_is_logged_in_full_once_and_then_counted(caplog: pytest.LogCapt
         strict.note_failure(ValueError("another"), "42")
 
 
+def test_a_reason_that_says_all_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    errors = ErrorLog(now=lambda: clock[0])
+    for number in range(100):
+        errors.note_reason("scorer", f"answer {number} has no score")
+    errors.note_reason("timeout", "answer 7 took too long")
+    clock[0] = 61.0
+    errors.note_reason("scorer", "answer 100 has no score")
+    assert caplog.messages == [
+        "answer 0 has no score",
+        "answer 7 took too long",
+        "answer 100 has no score (99 more by scorer before)",
+    ]
+
+
 # --- what the registered trainer cannot use -------------------------------------------------------------------
 
 

@@ -339,6 +339,15 @@ MISTAKES = {
         "{} in setup",
         ["setup failed: FileNotFoundError", "'nowhere'", "Correct that line"],
     ),
+    "held_out is a generator": (
+        changed(
+            QUESTION,
+            ("setup(self):", "setup(self):  # here"),
+            ('self.held_out = ["a", "b"]', "self.held_out = (each for each in 'ab')"),
+        ),
+        "{} in setup",
+        ["set held_out to <generator object", "make it a list"],
+    ),
     "__init__ with other parameters": (
         changed(
             QUESTION,

@@ -76,6 +76,12 @@ def test_no_key_is_sent_to_a_guessed_address(address: str) -> None:
         APIServerConfig(base_url=address)
 
 
+def test_a_url_with_a_password_is_refused_for_logs_name_it() -> None:
+    with pytest.raises(ValidationError, match="base_url has a password"):
+        APIServerConfig(base_url="http://me:hunter2@localhost:9001/v1")
+    assert APIServerConfig(base_url="http://localhost:9001/v1/@me").base_url.endswith("@me")
+
+
 def test_the_tokenizer_is_the_models_unless_named() -> None:
     assert APIServerConfig(model_name="m").tokenizer_id == "m"
     assert APIServerConfig(model_name="m", tokenizer_name="t").tokenizer_id == "t"
