@@ -1,8 +1,7 @@
 """The arithmetic that vLLM and the trainer share, forward only, in torch alone. All of it is independent of the
 batch.
 
-Why each one is (measured by self_check.py and the tests of this directory; docs/bit-exactness.md explains every
-operation):
+Why each one is (measured by self_check.py and the tests of this directory):
     linear        oneDNN's matrix product sums over the inputs in one order for every number of rows but 1,
                   where it takes another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up,
                   TP columns) changes nothing.
