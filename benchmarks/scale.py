@@ -29,7 +29,7 @@ SHARE = 0.4  # of it that training reaches: assumed
 FLOPS_PER_TOKEN = 8  # per weight: forward, backward, and the forward pass again of --gradient-checkpointing
 NIC = 40e9  # bytes per second of a 400 Gbit/s card: 50 GB/s by its name, 80 % of that assumed
 PCIE = 50e9  # bytes per second to pinned host memory, PCIe 5.0 x16: assumed
-GPUS = (8, 64, 256, 1024)
+GPUS = (8, 256, 1024)
 TP = 8  # --tp-size, for models that are too large without
 ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/commands/serve.py
 HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/commands/reporting.py
@@ -78,10 +78,8 @@ FULL = TrainerConfig.model_validate(
 class Api:
     """Holds what the page says of benchmarks/api_throughput.py."""
 
-    json: float  # groups per second posted and fetched, with the journal
-    packed: float
+    packed: float  # groups per second posted and fetched in MessagePack, with the journal
     tokens: int  # of a group
-    json_bytes: int
     packed_bytes: int
     memory: float  # bytes per byte that waits
 
@@ -89,7 +87,7 @@ class Api:
 def measured_api() -> Api:
     """The last measurement."""
     text = PAGE.read_text()
-    load = re.search(r"groups of (\d+) x (\d+) tokens \((\d+) kB each\)", text)
+    load = re.search(r"groups of (\d+) x (\d+) tokens \(", text)
     row = re.search(r"^\| posted and fetched \|(.*)\|$", text, re.M)
     memory = re.search(r"^\| memory by bytes posted \| [\d.]+ \| ([\d.]+) \|", text, re.M)
     assert load
@@ -99,7 +97,7 @@ def measured_api() -> Api:
     settings = api_throughput.Settings(groups=1, sequences=int(load[1]), tokens=int(load[2]))
     (body,) = api_throughput.make_groups(settings)
     packed = len(msgspec.msgpack.encode(msgspec.json.decode(body)))
-    return Api(rates[2], rates[3], int(load[1]) * int(load[2]), int(load[3]) * 1000, packed, float(memory[1]))
+    return Api(rates[3], int(load[1]) * int(load[2]), packed, float(memory[1]))
 
 
 def request_seconds() -> float:
@@ -115,6 +113,11 @@ def request_seconds() -> float:
 def tokens_per_second(size: ModelSize, gpus: int) -> float:
     """That as many GPUs train on."""
     return gpus * FLOPS * SHARE / (FLOPS_PER_TOKEN * size.count)
+
+
+def share_of_core(environments: int) -> float:
+    """Percent of the API's core that the requests of so many environment servers take beside an idle trainer."""
+    return 100 * environments * (ENVIRONMENT_ASKS_PER_S + HEAD_ASKS_PER_S) * request_seconds()
 
 
 def trainer_fits(size: ModelSize, ranks: int, tp: int = 1, gpu: int = 80) -> bool:
@@ -152,19 +155,6 @@ def table(head: list[str], rows: Iterator[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def api_table() -> str:
-    """Tabulate what one API carries."""
-    api = measured_api()
-    rows = (
-        [name, f"{rate:.0f}", rounded(rate * api.tokens / 1e6), f"{nbytes / 1e3:.0f}", rounded(rate * nbytes / 1e6)]
-        for name, rate, nbytes in (
-            ("JSON", api.json, api.json_bytes),
-            ("MessagePack, which environments and trainer of this project use", api.packed, api.packed_bytes),
-        )
-    )
-    return table(["with the journal", "groups/s", "million tokens/s", "kB per group", "MB/s"], rows)
-
-
 def demand_table() -> str:
     """Tabulate what trainers ask of it."""
     api = measured_api()
@@ -185,18 +175,6 @@ def demand_table() -> str:
     return table(head, (row(name, size) for name, size in MODELS.items()))
 
 
-def environment_table() -> str:
-    """Environment servers beside an idle trainer."""
-    each = request_seconds() * (ENVIRONMENT_ASKS_PER_S + HEAD_ASKS_PER_S)
-
-    def row(count: int) -> list[str]:
-        asks = count * (ENVIRONMENT_ASKS_PER_S + HEAD_ASKS_PER_S)
-        return [f"{count:,}", rounded(asks), f"{rounded(100 * count * each)} %", str(math.ceil(asks / 2000))]
-
-    head = ["environment servers", "requests/s", "of the API's core", "machines, at 2,000 requests/s each"]
-    return table(head, map(row, (10, 100, 400, 1000, 4000)))
-
-
 def weight_table() -> str:
     """One policy version, from the trainer to vLLM."""
 
@@ -213,20 +191,18 @@ def weight_table() -> str:
             f"{nbytes / 1e9:,.0f}",
             fits[0] if fits else "refused",
             *(f"{ranks:,}" if (ranks := least_ranks(size, tp)) else "" for tp in (1, TP)),
-            *(rounded(seconds * servers) for servers in (1, 8, 64)),
+            *(rounded(seconds * servers) for servers in (1, 8)),
             rounded(nbytes / 8 / PCIE),
         ]
 
     head = ["model", "GB in bfloat16", "a vLLM server, GPUs x GB"]
     head += ["GPUs of 80 GB that train it", f"with --tp-size {TP}"]
-    head += ["1 server, s", "8 servers, s", "64 servers, s", "host staging, stall, s"]
+    head += ["1 server, s", "8 servers, s", "host staging, stall, s"]
     return table(head, (row(name, size) for name, size in MODELS.items()))
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "api": api_table,
     "demand": demand_table,
-    "environments": environment_table,
     "weights": weight_table,
 }
 

@@ -29,17 +29,20 @@ def test_a_number_of_the_text_that_a_table_has_not_is_computed_too() -> None:
     assert 0.45 < 1 - with_it / without < 0.55
     assert f"(computed: {with_it:.0f} groups/s\nwith it, {without:.0f} without)" in page
     assert f"fetching is {rates('fetched')[3] / rates('posted')[3]:.0f} times as fast as posting" in page
+    assert f"it carries {scale.rounded(api.packed * api.tokens / 1e6)} million tokens/s (computed)" in page
+    one_hundred, one_thousand = (scale.rounded(scale.share_of_core(count)) for count in (100, 1000))
+    assert f"take {one_hundred} % of the API's core, and those of 1,000 take {one_thousand} %" in page
     assert f"takes {api.memory} times its bytes" in page
     assert f"1,024 groups of this size are {1024 * api.packed_bytes / 1e9:.2g} GB" in page
 
 
-def test_what_the_page_calls_set_is_what_the_code_sets() -> None:
+def test_what_the_pages_call_set_is_what_the_code_sets() -> None:
     page, settings = scale.PAGE.read_text(), RunApiConfig()
-    assert f"| registered environments | {settings.max_environments:,} |" in page
-    assert f"| connections | {settings.max_connections:,}, or" in page
-    assert f"| requests per second from one address | {settings.max_requests_per_second:,.0f} over 10 s |" in page
-    queued = f"{settings.max_queued_groups:,}, or {settings.max_queued_mb // 1024} GiB"
-    assert f"| queued and leased groups | {queued} |" in page
+    operate = (scale.DOCS / "operate.md").read_text()
+    assert f"| `--max-environments` | {settings.max_environments} |" in operate
+    assert f"| `--max-connections` | {settings.max_connections}, or" in operate
+    assert f"| {settings.max_requests_per_second:.0f} over 10 s, {settings.max_client_mb} in progress |" in operate
+    assert f"| {settings.max_queued_groups}, {settings.max_queued_mb} |" in operate
     assert (NCCL_SENDERS, "more than eight\n  trainer ranks over NCCL (set)" in page) == (8, True)
 
 
