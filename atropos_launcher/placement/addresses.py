@@ -57,7 +57,7 @@ class Site:
 
     def vllm_host(self, index: int) -> str:
         """Return where one vLLM server listens, and is reached."""
-        return self.machines.serving[index] if self.machines.several else HOST
+        return self.machines.host_of_server(index)
 
 
 def variables(run: RunFile, site: Site) -> dict[str, str]:

@@ -5,7 +5,7 @@ rank 0 of the trainer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -47,6 +47,11 @@ class Machine:
     serves: bool = True
     gpus: int | None = None
 
+    @property
+    def gpu_names(self) -> list[str]:
+        """Names all of its GPUs, as CUDA does."""
+        return [str(number) for number in range(self.gpus or 0)]
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -56,6 +61,7 @@ class Machines:
     silence_s: float = 30.0  # after which a machine that gives no sign of life counts as lost
     ray: str = ""  # the address of the Ray cluster that starts services
     group: str = ""  # the name of what it reserves for them
+    joined: Mapping[int, str] = field(default_factory=dict)  # hosts of vLLM servers that came later, by their place
 
     @property
     def first(self) -> str:
@@ -87,7 +93,7 @@ class Machines:
 
     def host_of_server(self, index: int) -> str:
         """Return the host of a vLLM server: one on each of several machines, all of them on a single one."""
-        return self.serving[index] if self.several else self.first
+        return self.joined.get(index) or (self.serving[index] if self.several else self.first)
 
     def host_of_environment(self, index: int) -> str:
         """Return where a copy of an environment runs: the first on this machine, the others in turn."""
@@ -100,6 +106,14 @@ class Machines:
     def group_on(self, host: str) -> str:
         """Return the name of the placement group on that machine."""
         return f"{self.group}-{[machine.host for machine in self.all].index(host)}"
+
+    def group_of_server(self, index: int) -> str:
+        """Return the name of a vLLM server's placement group: its machine's, or its own if it came later."""
+        return self.own_group(index) if index in self.joined else self.group_on(self.host_of_server(index))
+
+    def own_group(self, index: int) -> str:
+        """Return the name of the placement group of a vLLM server that comes later."""
+        return f"{self.group}-server-{index}"
 
 
 THIS_ONE = Machines()

@@ -13,7 +13,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -173,6 +174,10 @@ def expect_reachable(address: str) -> None:
 
 def expect_ready(machines: Machines, model: str) -> None:
     """Raise ConfigError that names a node without what a service needs there."""
+    _expect_ready(_by_host(machines), model)
+
+
+def _expect_ready(nodes: Mapping[str, Mapping[str, Any]], model: str) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -195,7 +200,7 @@ def expect_ready(machines: Machines, model: str) -> None:
         host: ray.remote(num_cpus=0)(facts)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
         .remote(sys.executable, checkout, model)
-        for host, node in _by_host(machines).items()
+        for host, node in nodes.items()
     }
     for host, answer in asked.items():
         try:
@@ -232,18 +237,67 @@ def reserve(machines: Machines, wanted: Sequence[Mapping[str, float]]) -> None:
     """Hold `wanted`, CPUs and GPUs, on each machine until this process ends. Raises ConfigError that names a node which
     has too few, or on which others hold them.
     """
-    from ray.util import placement_group
-
     for (machine, node), bundle in zip(_by_host(machines).items(), wanted, strict=True):
+        _hold(node, bundle, machines.group_on(machine))
+
+
+def _hold(node: Mapping[str, Any], bundle: Mapping[str, float], name: str) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    host = node["NodeManagerAddress"]
+    expect_enough(host, node["Resources"], bundle)
+    group = placement_group([{**bundle, f"node:{host}": 0.001}], name=name)
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        raise ConfigError(
+            f"--ray: node {host} is full: {shown(bundle)} were not free within {RESERVE_S:.0f} s of the"
+            f" {shown({kind: node['Resources'].get(kind, 0) for kind in bundle})} that it has: end what holds them"
+            " (`ray status -v`), or wait"
+        )
+
+
+def reserve_more(
+    machines: Machines, model: str, bundle: Mapping[str, float], name: str, goes_on: Callable[[], bool]
+) -> Machine:
+    """Hold `bundle` in a group of this name for one server more, on the node that Ray finds for it, while `goes_on`.
+    Ray may have an autoscaler start that node. A run on one machine stays there. Raises ConfigError.
+    """
+    if not machines.several:
+        ((host, node),) = _by_host(machines).items()
+    else:
+        node = _free_node(bundle, goes_on)
         host = node["NodeManagerAddress"]
-        expect_enough(host, node["Resources"], bundle)
-        group = placement_group([{**bundle, f"node:{host}": 0.001}], name=machines.group_on(machine))
-        if not group.wait(RESERVE_S):
-            raise ConfigError(
-                f"--ray: node {host} is full: {_shown(bundle)} were not free within {RESERVE_S:.0f} s of the"
-                f" {_shown({kind: node['Resources'].get(kind, 0) for kind in bundle})} that it has: end what holds them"
-                " (`ray status -v`), or wait"
-            )
+        _expect_ready({host: node}, model)
+    _hold(node, bundle, name)
+    return Machine(host, trains=False, gpus=int(node["Resources"].get("GPU", 0)))
+
+
+def _free_node(bundle: Mapping[str, float], goes_on: Callable[[], bool]) -> dict[str, Any]:
+    """The node that has room for a server and does not only train."""
+    import ray
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+
+    group = placement_group([dict(bundle)], bundle_label_selector=[{LABEL: "!trainer"}])
+    deadline = time.monotonic() + JOIN_S
+    try:
+        while not group.wait(0.5):
+            if time.monotonic() > deadline or not goes_on():
+                raise ConfigError(
+                    f"--ray: no node of the cluster has {shown(bundle)} free: start Ray on one more (`ray start"
+                    " --address`), end what holds them (`ray status -v`), or ask for fewer servers"
+                )
+        (chosen,) = placement_group_table(group)["bundles_to_node_id"].values()
+    finally:
+        remove_placement_group(group)
+    return next(node for node in ray.nodes() if node["NodeID"] == chosen)
+
+
+def release(name: str) -> None:
+    """Give back what a group of this name holds, if there is one."""
+    from ray.util import get_placement_group, remove_placement_group
+
+    with suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
 
 
 def expect_enough(host: str, resources: Mapping[str, float], bundle: Mapping[str, float]) -> None:
@@ -257,7 +311,8 @@ def expect_enough(host: str, resources: Mapping[str, float], bundle: Mapping[str
             )
 
 
-def _shown(bundle: Mapping[str, float]) -> str:
+def shown(bundle: Mapping[str, float]) -> str:
+    """Write it as `2 CPUs and 1 GPUs`."""
     return " and ".join(f"{number:g} {kind}s" for kind, number in bundle.items())
 
 

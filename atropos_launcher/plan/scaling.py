@@ -19,8 +19,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.addresses import tensor_parallel_size, vllm_flags
 from atropos_launcher.placement.gpus import ServerPlace
+from atropos_launcher.placement.machines import Machine
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.sections import KEY, VLLM_START_S
 from atropos_launcher.plan.services import Plan, inference_server
@@ -158,42 +160,86 @@ class Scaling:
             raise CannotScale(
                 f"bridge {mode.shown()} feeds one vLLM server: start the run with bridge {able} to have several"
             )
-        if self._plan.site.machines.ray:
-            raise CannotScale(
-                "a run on Ray has only what it reserved at its start: start the server on a node yourself, and announce"
-                f" it by POST {self._plan.site.api}/servers"
-            )
         if not 1 <= count <= MOST:
             raise CannotScale(f"{count} vLLM servers: a run has 1 to {MOST}")
         if count == len(self._servers):
             say(f"The run has {count} vLLM server(s) already")
-        begun = [self._start(say) for _ in range(count - len(self._servers))]
+        begun, refused = [], None
+        try:
+            for _ in range(count - len(self._servers)):
+                begun.append(self._start(say))
+        except AtroposError as error:
+            refused = error
         for server in begun:
             self._join(server, say)
+        if refused is not None:
+            raise refused
         for server in self._servers[count:][::-1]:
             self._leave(server, say)
 
     def _start(self, say: Callable[[str], None]) -> Server:
         """Start one server more. Raises CannotScale, ConfigError, PortTaken, CannotStart."""
-        taken = {gpu for server in self._servers for gpu in server.gpus} | {*self._plan.site.placement.trainer}
-        teacher = self._plan.site.teacher
-        free = [gpu for gpu in self._gpus if gpu not in taken and gpu not in (teacher.gpus if teacher else ())]
         port = self._ports.first_free(max(self._plan.site.vllm_ports) + 1)
-        held = {core for server in self._servers for core in self._plan.site.cores.vllm[server.place]}
-        cores = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
-        more = with_one_more(self._plan, port, free, cores)
+        more = self._grown(port, say)
         place = len(more.run.servers) - 1
-        self._expect_fit(only(more, [*(server.place for server in self._servers), place]))
         flags = vllm_flags(more.run, more.site, more.trainer.bridge, place)
         # its end is not the run's
         service = replace(inference_server(more.run, more.site, place, flags), optional=True)
-        self._do(lambda: self._supervisor.add(service))
+        try:
+            self._do(lambda: self._supervisor.add(service))
+        except AtroposError:
+            self._release(more, place)
+            raise
         self._plan = more
         server = Server(place, service.name, more.site.vllm[place], more.site.placement.servers[place].gpus)
         self._servers.append(server)
         self._joined.append(server)
         say(f"Started {server.name} at {server.url}, which loads the model (at most {VLLM_START_S:.0f} s)")
         return server
+
+    def _grown(self, port: int, say: Callable[[str], None]) -> Plan:
+        """The plan with one server more, for which there is room, and with Ray a reservation."""
+        site = self._plan.site
+        machines, place = site.machines, len(site.vllm_ports)
+        if machines.several:  # whose memory the launcher does not see
+            node = self._reserved(place, say)
+            try:
+                more = with_one_more(self._plan, port, self._free_gpus(node.host, node.gpu_names))
+            except AtroposError:
+                ray_cluster.release(machines.own_group(place))
+                raise
+            return with_host(more, place, node.host)
+        held = {core for server in self._servers for core in site.cores.vllm[server.place]}
+        cores = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
+        more = with_one_more(self._plan, port, self._free_gpus(machines.first, self._gpus), cores)
+        self._expect_fit(only(more, [*(server.place for server in self._servers), place]))
+        return with_host(more, place, self._reserved(place, say).host) if machines.ray else more
+
+    def _reserved(self, place: int, say: Callable[[str], None]) -> Machine:
+        site = self._plan.site
+        bundle = {"CPU": 1, "GPU": gpus_of_another(self._plan)}
+        say(f"Waiting at most {ray_cluster.JOIN_S:.0f} s for a Ray node with {ray_cluster.shown(bundle)} free")
+        name = site.machines.own_group(place)
+        return ray_cluster.reserve_more(site.machines, site.model, bundle, name, self._is_still_asked)
+
+    def _is_still_asked(self) -> bool:
+        """Return whether the run goes on, and nobody has asked for another number meanwhile."""
+        with suppress(ForeignRecord, OSError):
+            asked = read_request(self._records)
+            return not self._over.is_set() and asked is not None and asked.id == self._answered
+        return not self._over.is_set()
+
+    def _free_gpus(self, host: str, gpus: Sequence[str]) -> list[str]:
+        """Those of a machine's GPUs that nothing of the run uses."""
+        site = self._plan.site
+        machines, placement = site.machines, site.placement
+        own = [server for server in self._servers if machines.host_of_server(server.place) == host]
+        taken = {gpu for server in own for gpu in server.gpus}
+        if host in machines.training:
+            taken |= {*placement.training[machines.training.index(host)]}
+        if host == machines.first and site.teacher:
+            taken |= {*site.teacher.gpus}
+        return [gpu for gpu in gpus if gpu not in taken]
 
     def _join(self, server: Server, say: Callable[[str], None]) -> None:
         """Have the trainer feed a server that was started. Raises CannotScale, and the server is gone then."""
@@ -242,6 +288,7 @@ class Scaling:
         self._servers.remove(server)
         if server in self._joined:
             self._joined.remove(server)
+            self._release(self._plan, server.place)
         with suppress(CannotScale):
             self._change(server, "left")
 
@@ -250,6 +297,12 @@ class Scaling:
         for server in [server for server in self._joined if not self._supervisor.watches(server.name)]:
             self._told.put(Scaled(f"{server.name} is not started again: the run has {len(self._servers) - 1} servers"))
             self._drop(server)
+
+    def _release(self, plan: Plan, place: int) -> None:
+        """Give back to Ray what was reserved for a server that joined."""
+        machines = plan.site.machines
+        if machines.ray and place in machines.joined:
+            ray_cluster.release(machines.own_group(place))
 
     def _wait(self, otherwise: str, limit_s: float, is_done: Callable[[], bool], server: Server) -> None:
         give_up = time.monotonic() + limit_s
@@ -304,15 +357,13 @@ def with_one_more(plan: Plan, port: int, free_gpus: Sequence[str], free_cores: S
     CannotScale where there are too few GPUs.
     """
     first, site = plan.run.servers[0], plan.site
-    gpus: tuple[str, ...] = ()
-    if site.placement.on_gpus:
-        needed = max(tensor_parallel_size(first), len(site.placement.servers[0].gpus))
-        if len(free_gpus) < needed:
-            raise CannotScale(
-                f"a further vLLM server needs {needed} GPU(s), and {len(free_gpus)} of this machine are free: stop what"
-                " uses them, or start the run with fewer for the others"
-            )
-        gpus = tuple(free_gpus[:needed])
+    needed = gpus_of_another(plan)
+    if len(free_gpus) < needed:
+        raise CannotScale(
+            f"a further vLLM server needs {needed} GPU(s), and {len(free_gpus)} of its machine are free: stop what uses"
+            " them, or start the run with fewer for the others"
+        )
+    gpus = tuple(free_gpus[:needed])
     cores = site.cores.vllm[0]
     if len(free_cores) >= len(cores):
         cores = tuple(free_cores[: len(cores)])
@@ -325,6 +376,19 @@ def with_one_more(plan: Plan, port: int, free_gpus: Sequence[str], free_cores: S
         cores=replace(site.cores, vllm=(*site.cores.vllm, cores)),
     )
     return replace(plan, run=run, site=grown)
+
+
+def gpus_of_another(plan: Plan) -> int:
+    """Return how many GPUs a server like the first one takes."""
+    placement = plan.site.placement
+    return max(tensor_parallel_size(plan.run.servers[0]), len(placement.servers[0].gpus)) if placement.on_gpus else 0
+
+
+def with_host(plan: Plan, place: int, host: str) -> Plan:
+    """Return the plan with its server of this place on a node that Ray has found."""
+    machines = plan.site.machines
+    joined = replace(machines, joined={**machines.joined, place: host})
+    return replace(plan, site=replace(plan.site, machines=joined))
 
 
 def only(plan: Plan, places: Sequence[int]) -> Plan:

@@ -178,7 +178,9 @@ def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, A
         restarts=SERVER_RESTARTS if MODES[run.kind].survives_vllm else 0,
         cores=site.cores.vllm[index],
     )
-    return on_machine(serving, site.machines.host_of_server(index), site)
+    machines = site.machines
+    group = machines.group_of_server(index) if machines.ray else ""
+    return on_machine(serving, machines.host_of_server(index), site, group=group)
 
 
 def agent_endpoints(

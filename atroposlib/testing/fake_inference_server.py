@@ -283,18 +283,20 @@ class FakeInferenceServer:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return self._openai_reply(
+        reply = self._openai_reply(
             "chat.completion",
             body,
             chat_ids(self.tokenizer, body["messages"], add_generation_prompt=True),
             lambda text: {"message": {"role": "assistant", "content": text}},
         )
+        if body.get("stream"):
+            return web.Response(text=streamed(reply), content_type="text/event-stream")
+        return web.json_response(reply)
 
     async def _completion(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return self._openai_reply(
-            "text_completion", body, self.tokenizer.encode(body["prompt"]), lambda text: {"text": text}
-        )
+        ids = self.tokenizer.encode(body["prompt"])
+        return web.json_response(self._openai_reply("text_completion", body, ids, lambda text: {"text": text}))
 
     # --- replies --------------------------------------------------------------------------------------------------
 
@@ -315,27 +317,37 @@ class FakeInferenceServer:
 
     def _openai_reply(
         self, kind: str, body: dict[str, object], prompt_ids: list[int], shown: Callable[[str], Mapping[str, object]]
-    ) -> web.Response:
+    ) -> dict[str, Any]:
         """`shown` is how a choice holds its text."""
         samples = self._sample(prompt_ids, body)
         completion = sum(len(tokens) for tokens, _ in samples)
-        return web.json_response(
-            {
-                "id": "fake",
-                "object": kind,
-                "created": int(time.time()),
-                "model": self.model_name,
-                "choices": [
-                    {"index": index, "finish_reason": reason, **shown(self._text(tokens))}
-                    for index, (tokens, reason) in enumerate(samples)
-                ],
-                "usage": {
-                    "prompt_tokens": len(prompt_ids),
-                    "completion_tokens": completion,
-                    "total_tokens": len(prompt_ids) + completion,
-                },
-            }
-        )
+        return {
+            "id": "fake",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model_name,
+            "choices": [
+                {"index": index, "finish_reason": reason, **shown(self._text(tokens))}
+                for index, (tokens, reason) in enumerate(samples)
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": completion,
+                "total_tokens": len(prompt_ids) + completion,
+            },
+        }
+
+
+def streamed(reply: Mapping[str, Any]) -> str:
+    """Write a chat completion as a stream of server-sent events, one for each choice and one for the usage."""
+    choices = [
+        {"index": each["index"], "delta": each["message"], "finish_reason": each["finish_reason"]}
+        for each in reply["choices"]
+    ]
+    common = {**reply, "object": "chat.completion.chunk", "usage": None}
+    events = [{**common, "choices": [choice]} for choice in choices]
+    events.append({**common, "choices": [], "usage": reply["usage"]})
+    return "".join(f"data: {msgspec.json.encode(event).decode()}\n\n" for event in events) + "data: [DONE]\n\n"
 
 
 class FakeServerConfig(Config):

@@ -4,20 +4,25 @@ own.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from atroposlib.logs import RUN
+from tests.integration.conftest import REPOSITORY
 from tests.integration.namespaces import Host
 from tests.integration.ray_nodes import SILENCE_S, Launched, address_of, far, found, head, node, started
 
@@ -63,6 +68,14 @@ class Nodes:
         command = ["-m", "atropos_launcher", "train", *words, *self.flags]
         return started(command, self.folder, self.run, self.processes, self.head)
 
+    def scale(self, count: int) -> list[str]:
+        """The lines of `atropos scale vllm COUNT`."""
+        words = [sys.executable, "-m", "atropos_launcher", "scale", "vllm", str(count), str(self.run)]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=START_S, env=environment, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
     def processes(self) -> list[psutil.Process]:
         """Of the run, on both nodes."""
         return found(lambda each: each.environ().get(RUN) == self.name)
@@ -75,8 +88,12 @@ def nodes(head: Host, far: Host, tmp_path: Path) -> Iterator[Nodes]:
         yield made
 
 
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps(run: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows(run)]
 
 
 def test_a_run_on_two_nodes_continues_after_the_cable_was_cut(
@@ -122,6 +139,26 @@ def test_a_rank_that_is_killed_on_one_node_ends_the_run_with_its_name(nodes: Nod
         assert f"grpo: error: trainer rank 1 on {nodes.far.address} was ended by SIGKILL" in run.said
         assert "trainer (pid" not in run.said.partition("died")[2].partition("died")[0]
         run.expect_all_gone(20)
+
+
+def test_a_server_joins_on_a_node_that_ray_finds_and_leaves_again(nodes: Nodes, llama_folder: Path) -> None:
+    words = ("arithmetic", str(llama_folder), "--steps", "1000", "--run-name", nodes.name)
+    with nodes.launch(*words, *SHORT) as run:
+        run.says("Step 2/1000", within_s=START_S)
+        said = nodes.scale(3)
+        assert "for a Ray node with 1 CPUs and 0 GPUs free" in said[1]
+        assert said[-1] == "vllm-3 serves the policy"
+        url = re.search(r"Started vllm-3 at http://([\d.]+):\d+", "\n".join(said))
+        assert url is not None
+        assert url[1] in (nodes.head.address, nodes.far.address)
+        run.says("POST /", nodes.run / "vllm-3.log")  # an environment samples from it
+        assert rows(nodes.run)[-1]["servers"] == 3
+        assert nodes.scale(2)[-1] == "vllm-3 has left"
+        before = len(rows(nodes.run))
+        run.says(f"Step {before + 3}/1000")
+        assert rows(nodes.run)[-1]["servers"] == 2
+        assert {row["rejected_groups"] for row in rows(nodes.run)} == {0}
+        assert {row["failed_rollouts"] for row in rows(nodes.run)} == {0}
 
 
 def test_nodes_without_a_shared_file_system_train_and_resume_from_a_copied_checkpoint(

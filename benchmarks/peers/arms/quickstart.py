@@ -4,7 +4,6 @@ python -m benchmarks.peers.arms.quickstart WORK GOAL SEED
 """
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ def main(work: Path, goal: float, seed: int) -> None:
         time.sleep(LOOK_S)
     seconds = time.perf_counter() - start
     found = rows(evaluations)
-    process.send_signal(signal.SIGINT)
+    process.terminate()  # a shell in the background has SIGINT ignored
     process.wait(END_S)
     reached = [row for row in found if row["accuracy"] >= goal]
     metrics = {"seconds_to_goal": seconds, "steps": reached[0]["policy_version"]} if reached else {}

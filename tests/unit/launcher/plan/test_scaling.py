@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from atropos_launcher.placement.machines import Machine, Machines
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import scaling
 from atropos_launcher.plan.scaling import CannotScale, Scaling, only, with_one_more
@@ -20,6 +21,7 @@ from atropos_launcher.service import Service
 from atropos_launcher.services.events import Scaled
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.scale_request import ScaleAnswer, ScaleRequest, read_answer, write_request
+from atroposlib.addresses import server_address
 from atroposlib.flags import ConfigError
 from tests.serving import Asked, Reply, ThreadedServer, free_port
 from tests.unit.launcher.plans import no_processes, on_gpus, plan
@@ -40,7 +42,7 @@ class Api:
     def answer(self, asked: Asked) -> Reply:
         if asked.method == "POST":
             change = json.loads(asked.body)
-            self.listed[change["url"]] = change["state"]
+            self.listed[server_address(change["url"])] = change["state"]
             self.changes.append((urlsplit(change["url"]).port or 0, change["state"]))
             return Reply(body=b'{"status": "success"}')
         for url, state in self.listed.items():
@@ -79,7 +81,7 @@ class Run:
 
     def __init__(self, folder: Path, of: Plan, api: Api, gpus: list[str]) -> None:
         self.api, self.servers, self.told = api, Servers(), list[str]()
-        self.refusal = ""
+        self.refusal, self.room = "", 64  # servers
         self.records = Records(folder)
         self.records.folder.mkdir()
         self._scaling = Scaling(of, gpus, Ports(), self.servers, self.expect_fit)
@@ -89,8 +91,8 @@ class Run:
 
     def expect_fit(self, more: Plan) -> None:
         self.planned = more
-        if self.refusal:
-            raise ConfigError(self.refusal)
+        if self.refusal or len(more.run.servers) > self.room:
+            raise ConfigError(self.refusal or "no room")
 
     def look(self) -> None:
         while not self._over.wait(0.01):
@@ -184,6 +186,14 @@ def test_a_server_that_the_machine_has_no_memory_for_is_refused_before_it_starts
     assert run.servers.started == {}
 
 
+def test_servers_that_have_room_join_though_another_has_none(run: Run) -> None:
+    run.room = 2
+    answer = run.scale(3)
+    assert answer.error == "no room"
+    assert answer.lines[-1] == "vllm-2 serves the policy"
+    assert list(run.servers.alive) == ["vllm-2"]
+
+
 @pytest.mark.parametrize("bridge", ["single_copy", "lora", "reload", "restart"])
 def test_a_bridge_that_feeds_one_server_refuses_another_by_name(
     api: tuple[Api, int], tmp_path: Path, bridge: str
@@ -195,14 +205,52 @@ def test_a_bridge_that_feeds_one_server_refuses_another_by_name(
         assert "feeds one vLLM server: start the run with bridge broadcast" in error
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_run_on_ray_is_not_scaled_beyond_what_it_reserved(api: tuple[Api, int], tmp_path: Path, nodes: str) -> None:
+class Ray:
+    """A cluster that has room on one node, of this name; what it holds by the names of its groups."""
+
+    def __init__(self, host: str) -> None:
+        self.host, self.held = host, dict[str, dict[str, float]]()
+
+    def reserve_more(self, machines: Machines, model: str, bundle: dict[str, float], name: str, _: object) -> Machine:
+        if not self.host:
+            raise ConfigError("--ray: no node of the cluster has 1 CPUs and 0 GPUs free")
+        self.held[name] = bundle
+        return Machine(self.host, trains=False, gpus=0)
+
+    def release(self, name: str) -> None:
+        del self.held[name]
+
+
+@pytest.mark.parametrize(("nodes", "host"), [("1", "127.0.0.1"), ("2", "localhost")])
+def test_on_ray_a_server_gets_a_node_and_gives_back_what_it_held(
+    api: tuple[Api, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, host: str
+) -> None:
     listing, port = api
-    words = ("two_servers", "--api-port", str(port), "--ray", "auto", "--ray-nodes", nodes)
+    ray = Ray(host)
+    monkeypatch.setattr(scaling.ray_cluster, "reserve_more", ray.reserve_more)
+    monkeypatch.setattr(scaling.ray_cluster, "release", ray.release)
+    words = ("two_servers", "--api-port", str(port), "--vllm-port", str(free_port()), "--ray", "auto")
+    with closing(Run(tmp_path, plan(*words, "--ray-nodes", nodes, run_dir=tmp_path), listing, [])) as run:
+        answer = run.scale(3)
+        assert answer.error == ""
+        assert answer.lines[0] == "Waiting at most 600 s for a Ray node with 1 CPUs and 0 GPUs free"
+        assert ray.held == {"atropos-server-2": {"CPU": 1, "GPU": 0}}
+        (service,) = run.servers.started.values()
+        assert urlsplit(service.health or "").hostname == host
+        given = {flag: service.command[service.command.index(flag) + 1] for flag in ("--group", "--host")}
+        assert given == {"--group": "atropos-server-2", "--host": host}
+        assert run.scale(2).lines[-1] == "vllm-3 has left"
+        assert ray.held == {}
+
+
+def test_a_cluster_without_room_says_so_and_nothing_starts(
+    api: tuple[Api, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, port = api
+    monkeypatch.setattr(scaling.ray_cluster, "reserve_more", Ray("").reserve_more)
+    words = ("two_servers", "--api-port", str(port), "--ray", "auto", "--ray-nodes", "2")
     with closing(Run(tmp_path, plan(*words, run_dir=tmp_path), listing, [])) as run:
-        error = run.scale(3).error
-        assert error.startswith("a run on Ray has only what it reserved at its start")
-        assert f"announce it by POST http://127.0.0.1:{port}/servers" in error
+        assert run.scale(3).error == "--ray: no node of the cluster has 1 CPUs and 0 GPUs free"
         assert run.servers.started == {}
 
 
@@ -213,7 +261,7 @@ def test_a_further_server_takes_gpus_that_nothing_uses(monkeypatch: pytest.Monke
     assert more.site.placement.servers[-1].gpus == ("2",)
     assert more.site.vllm_ports[-1] == 9100
     assert only(more, [1]).site.vllm_ports == (9100,)
-    with pytest.raises(CannotScale, match=r"needs 1 GPU\(s\), and 0 of this machine are free"):
+    with pytest.raises(CannotScale, match=r"needs 1 GPU\(s\), and 0 of its machine are free"):
         with_one_more(planned, 9100, [])
 
 
