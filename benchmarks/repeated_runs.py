@@ -1,7 +1,7 @@
 """Does a run with --deterministic end with the same bytes, whatever is killed, and what does that cost?
 
     python -m benchmarks.repeated_runs                       eight runs of the quickstart's task; 3 to 5 minutes each
-    python -m benchmarks.repeated_runs --arms plain api      some of them
+    python -m benchmarks.repeated_runs --arms plain,api      some of them
 
 Each run is `atropos train arithmetic --steps 10 --seed 1`, of which a finished one is kept. `plain`, `env`, `vllm`,
 `api`, `trainer` and `servers` are deterministic. The process that names an arm gets SIGKILL behind step 5, and a run
