@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: scripts/agents_venv.sh [DIRECTORY]
 #
-# Makes a virtual environment with the three agents of docs/agents.md: openai-agents, mini-swe-agent and anthropic.
+# Makes a virtual environment with the packages of scripts/agents: openai-agents, mini-swe-agent and anthropic.
 # Atropos needs none of them. The default DIRECTORY is .agents.
 set -euo pipefail
 if [[ " -h --help " == *" ${1:-none} "* ]]; then

@@ -1,4 +1,6 @@
-"""The agents of docs/agents.md, on their own packages in a virtual environment of their own, call the endpoint."""
+"""The agent of docs/agents.md and those of scripts/agents, on their own packages in a virtual environment of their own,
+call the endpoint.
+"""
 
 import os
 import re
@@ -17,6 +19,7 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.rotating(toget
 
 PAGE = (REPOSITORY / "docs/agents.md").read_text()
 PROGRAMS = dict(re.findall(r"^`(\w+\.py)` is [^\n]*:\n\n```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+PROGRAMS |= {path.name: path.read_text() for path in (REPOSITORY / "scripts/agents").glob("*.py")}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
 COMMAND = "```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo $((6 * 7))\n```"
 
