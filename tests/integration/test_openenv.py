@@ -1,4 +1,4 @@
-"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of docs/other_ecosystems.md,
+"""Real OpenEnv servers, of the package in a virtual environment of its own: the game of scripts/openenv_guess.py,
 tools, sessions, and what the server does with invalid actions.
 """
 
@@ -24,8 +24,7 @@ from tests.unit.environments.support import running_env
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating(together=True), pytest.mark.timeout(900)]
 
-PAGE = REPOSITORY / "docs/other_ecosystems.md"
-GUESS = re.search(r'```python\n("""Guess a number.*?)```', PAGE.read_text(), re.DOTALL)
+GUESS = REPOSITORY / "scripts/openenv_guess.py"  # which docs/other_ecosystems.md starts
 TOOLS = '''
 from fastmcp import FastMCP
 from openenv.core.env_server import Observation, State, create_fastapi_app
@@ -104,8 +103,7 @@ def running(command: Sequence[str], folder: Path) -> Iterator[None]:
 
 
 def guess_program(*changes: tuple[str, str]) -> str:
-    assert GUESS is not None
-    text = GUESS[1]
+    text = GUESS.read_text()
     for before, after in changes:
         assert before in text
         text = text.replace(before, after)

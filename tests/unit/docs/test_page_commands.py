@@ -47,7 +47,7 @@ RUN = (
     ("docs/operate.md", "cp monday.db", "tests/unit/api/journal/test_journal_commands.py", "operate.md"),
     ("docs/operate.md", "umask", "tests/unit/api/test_docs_and_benchmark.py", "docs/operate.md"),
     ("docs/troubleshooting.md", ".log", "tests/integration/test_quickstart.py", "troubleshooting.md"),
-    ("docs/other_ecosystems.md", "guess.py", "tests/integration/test_openenv.py", "docs/other_ecosystems.md"),
+    ("docs/other_ecosystems.md", "guess.py", "tests/integration/test_openenv.py", "openenv_guess.py"),
     ("docs/install.md", "atropos completion", "tests/unit/launcher/commands/test_completion.py", "completion"),
     ("docs/install.md", "sbatch", "tests/unit/scripts/test_slurm.py", "train.sbatch"),
 )
