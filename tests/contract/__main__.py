@@ -72,7 +72,12 @@ def proofs(version: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
 def with_table(page: str, record: Record) -> str:
     """The page with the table of `record` between its marks."""
     parts = {"symbols": "symbols, flags, routes", "configuration": "engine configuration", "bits": "exact bits"}
-    rows = [[version, *(", ".join(proven.get(part, [])) for part in parts)] for version, proven in record.items()]
+    every = [f"{family} {dtype}" for family, dtype in releases.MODELS]
+
+    def cell(names: list[str]) -> str:
+        return "all" if sorted(names) == sorted(every) else ", ".join(names)
+
+    rows = [[version, *(cell(proven.get(part, [])) for part in parts)] for version, proven in record.items()]
     return tables.with_table(page, BEGIN, END, ["vLLM", *parts.values()], rows)
 
 
