@@ -5,7 +5,7 @@ from itertools import groupby
 
 
 def with_table(page: str, begin: str, end: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The page with this table between its marks. Rows in sequence that differ in their first cell alone are one row."""
+    """The page with this table between its marks. Neighbours that differ in their first cell alone are one row."""
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
