@@ -35,15 +35,15 @@ ENVIRONMENT_ASKS_PER_S = 10  # /status-env: TURN_S of atroposlib/envs/commands/s
 HEAD_ASKS_PER_S = 0.2  # heartbeats: INTERVAL_S of atroposlib/envs/commands/reporting.py
 
 
-def _large(layers: int) -> ModelSize:
-    """A dense Llama with the shapes of Llama-3.1-405B (126 layers) and this many layers."""
+def _llama_405b() -> ModelSize:
+    """The shapes of Llama-3.1-405B."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 16_384,
         "intermediate_size": 53_248,
         "num_attention_heads": 128,
         "num_key_value_heads": 8,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 126,
         "vocab_size": 128_256,
         "tie_word_embeddings": False,
     }
@@ -56,10 +56,8 @@ def _large(layers: int) -> ModelSize:
 MODELS = {
     "1.5B": published("Qwen2.5-1.5B"),
     "7B": published("Qwen2.5-7B"),
-    "14B": published("Qwen2.5-14B"),
     "72B": published("Qwen2.5-72B"),
-    "405B": _large(126),
-    "1 TB": _large(156),
+    "405B": _llama_405b(),
 }
 FULL = TrainerConfig.model_validate(
     {
