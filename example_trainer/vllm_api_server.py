@@ -40,6 +40,7 @@ from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
 from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.wire.folders import is_sharded, needs_export
+from example_trainer.openmp import WAITING
 from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
@@ -241,9 +242,7 @@ def _environment_before_vllm() -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
     defaults = {
         "VLLM_DISABLE_LOG_LOGO": "1",  # a picture of five lines; a record has one
-        # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
-        "KMP_BLOCKTIME": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **WAITING,  # of idle OpenMP threads: environment, API and trainer share the cores
         # engine_watch.py ends the server, after /health has said why
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
         # vLLM-CPU keeps one core idle otherwise, half of a small machine
