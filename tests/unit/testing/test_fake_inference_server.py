@@ -57,12 +57,14 @@ def test_a_taken_port_is_one_clear_line() -> None:
 async def test_a_client_of_openai_reads_a_chat_as_a_stream() -> None:
     async with FakeInferenceServer(lambda prompt: ["one", "two"]) as server:
         client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none")
-        messages = [{"role": "user", "content": "Count."}]
-        stream = await client.chat.completions.create(model="fake", messages=messages, n=2, stream=True)
+        stream = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "Count."}], n=2, stream=True
+        )
         chunks = [chunk async for chunk in stream]
     choices = [chunk.choices[0] for chunk in chunks[:-1]]
     assert [(each.index, each.delta.content, each.finish_reason) for each in choices] == [
         (0, "one", "stop"),
         (1, "two", "stop"),
     ]
+    assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens > 0

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import Machine, Machines
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import scaling
@@ -227,8 +228,8 @@ def test_on_ray_a_server_gets_a_node_and_gives_back_what_it_held(
 ) -> None:
     listing, port = api
     ray = Ray(host)
-    monkeypatch.setattr(scaling.ray_cluster, "reserve_more", ray.reserve_more)
-    monkeypatch.setattr(scaling.ray_cluster, "release", ray.release)
+    monkeypatch.setattr(ray_cluster, "reserve_more", ray.reserve_more)
+    monkeypatch.setattr(ray_cluster, "release", ray.release)
     words = ("two_servers", "--api-port", str(port), "--vllm-port", str(free_port()), "--ray", "auto")
     with closing(Run(tmp_path, plan(*words, "--ray-nodes", nodes, run_dir=tmp_path), listing, [])) as run:
         answer = run.scale(3)
@@ -247,7 +248,7 @@ def test_a_cluster_without_room_says_so_and_nothing_starts(
     api: tuple[Api, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing, port = api
-    monkeypatch.setattr(scaling.ray_cluster, "reserve_more", Ray("").reserve_more)
+    monkeypatch.setattr(ray_cluster, "reserve_more", Ray("").reserve_more)
     words = ("two_servers", "--api-port", str(port), "--ray", "auto", "--ray-nodes", "2")
     with closing(Run(tmp_path, plan(*words, run_dir=tmp_path), listing, [])) as run:
         assert run.scale(3).error == "--ray: no node of the cluster has 1 CPUs and 0 GPUs free"
