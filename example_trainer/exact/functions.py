@@ -5,7 +5,8 @@ gradients.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from example_trainer.model.cpu_kernels import exact_product, onednn_product, repeatable
 from example_trainer.model.packed_attention import tree_attention
+
+BLOCK = 256  # tokens
 
 
 class Saved(Protocol):
@@ -139,29 +142,60 @@ def attention_gradients(
     parents: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of query, key and value, by oneDNN's products: segment by segment, and at once for the heads that
-    share keys.
+    """Return those of query, key and value, by oneDNN's products: of sequences that begin alike together, and at once
+    for the heads that share keys.
 
     PyTorch's own backward multiplies by MKL, whose bits depend on where its threads' buffers lie.
     """
     dtype = query.dtype
     of_query, of_key, of_value = (torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value))
     query, key, value, grad = (each.float() for each in (query, key, value, grad))
-    group, starts = len(query) // len(key), [0, *itertools.accumulate(lengths)]
-    for start, length, places in zip(starts, lengths, _places(lengths, parents), strict=False):
-        own = slice(start, start + length)
-        later = torch.ones(length, len(places), dtype=torch.bool).triu(len(places) - length + 1).repeat(group, 1)
+    group = len(query) // len(key)
+    for own, seen, hidden in _blocks(lengths, parents):
+        hidden_to_all = hidden.repeat(group, 1)
         for of in range(len(key)):
             heads = slice(of * group, (of + 1) * group)
             queries, outer = query[heads, own].flatten(0, 1), grad[heads, own].flatten(0, 1)
-            keys, values = key[of, places], value[of, places]
-            weights = onednn_product(queries, keys).mul_(scale).masked_fill_(later, -torch.inf).softmax(-1)
+            keys, values = key[of, seen], value[of, seen]
+            weights = onednn_product(queries, keys).mul_(scale).masked_fill_(hidden_to_all, -torch.inf).softmax(-1)
             of_weights = onednn_product(outer, values)
             of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
-            of_query[heads, own] = onednn_product(of_scores, keys.t()).unflatten(0, (group, length))
-            of_key[of].index_add_(0, places, onednn_product(of_scores.t(), queries.t()))
-            of_value[of].index_add_(0, places, onednn_product(weights.t(), outer.t()))
+            of_query[heads, own] = onednn_product(of_scores, keys.t()).unflatten(0, (group, len(own)))
+            of_key[of].index_add_(0, seen, onednn_product(of_scores.t(), queries.t()))
+            of_value[of].index_add_(0, seen, onednn_product(weights.t(), outer.t()))
     return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
+
+
+@lru_cache(maxsize=4)  # every layer asks for those of the same row
+def _blocks(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return what is multiplied at once: places whose queries are taken [n], those of the keys that one of them sees
+    [m], and which of these are hidden from which [n, m]. A block is a segment, or as many that follow each other and
+    have one root as have BLOCK tokens: each small product costs a call.
+    """
+    places, blocks = _places(lengths, parents), list[tuple[Tensor, Tensor, Tensor]]()
+    segments = range(len(lengths))
+    for _, of_root in itertools.groupby(segments, lambda segment: int(places[segment][0])):
+        for members in _cut(list(of_root), lengths):
+            seen = torch.cat([places[each] for each in members]).unique()
+            hidden = torch.ones(sum(lengths[each] for each in members), len(seen), dtype=torch.bool)
+            for rows, each in zip(hidden.split([lengths[each] for each in members]), members, strict=True):
+                length, whole = lengths[each], len(places[each])
+                later = torch.ones(length, whole, dtype=torch.bool).triu(whole - length + 1)
+                rows[:, torch.searchsorted(seen, places[each])] = later
+            own = torch.cat([places[each][len(places[each]) - lengths[each] :] for each in members])
+            blocks.append((own, seen, hidden))
+    return blocks
+
+
+def _cut(segments: list[int], lengths: tuple[int, ...]) -> Iterator[list[int]]:
+    """Cut a list of segments where the next one would make more than BLOCK tokens."""
+    members: list[int] = []
+    for segment in segments:
+        if members and sum(lengths[each] for each in members) + lengths[segment] > BLOCK:
+            yield members
+            members = []
+        members.append(segment)
+    yield members
 
 
 def _places(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[Tensor]:

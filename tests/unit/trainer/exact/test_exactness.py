@@ -333,12 +333,20 @@ def test_log_probabilities_of_another_sampling_are_warned_of_at_staleness_0(
     assert all("temperature, top_p or top_k that its groups do not report" in record.message for record in found)
 
 
-@pytest.mark.parametrize("parents", [(-1, -1, -1), (-1, 0, 1)])
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        ((20, 33, 7), (-1, -1, -1)),
+        ((20, 33, 7), (-1, 0, 1)),
+        ((17, *range(3, 25, 3), 11, 5, 24), (-1, *[0] * 8, -1, 9, 9)),  # two prompts with answers, as a quickstart has
+        ((50, 100, 100, 90, 120), (-1, 0, 0, 0, 0)),  # more than are multiplied at once
+    ],
+)
 def test_repeatable_gradients_of_attention_are_those_of_its_formula_whatever_the_threads(
-    parents: tuple[int, ...],
+    lengths: tuple[int, ...], parents: tuple[int, ...]
 ) -> None:
     """Of sequences, and of segments that continue others; four heads share two of keys."""
-    lengths, scale = (20, 33, 7), 0.2
+    scale = 0.2
     draw = torch.Generator().manual_seed(1)
     query, grad = (torch.randn(4, sum(lengths), 32, generator=draw) for _ in range(2))
     key, value = (torch.randn(2, sum(lengths), 32, generator=draw) for _ in range(2))
@@ -355,3 +363,17 @@ def test_repeatable_gradients_of_attention_are_those_of_its_formula_whatever_the
     for one, other, right in zip(*found, expected, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, right[0].float(), rtol=0, atol=2e-5)
+
+
+def test_repeatable_gradients_of_attention_do_not_depend_on_what_else_is_in_the_row() -> None:
+    lengths, parents = (17, 24, 3, 15), (-1, 0, 0, 0)
+    draw = torch.Generator().manual_seed(2)
+    own, other = sum(lengths), 40
+    query, grad = (torch.randn(9, other + own, 64, generator=draw) for _ in range(2))
+    key, value = (torch.randn(3, other + own, 64, generator=draw) for _ in range(2))
+    queries, keys, values, grads = (each[:, other:] for each in (query, key, value, grad))
+    alone = attention_gradients(queries, keys, values, grads, lengths, parents, 0.125)
+    moved = tuple(parent if parent < 0 else parent + 1 for parent in parents)
+    beside = attention_gradients(query, key, value, grad, (other, *lengths), (-1, *moved), 0.125)
+    for one, both in zip(alone, beside, strict=True):
+        assert torch.equal(one, both[:, other:])
