@@ -43,6 +43,7 @@ GAIN = 1.03  # by which others must be faster than torch: noise decides nothing
 CACHE_BYTES = 1 << 20
 
 CHECKED_ROWS = 150  # tokens of a product whose bits are compared
+OF_ATTENTION = (768, 300, 64)  # long sums to few numbers: three heads of a block of exact/functions.py, and their keys
 _repeatable = False  # whether gradients of the bit-exact mode must not depend on the number of threads
 
 Shapes = Counter[tuple[int, int]]  # how many layers have (outputs, inputs)
@@ -121,25 +122,30 @@ def take_repeatable_products(model: nn.Module) -> None:
     global _repeatable
     if not torch.backends.mkldnn.is_available():
         raise TrainerError("--deterministic computes gradients by oneDNN, which this PyTorch lacks")
-    threads = torch.get_num_threads()
-    for outs, ins in _shapes(model):
-        generator = torch.Generator().manual_seed(outs + ins)
-        grad, x = (torch.randn(CHECKED_ROWS, size, generator=generator) for size in (min(outs, LARGEST), ins))
-        weight = torch.randn(min(outs, LARGEST), ins, generator=generator)
-        found = []
-        try:
-            for count in (1, max(2, threads)):
-                torch.set_num_threads(count)
-                found.append((onednn_product(grad.t(), x.t()), onednn_product(grad, weight.t())))
-        finally:
-            torch.set_num_threads(threads)
-        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+    checked = [(CHECKED_ROWS, min(outs, LARGEST), ins) for outs, ins in _shapes(model)]
+    for rows, outs, ins in [*checked, OF_ATTENTION]:
+        if not _is_repeatable(rows, outs, ins):
             raise TrainerError(
                 f"--deterministic: on this machine, gradients of a layer with {ins} inputs and {outs} outputs depend on"
                 " the number of threads: drop the flag"
             )
     _repeatable = True
     exact_kernels.cache_clear()
+
+
+def _is_repeatable(rows: int, outs: int, ins: int) -> bool:
+    """Return whether one thread and several compute the same gradients of a layer from that many rows."""
+    generator = torch.Generator().manual_seed(outs + ins)
+    grad, x = (torch.randn(rows, size, generator=generator) for size in (outs, ins))
+    weight = torch.randn(outs, ins, generator=generator)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, max(2, threads)):
+            torch.set_num_threads(count)
+            found.append((onednn_product(grad.t(), x.t()), onednn_product(grad, weight.t())))
+    finally:
+        torch.set_num_threads(threads)
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def repeatable() -> bool:
