@@ -21,6 +21,7 @@ from typing import Any, Self
 from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement.machines import LOOPBACK, THIS_ONE, Machine, Machines, check_roles
 from atroposlib import extras
+from atroposlib.errors import reaching
 from atroposlib.flags import ConfigError
 
 LOCAL, AUTO = "local", "auto"
@@ -262,13 +263,16 @@ def reserve_more(
     """Hold `bundle` in a group of this name for one server more, on the node that Ray finds for it, while `goes_on`.
     Ray may have an autoscaler start that node. A run on one machine stays there. Raises ConfigError.
     """
-    if not machines.several:
-        ((host, node),) = _by_host(machines).items()
-    else:
-        node = _free_node(bundle, goes_on)
-        host = node["NodeManagerAddress"]
-        _expect_ready({host: node}, model)
-    _hold(node, bundle, name)
+    from ray.exceptions import RayError
+
+    with reaching("--ray", ConfigError, remedy="see `ray status`", also=(RayError, StopIteration)):
+        if not machines.several:
+            ((host, node),) = _by_host(machines).items()
+        else:
+            node = _free_node(bundle, goes_on)
+            host = node["NodeManagerAddress"]
+            _expect_ready({host: node}, model)
+        _hold(node, bundle, name)
     return Machine(host, trains=False, gpus=int(node["Resources"].get("GPU", 0)))
 
 
@@ -294,9 +298,10 @@ def _free_node(bundle: Mapping[str, float], goes_on: Callable[[], bool]) -> dict
 
 def release(name: str) -> None:
     """Give back what a group of this name holds, if there is one."""
+    from ray.exceptions import RayError
     from ray.util import get_placement_group, remove_placement_group
 
-    with suppress(ValueError):
+    with suppress(ValueError, RayError):  # none of this name, or the cluster is gone and holds nothing
         remove_placement_group(get_placement_group(name))
 
 
