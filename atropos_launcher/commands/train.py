@@ -10,7 +10,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -56,6 +56,7 @@ from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import LATEST
 from example_trainer.memory.plan import GIB, amount
+from example_trainer.settings.bridges import MODES
 from example_trainer.settings.cpu_cores import shown_cores
 
 LEAST_FREE = 64 << 20  # bytes; logs, records and rows of a few minutes
@@ -119,13 +120,26 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
     if need is not None and (why := need.refusal(plan.site.placement, cache)):
         if not asked.dry_run:
             print("\n".join(need.lines(plan.site.placement, cache)), file=sys.stderr)
-        raise ConfigError(why)
+        raise ConfigError(why + (fits_apart(asked, plan.site.run_dir) or ""))
     if plan.site.teacher is not None:
         lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
         if why and asked.gpu_bytes:
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
             raise ConfigError(why)
+
+
+def fits_apart(asked: Asked, run_dir: Path) -> str | None:
+    """Name the bridge under which a run fits that is too large for GPUs which hold one single copy; None if none."""
+    if not asked.gpus or not MODES[asked.run.kind].same_devices:
+        return None
+    apart = replace(asked, run=asked.run.model_copy(update={"bridge": {"kind": "broadcast"}}), dry_run=True)
+    with suppress(ConfigError), Ports() as ports:
+        site = find_site(apart, run_dir, ports)
+        need = need_of(apart, site)
+        if need is not None and need.refusal(site.placement) is None:
+            return ", or --bridge broadcast, whose two copies fit"
+    return None
 
 
 def expect_disk(plan: Plan, asked: Asked) -> None:

@@ -25,6 +25,7 @@ from atropos_launcher.placement.ports import Ports
 from atropos_launcher.placement.speed import best_layout, layouts
 from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked
+from atropos_launcher.plan.hub import expect_model
 from atropos_launcher.plan.sections import (
     API_TOKEN,
     KEY,
@@ -211,4 +212,5 @@ def find_model(model: str | None, flag: str = "--model") -> str:
         return str(path.resolve())
     if model.startswith(("/", ".", "~")):
         raise ConfigError(f"{flag} {model} has no config.json; give a Hugging Face id or a model's directory")
+    expect_model(model, flag)
     return model

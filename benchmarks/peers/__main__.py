@@ -5,7 +5,7 @@
     python -m benchmarks.peers --report                            the tables of the results so far
 
 Environments are made on first use (`environment.py`). Each run of an arm is metered (`metering.py`) and appended to the
-results file as it ends, so that a stop loses nothing. Arms take turns. docs/benchmarks/speed.md has results.
+results file as it ends; the same command goes on behind a stop. Arms take turns. docs/benchmarks/speed.md has results.
 """
 
 import os
@@ -36,7 +36,10 @@ class Settings(Config):
 
     peers: tuple[str, ...] = Field(tuple(COMPARISONS), description=f"Comparisons, of {', '.join(COMPARISONS)}.")
     runs: int = Field(3, ge=1, description="Runs of each arm.")
-    out: Path = Field(Path("runs/peers.jsonl"), description="File to which results are appended.")
+    out: Path = Field(
+        Path("runs/peers.jsonl"),
+        description="File to which results are appended; runs that stand in it are not repeated.",
+    )
     model: Path | None = Field(None, description="Directory of the model; by default the quickstart's.")
     report: bool = Field(False, description="Run nothing; print the tables of the file.")
 
@@ -59,12 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(name: str, settings: Settings) -> None:
-    """Run every arm of a comparison, in turns, and append each result."""
+    """Run every arm of a comparison, in turns, and append each result; leave out runs that the file has."""
+    ended = {(result.arm, result.run) for result in read(settings.out) if result.comparison == name}
     model = settings.model or ensure_model(load_config(QuickstartModelConfig, [], prog=PROG).folder)
     with tempfile.TemporaryDirectory(prefix=f"peers-{name}-") as folder:
         for run in range(1, settings.runs + 1):
             with COMPARISONS[name].arms(Work(Path(folder), model, run)) as arms:
-                for arm in arms:
+                for arm in [arm for arm in arms if (arm.name, run) not in ended]:
                     append(settings.out, result_of(name, arm, run, settings.out.parent))
 
 

@@ -209,6 +209,7 @@ def test_prompts_in_the_cache_are_a_fault_if_they_are_the_runs_own_alone(
         trainer.prove()
 
 
+@pytest.mark.rotating
 def test_sixty_syncs_without_a_fault_raise_no_alarm(whole: Planting, train: Callable[..., Trainer]) -> None:
     whole.plant("")
     trainer = train(whole.server, weight_bridge_mode="shared_vllm", use_shared_memory=True)

@@ -7,7 +7,6 @@ environment is an EnvError.
 """
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -48,6 +47,7 @@ from atroposlib.envs.payloads import (
     wire_form,
 )
 from atroposlib.envs.run import sample_rows
+from atroposlib.envs.run.drop_log import DropLog
 from atroposlib.envs.run.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.run.order import Order, current_place, fill_place
 from atroposlib.envs.run.outcomes import Outcomes
@@ -70,9 +70,6 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 LENGTHS_KEPT = 10_000
-REJECTIONS_REPORTED = 50
-DROPS_REPORTED_EVERY_S = 60.0
-SCORERS_LIMITS = ("grader_timeout", "scorer_timeout")  # settings of environments that grade beside the event loop
 
 _item_number: ContextVar[int | None] = ContextVar("item_number", default=None)  # in a BatchFilling
 
@@ -158,10 +155,7 @@ class EnvRun(Generic[E]):
         self.last_loop_time: float | None = None
         self._decided: list[Item] = []  # items whose groups are at the API or thrown away, until the author is told
         self.sending = 0  # groups that dynamic sampling has chosen and the API does not have yet
-        self._rejected_in_row = 0
-        self._unscored_in_row = 0
-        self._unsaid_drops: Counter[str] = Counter()
-        self._drops_said_at = -math.inf
+        self._drops = DropLog(self.errors, self.outcomes, type(env.config).model_fields)
         self.samples = SampleRows(self)
         self.filling: BatchFilling[Sampled] | None = None
         if env.config.max_items_per_batch and env.config.ensure_scores_are_not_same:
@@ -289,33 +283,15 @@ class EnvRun(Generic[E]):
                 await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
                 self.last_completed_item = item
             else:
-                self.counts["items_without_group"] += 1
-                self.outcomes.note_dropped("without a group", "the environment gave none")
-                self.samples.write_lost(item, "the environment gave no group")
-                self._decided.append(item)
+                self._note_without_group(item, "without a group", "the environment gave no group")
         except GroupLost as error:  # costs the error budget nothing
-            self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
-            self.outcomes.note_dropped(error.kind, str(error))
             log.warning("Dropped the item %s: %s", shown(item), error)
-            self.samples.write_lost(item, str(error))
-            self._decided.append(item)
+            self._note_without_group(item, error.kind, str(error))
         except Unscored as error:  # nor does this
-            self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
-            self._unscored_in_row += 1
-            self.outcomes.note_dropped(GRADER_FAILED, str(error))
-            log.warning("Dropped a group: %s", error)
-            self.samples.write_lost(item, str(error) or "an answer could not be scored")
-            self._decided.append(item)
-            if self._unscored_in_row % REJECTIONS_REPORTED == 0:
-                log.warning(
-                    "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer "
-                    "waits until the policy gives other answers. The warnings above show the answers%s",
-                    self._unscored_in_row,
-                    error,
-                    self._scorers_limits(),
-                )
+            self._drops.unscored(error)
+            self._note_without_group(item, GRADER_FAILED, str(error) or "an answer could not be scored")
         except EnvError as error:  # ends the environment; perhaps no row can be written
             self.outcomes.note_failed(error)
             raise
@@ -331,10 +307,12 @@ class EnvRun(Generic[E]):
         finally:
             await self.env.cleanup()
 
-    def _scorers_limits(self) -> str:
-        """What may help where the scorer ran out of time: the settings for it that this environment has."""
-        has = [f"--env.{name}" for name in SCORERS_LIMITS if name in type(self.env.config).model_fields]
-        return f"; if they are reasonable, raise its time limit ({', '.join(has)})" if has else ""
+    def _note_without_group(self, item: Item, kind: str, why: str) -> None:
+        """Count an item of which no group is left, and write its row."""
+        self.counts["items_without_group"] += 1
+        self.outcomes.note_dropped(kind, why)
+        self.samples.write_lost(item, why)
+        self._decided.append(item)
 
     async def take(self, scored_data: Groups, item: Item, send: bool, limit_lengths: bool) -> None:
         """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.
@@ -342,7 +320,7 @@ class EnvRun(Generic[E]):
         Raises MalformedGroup, once the others are sent, for groups that no trainer could use, that the registered one
         cannot, or that the API refused.
         """
-        self._unscored_in_row = 0
+        self._drops.note_scored()
         given = scored_data if isinstance(scored_data, list) else [scored_data]
         settled = [self._with_settings(group) for group in given if group]
         groups, defects = [group for group, _ in settled], [found for _, found in settled]
@@ -466,7 +444,7 @@ class EnvRun(Generic[E]):
             if rejected is not None:
                 self._note_rejected(rejected, group, item)
                 return []
-            self._rejected_in_row = 0
+            self._drops.note_kept()
             fill_place()
             return [self.samples.sampled(group, item)]
         if rejected is not None:
@@ -478,39 +456,13 @@ class EnvRun(Generic[E]):
         return [] if number is not None else self._settled(self.filling.end(own, self.groups_per_batch))
 
     def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
-        """Count a group that is dropped. The log has one line a minute, however many there are."""
+        """Count a group that is dropped."""
         self.counts["items_rejected"] += 1
         self._note_thrown_away(group)
         self._decided.append(item)
-        self._rejected_in_row += 1
         self.outcomes.note_dropped(*rejected)
         self.samples.write(self.samples.sampled(group, item), rejected.reason)
-        self._unsaid_drops[rejected.kind] += 1
-        if self._rejected_in_row == REJECTIONS_REPORTED:
-            log.warning(
-                "%d groups in a row were dropped and nothing was sent, the last because %s%s",
-                self._rejected_in_row,
-                rejected.reason,
-                f" ({self.errors.giver})" if self.errors.giver else "",
-            )
-        now = time.monotonic()
-        if now - self._drops_said_at < DROPS_REPORTED_EVERY_S:
-            return
-        self._drops_said_at = now
-        if self._unsaid_drops.total() == 1:
-            log.info("Dropped a group of the item %s: %s", shown(item), rejected.reason)
-        else:
-            log.info(
-                "Dropped %d groups since the last such line (%s), %d of them in a row, with pauses of %.1f s between "
-                "items; the last one, of the item %s: %s",
-                self._unsaid_drops.total(),
-                ", ".join(f"{count} {kind}" for kind, count in self._unsaid_drops.most_common()),
-                self._rejected_in_row,
-                self.outcomes.pause_s,
-                shown(item),
-                rejected.reason,
-            )
-        self._unsaid_drops.clear()
+        self._drops.rejected(rejected, item)
 
     def _note_thrown_away(self, group: ScoredDataGroup) -> None:
         self.outcomes.thrown_away += 1

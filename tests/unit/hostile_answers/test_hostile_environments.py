@@ -316,7 +316,7 @@ def test_grading_never_raises_and_integers_are_what_they_are(answer: str) -> Non
 async def test_answers_that_occupy_the_grader_until_its_limit_end_nothing_and_are_named(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.run.env_run.REJECTIONS_REPORTED", 2)
+    monkeypatch.setattr("atroposlib.envs.run.drop_log.WARNED_AFTER", 2)
     async with (
         FakeInferenceServer(lambda prompt: r"\boxed{9^{9^{9^{9^9}}}}") as server,
         running_env(MathEnv, tmp_path, server, grader_timeout=0.1, group_size=1, heldout_size=1) as env,

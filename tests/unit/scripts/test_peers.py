@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import textwrap
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.api_throughput import make_groups
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.arms.episodes import scores_of
 from benchmarks.peers.arms.quickstart import best
-from benchmarks.peers.comparison import Goal
+from benchmarks.peers.comparison import Arm, Comparison, Goal
 from benchmarks.peers.comparisons import COMPARISONS, HELD_OUT, questions
 from benchmarks.peers.environment import folder_of, layered_python
 from benchmarks.peers.metering import ArmFailed, metered
@@ -199,6 +200,22 @@ def test_results_are_appended_one_by_one_and_read_again(tmp_path: Path, capsys: 
     path.write_text(path.read_text().replace('"comparison":"a"', '"comparison":"trl"'))
     peers.main(["--report", "--peers", "trl", "--out", str(path)])
     assert "| ours | 2 | 1.5 (1 to 2) |" in capsys.readouterr().out
+
+
+@pytest.mark.services
+def test_the_same_command_goes_on_behind_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = [Arm(name, program("print('@{}')"), 60) for name in ("ours", "theirs")]
+    monkeypatch.setitem(COMPARISONS, "a", Comparison((), lambda work: nullcontext(arms)))
+    path = tmp_path / "results.jsonl"
+    peers.append(path, result("ours", 1, rate=1.0))
+    for _ in range(2):
+        peers.main(["--peers", "a", "--runs", "2", "--out", str(path), "--model", "."])
+    assert [(each.arm, each.run) for each in peers.read(path)] == [
+        ("ours", 1),
+        ("theirs", 1),
+        ("ours", 2),
+        ("theirs", 2),
+    ]
 
 
 def test_an_unknown_peer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ class FruitlessEnv(FailingEnv):
             {"backlog": list(range(100))},
             ProcessError,
             r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped\."
-            r" The last one: the environment gave none \(.* in collect_tr",
+            r" The last one: the environment gave no group \(.* in collect_tr",
         ),
         (
             MalformedEnv,

@@ -257,3 +257,14 @@ def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
     with pytest.raises(ConfigError, match=r"needs .* for each of 2 trainer ranks") as raised:
         train.expect_fit(plan(*large), ask_for(*large))
     assert "adafactor" not in str(raised.value)  # it updates whole tensors
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [("2x80", True), ("1x80", False)])
+def test_a_model_too_large_for_one_single_copy_is_pointed_to_two(gpus: str, fits: bool) -> None:
+    words = ("gsm8k_single_copy", "Qwen/Qwen2.5-14B-Instruct", "--gpus", gpus, "--host-memory", "400")
+    with pytest.raises(ConfigError, match="needs .* on GPU 0, and .* are free") as raised:
+        train.expect_fit(plan(*words), ask_for(*words))
+    assert ("or --bridge broadcast, whose two copies fit" in str(raised.value)) is fits
+    if fits:
+        instead = (*words, "--bridge", "broadcast")
+        train.expect_fit(plan(*instead), ask_for(*instead))
