@@ -1,5 +1,5 @@
-"""What the log says of groups that are dropped: a line a minute, however many there are, and a warning when nothing else
-has come for long.
+"""What the log says of groups that are dropped: a line a minute, however many there are, and a warning when nothing
+else has come for long.
 """
 
 import math
@@ -56,7 +56,7 @@ class DropLog:
         )
 
     def rejected(self, rejected: Rejection, item: Item) -> None:
-        """Tell of a group that the trainer would learn nothing from, unless a line of this minute has told of others."""
+        """Tell of a group from which nothing would be learned, unless a line of this minute has told of others."""
         self._rejected_in_row += 1
         self._untold[rejected.kind] += 1
         if self._rejected_in_row == WARNED_AFTER:

@@ -262,7 +262,7 @@ def test_no_remedy_of_the_memory_plan_is_one_that_the_trainer_refuses() -> None:
 @pytest.mark.parametrize(("gpus", "fits"), [("2x80", True), ("1x80", False)])
 def test_a_model_too_large_for_one_single_copy_is_pointed_to_two(gpus: str, fits: bool) -> None:
     words = ("gsm8k_single_copy", "Qwen/Qwen2.5-14B-Instruct", "--gpus", gpus, "--host-memory", "400")
-    with pytest.raises(ConfigError, match="needs .* on GPU 0, and .* are free") as raised:
+    with pytest.raises(ConfigError, match=r"needs .* on GPU 0, and .* are free") as raised:
         train.expect_fit(plan(*words), ask_for(*words))
     assert ("or --bridge broadcast, whose two copies fit" in str(raised.value)) is fits
     if fits:
