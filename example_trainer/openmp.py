@@ -2,9 +2,8 @@
 loaded.
 
 Trainer and vLLM take turns on the same cores. A thread that spins for long while it waits occupies the core that the
-other needs; one that sleeps at once takes 50 to 200 us to wake, for each of the thousands of small products and sums of
-a step. So they spin for some 30 us: on two cores of a Zen 5, an RMS norm of 64 x 576 took 233 us by threads that sleep
-at once, and 22 to 35 us by these.
+other needs; one that sleeps at once takes longer to wake than each of the thousands of small sums and norms of a step
+takes. So they spin for some 30 us.
 
 libgomp, which PyTorch brings, reads both variables. A process with more threads than cores, such as one whose second
 thread has multiplied once, spins by the policy alone: 1,000 times if it is ACTIVE, and not at all if it is PASSIVE.

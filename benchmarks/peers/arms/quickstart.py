@@ -1,6 +1,6 @@
-"""Ours: the quickstart, until an evaluation has reached GOAL.
+"""Ours: the quickstart, until an evaluation has reached GOAL, or for STEPS steps.
 
-python -m benchmarks.peers.arms.quickstart WORK GOAL SEED
+python -m benchmarks.peers.arms.quickstart WORK GOAL SEED STEPS
 """
 
 import json
@@ -15,11 +15,11 @@ LOOK_S = 0.5
 END_S = 60.0
 
 
-def main(work: Path, goal: float, seed: int) -> None:
+def main(work: Path, goal: float, seed: int, steps: int) -> None:
     """Start it, look at its evaluations, and end it once one is good enough."""
     start = time.perf_counter()
-    flags = ["quickstart", "--model", str(work / "model"), "--seed", str(seed), "--no-view"]
-    where = ["--runs", str(work / "runs"), "--run-name", f"seed-{seed}"]
+    flags = ["quickstart", "--model", str(work / "model"), "--seed", str(seed), "--steps", str(steps)]
+    where = ["--no-view", "--runs", str(work / "runs"), "--run-name", f"seed-{seed}"]
     process = subprocess.Popen([sys.executable, "-m", "atropos_launcher", *flags, *where], start_new_session=True)
     evaluations = work / "runs" / f"seed-{seed}" / "evaluations.jsonl"
     while process.poll() is None and best(evaluations) < goal:
@@ -45,4 +45,4 @@ def best(evaluations: Path) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,9 +1,9 @@
 """TRL: GRPOTrainer with its own generation on the quickstart's task, until an evaluation has reached GOAL.
 
-    python -m benchmarks.peers.arms.trl_loop WORK GOAL SEED SETTINGS       in an environment with TRL
+    python -m benchmarks.peers.arms.trl_loop WORK GOAL SEED STEPS SETTINGS       in an environment with TRL
 
-WORK has the model and problems.json: the quickstart's questions. SETTINGS, as JSON, go over those below, which are the
-quickstart's as far as TRL has them.
+STEPS are the most that it makes. WORK has the model and problems.json: the quickstart's questions. SETTINGS, as JSON, go
+over those below, which are the quickstart's as far as TRL has them.
 """
 
 import json
@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.trainer_step import answer
 
 GROUP, GROUPS, ANSWER_TOKENS = 8, 8, 24
-STEPS, EVALUATED_EVERY = 60, 5
+EVALUATED_EVERY = 5
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -74,7 +74,7 @@ class Evaluations(TrainerCallback):
         return sum(map(is_right, texts, self._results)) / len(texts)
 
 
-def main(work: Path, goal: float, seed: int, settings: dict[str, Any]) -> None:
+def main(work: Path, goal: float, seed: int, steps: int, settings: dict[str, Any]) -> None:
     """Train until the goal or the last step."""
     start = time.perf_counter()
     problems = json.loads((work / "problems.json").read_text())
@@ -94,7 +94,7 @@ def main(work: Path, goal: float, seed: int, settings: dict[str, Any]) -> None:
         "beta": 0.05,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
-        "max_steps": STEPS,
+        "max_steps": steps,
     }
     args = GRPOConfig(
         output_dir=str(work / f"trl-{seed}"),
@@ -118,4 +118,4 @@ def main(work: Path, goal: float, seed: int, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
