@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.arms.trl_loop WORK GOAL SEED STEPS SETTINGS       in an environment with TRL
 
-STEPS are the most that it makes. WORK has the model and problems.json: the quickstart's questions. SETTINGS, as JSON, go
-over those below, which are the quickstart's as far as TRL has them.
+STEPS are the most that it makes. WORK has the model and problems.json: the quickstart's questions. SETTINGS, as JSON,
+go over those below, which are the quickstart's as far as TRL has them.
 """
 
 import json
