@@ -6,6 +6,7 @@ from pathlib import Path
 
 from atropos_launcher import arguments
 from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
+from atropos_launcher.service import is_trainer
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.scale_request import ScaleAnswer, ScaleRequest, read_answer, write_request
 from atroposlib.errors import AtroposError, reading
@@ -52,6 +53,9 @@ def scale(run: Path, count: int) -> None:
         raise CannotScale(f"the launcher of {printable(str(run))} is gone: `atropos stop` ends what it left")
     if not records.exist():
         raise CannotScale(f"{printable(str(run))} is not running: `atropos train --resume` continues it")
+    names = [record.name for record in records.services()]
+    if names and not any(map(is_trainer, names)):
+        raise CannotScale(f"{printable(str(run))} has no trainer that would feed a server: it runs {', '.join(names)}")
     with reading(f"cannot ask the launcher of {printable(str(run))}", CannotScale):
         write_request(records, asked)
     print(f"Asking the launcher of {printable(str(run))} for {count} vLLM server(s)", flush=True)

@@ -359,7 +359,11 @@ def start(
     run_dir = plan.site.run_dir
     make_private_directory(run_dir)
     token = plan.trainer.atropos_token
-    others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
+    apart = {"api", *(service.name for service in more)}
+
+    def others() -> dict[str, str]:
+        return {name: url for name, url in supervisor.health.items() if name not in apart}
+
     watch = Diagnosis(
         plan.site.api, None if token is None else token.get_secret_value(), others, records=Records(run_dir)
     )

@@ -28,22 +28,22 @@ Ask = Callable[[], "Activity"]  # raises NotYet or ApiRefused
 
 
 class Diagnosis:
-    """Finds what there is to tell since the last call. `health` has the addresses of other services by name, and
-    `records` the processes of the run.
+    """Finds what there is to tell since the last call. `health` gives the addresses at which other services are to
+    answer now, by name, and `records` the processes of the run.
     """
 
     def __init__(
         self,
         api_url: str,
         token: str | None = None,
-        health: Mapping[str, str] | None = None,
+        health: Callable[[], Mapping[str, str]] = dict,
         ask: Ask | None = None,
         records: Records | None = None,
     ) -> None:
         self._records = records
         self._api_url = api_url
         self._token = token
-        self._health = dict(health or {})
+        self._health = health
         self._ask = ask
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -93,8 +93,8 @@ class Diagnosis:
             for record in (self._records.services() if self._records is not None else [])
             if record.is_stopped
         ]
-        silent = [name for name, url in self._health.items() if not answers(url)]
-        lines += [f"{name} does not answer at {self._health[name]}: see its log" for name in silent]
+        silent = [(name, url) for name, url in self._health().items() if not answers(url)]
+        lines += [f"{name} does not answer at {url}: see its log" for name, url in silent]
         self._events.put(Quiet(for_s, tuple(lines)))
 
 

@@ -164,16 +164,20 @@ class Scaling:
             raise CannotScale(f"{count} vLLM servers: a run has 1 to {MOST}")
         if count == len(self._servers):
             say(f"The run has {count} vLLM server(s) already")
-        begun, refused = [], None
+        begun: list[Server] = []
+        refused: list[AtroposError] = []
         try:
             for _ in range(count - len(self._servers)):
                 begun.append(self._start(say))
         except AtroposError as error:
-            refused = error
+            refused.append(error)
         for server in begun:
-            self._join(server, say)
-        if refused is not None:
-            raise refused
+            try:
+                self._join(server, say)
+            except AtroposError as error:  # the others join all the same
+                refused.append(error)
+        if refused:
+            raise CannotScale("; ".join(map(str, refused))) from refused[0]
         for server in self._servers[count:][::-1]:
             self._leave(server, say)
 

@@ -213,6 +213,12 @@ class Supervisor:
         """Return whether a service of that name is there, running or about to be started again."""
         return any(child.service.name == name and not child.has_ended for child in self._children)
 
+    @property
+    def health(self) -> dict[str, str]:
+        """The addresses at which services that are to run answer, by name. Any thread may ask."""
+        running = [child for child in tuple(self._children) if not child.has_ended]
+        return {child.service.name: child.service.health for child in running if child.service.health is not None}
+
     def _end_leftovers(self) -> None:
         """End the services of a launcher that was killed here."""
         self._memory.read()

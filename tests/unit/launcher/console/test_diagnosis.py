@@ -82,9 +82,11 @@ def test_an_api_that_goes_away_and_a_vllm_that_does_not_answer_are_named() -> No
             raise ApiUnreachable("connection refused")
         return answers.pop()
 
-    watch = Diagnosis("http://api", health={"vllm": URL})
+    health = {"vllm": URL}
+    watch = Diagnosis("http://api", health=lambda: health)
     watch.look(ask)
     watch._quiet._told = -1e9  # as after a minute
+    health.clear()  # it was ended on purpose
     watch.look(ask)
     watch._ended.set()
     first, second = watch()
@@ -92,7 +94,7 @@ def test_an_api_that_goes_away_and_a_vllm_that_does_not_answer_are_named() -> No
     assert isinstance(second, Quiet)
     assert first.lines[0].startswith("no trainer has registered")
     assert first.lines[1] == f"vllm does not answer at {URL}: see its log"
-    assert second.lines[0] == "the batching API at http://api does not answer (connection refused)"
+    assert second.lines == ("the batching API at http://api does not answer (connection refused)",)
 
 
 @pytest.mark.usefixtures("soon")

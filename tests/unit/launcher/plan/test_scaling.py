@@ -12,17 +12,19 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from atropos_launcher.commands.scale import scale
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import Machine, Machines
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import scaling
 from atropos_launcher.plan.scaling import CannotScale, Scaling, only, with_one_more
 from atropos_launcher.plan.services import Plan
-from atropos_launcher.service import Service
+from atropos_launcher.service import LAUNCHER, Service
 from atropos_launcher.services.events import Scaled
-from atropos_launcher.services.records import Records
+from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.scale_request import ScaleAnswer, ScaleRequest, read_answer, write_request
 from atroposlib.addresses import server_address
+from atroposlib.errors import AtroposError
 from atroposlib.flags import ConfigError
 from tests.serving import Asked, Reply, ThreadedServer, free_port
 from tests.unit.launcher.plans import no_processes, on_gpus, plan
@@ -60,10 +62,11 @@ class Servers:
         self.alive: dict[str, ThreadedServer] = {}
         self.running = 0  # requests on each
         self.start = True
+        self.die: tuple[str, ...] = ()  # while they load
 
     def add(self, service: Service) -> None:
         self.started[service.name] = service
-        if self.start:
+        if self.start and service.name not in self.die:
             assert service.health is not None
             self.alive[service.name] = ThreadedServer(self.answer, urlsplit(service.health).port or 0)
 
@@ -193,6 +196,25 @@ def test_servers_that_have_room_join_though_another_has_none(run: Run) -> None:
     assert answer.error == "no room"
     assert answer.lines[-1] == "vllm-2 serves the policy"
     assert list(run.servers.alive) == ["vllm-2"]
+
+
+def test_the_others_join_though_one_dies_and_each_cause_is_named(run: Run) -> None:
+    run.servers.die = ("vllm-2", "vllm-4")
+    answer = run.scale(4)
+    assert answer.error == "vllm-2 died: see vllm-2.log; vllm-4 died: see vllm-4.log"
+    assert answer.lines[-1] == "vllm-3 serves the policy"
+    assert list(run.servers.alive) == ["vllm-3"]
+    assert run.scale(2).lines == ["The run has 2 vLLM server(s) already"]
+
+
+def test_a_run_without_a_trainer_is_told_at_once(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.claim()
+    for name in (LAUNCHER, "vllm"):
+        records.write(Record.of(name, os.getpid()))
+    with pytest.raises(AtroposError, match="has no trainer that would feed a server: it runs vllm"):
+        scale(tmp_path, 2)
+    records.release()
 
 
 @pytest.mark.parametrize("bridge", ["single_copy", "lora", "reload", "restart"])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.service import Service
+from atropos_launcher.services.supervisor import Supervisor
 from atroposlib.processes import exec_child
 from tests.serving import free_port
 from tests.unit.launcher.processes import (
@@ -420,3 +422,11 @@ def test_a_service_that_misses_another_leaves_the_blame_to_it(tmp_path: Path) ->
     status, output = launched(tmp_path / "alone", misses, sleeper(may_end=True), blame_s=1)
     assert status == 1
     assert "died: exit status 70" in output
+
+
+def test_the_addresses_are_those_of_services_that_are_to_run(tmp_path: Path) -> None:
+    services = [Service("vllm", ("true",), health="http://a/health"), Service("trainer", ("true",))]
+    supervisor = Supervisor(tmp_path, services, lambda event: None)
+    assert supervisor.health == {"vllm": "http://a/health"}
+    supervisor.retire("vllm")
+    assert supervisor.health == {}
