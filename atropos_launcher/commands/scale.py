@@ -49,13 +49,7 @@ def main(argv: Sequence[str]) -> int:
 def scale(run: Path, count: int) -> None:
     """Have the launcher of a run change its number of vLLM servers, and print what it does. Raises CannotScale."""
     records, asked, shown = Records(run), ScaleRequest.of(count), 0
-    if records.exist() and records.launcher() is None:
-        raise CannotScale(f"the launcher of {printable(str(run))} is gone: `atropos stop` ends what it left")
-    if not records.exist():
-        raise CannotScale(f"{printable(str(run))} is not running: `atropos train --resume` continues it")
-    names = [record.name for record in records.services()]
-    if names and not any(map(is_trainer, names)):
-        raise CannotScale(f"{printable(str(run))} has no trainer that would feed a server: it runs {', '.join(names)}")
+    expect_trainer(run, records)
     with reading(f"cannot ask the launcher of {printable(str(run))}", CannotScale):
         write_request(records, asked)
     print(f"Asking the launcher of {printable(str(run))} for {count} vLLM server(s)", flush=True)
@@ -79,6 +73,18 @@ def scale(run: Path, count: int) -> None:
                 " `atropos scale`, and does this one next (launcher.log says)"
             )
         time.sleep(POLL_S)
+
+
+def expect_trainer(run: Path, records: Records) -> None:
+    """Raise CannotScale for a run that has no launcher to ask, or no trainer that would feed a server."""
+    shown = printable(str(run))
+    if not records.exist():
+        raise CannotScale(f"{shown} is not running: `atropos train --resume` continues it")
+    if records.launcher() is None:
+        raise CannotScale(f"the launcher of {shown} is gone: `atropos stop` ends what it left")
+    names = [record.name for record in records.services()]
+    if names and not any(map(is_trainer, names)):
+        raise CannotScale(f"{shown} has no trainer that would feed a server: it runs {', '.join(names)}")
 
 
 def _running(runs: Path) -> Path:
