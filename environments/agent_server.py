@@ -41,6 +41,7 @@ from atroposlib.agents.program import ProgramLimits, Ran, confinement, run_progr
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
@@ -221,7 +222,9 @@ class AgentEnv(QuestionEnv):
             "limits": {"turns": config.max_turns, "time_s": DAY_S, "idle_s": DAY_S},
             **with_seed({}),
         }
-        async with self._slots:
+        with paused():  # who waits for a place is not slow
+            await self._slots.acquire()
+        try:
             session = await endpoint.open(settings, self._identity_of(item, split))
             is_kept = False
             try:
@@ -235,6 +238,8 @@ class AgentEnv(QuestionEnv):
                     self._unended[item.number].append(session)
                 else:
                     await endpoint.end([session.id])
+        finally:
+            self._slots.release()
         return rollout
 
     def _prefix(self, split: Split) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from atroposlib.clients.waiting import NotYet
+from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.proxy_client import request
@@ -81,6 +82,7 @@ class EndpointClient:
             except ServerError as error:
                 raise NotYet(str(error)) from error
 
-        return await wait_for_peer(
-            "answer of the agent endpoint", self.url, attempt, timeout_s=self._timeout_s, remedy=REMEDY
-        )
+        with paused():  # the rollout is not slow: the endpoint is away
+            return await wait_for_peer(
+                "answer of the agent endpoint", self.url, attempt, timeout_s=self._timeout_s, remedy=REMEDY
+            )

@@ -215,6 +215,8 @@ class Endpoint:
         body, _ = await self._body(request, may_be_empty=True)
         asked = SessionRequest.model_validate(body)
         known = self.sessions.by_id.get(asked.id) if asked.reopen and asked.id is not None else None
+        if known is not None and known.parent is not None:
+            raise Refused(FORBIDDEN, f"session {asked.id!r:.80} is a sub-agent's: name another")
         session = known or await self.sessions.create(asked.settings, asked.id)
         return JSONResponse(session.description() | {"key": session.record.key}, 200 if known else 201)
 

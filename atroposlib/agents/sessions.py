@@ -57,6 +57,9 @@ class Limits(BaseModel):
     idle_s: float = Field(default=900.0, gt=0, description="Seconds without a call after which a session has failed.")
     megabytes: float = Field(default=64.0, gt=0, description="Most MB of requests of a session.")
     children: int = Field(default=32, ge=0, description="Most sub-agents that are sessions of their own.")
+    kept_s: float = Field(
+        default=86_400.0, gt=0, description="Seconds for which a session is kept that has failed or has a reward."
+    )
 
 
 class SessionSettings(BaseModel):
@@ -95,6 +98,7 @@ class Session:
     nbytes: int = 0
     used_at: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)
+    is_written: bool = True  # its record; the next look writes what could not be written
     _in_flight: dict[str, "asyncio.Task[ModelReply]"] = field(default_factory=dict)
     _begun: int = 0
 
@@ -157,13 +161,13 @@ class Session:
 
     def prompt_tokens(self, call: ModelCall) -> int:
         """The tokens of the prompt that a call would send. Raises ValueError."""
-        return self.managed.prompt_length(call.messages, call.tools)
+        return self.managed.prompt_length(call.messages, call.tools, call.sampling.get("chat_template_kwargs"))
 
     async def fail(self, cause: str) -> None:
         """End the session and the calls under way without a reward, unless it has one. Raises JournalError."""
         if self.record.failed is None and self.record.reward is None:
             log.warning("Session %s has failed: %s", self.record.id, cause)
-            self.record.failed = cause
+            self.record.failed, self.used_at = cause, time.monotonic()
             for each in self.family:
                 each.cancel()
             await self.written()
@@ -183,7 +187,7 @@ class Session:
             raise Refused(BAD_REQUEST, f"the reward is {value}: expected a finite number", param="reward")
         if self.record.failed is not None:
             raise Refused(CONFLICT, f"session {self.record.id} has failed ({self.record.failed}): it has no reward")
-        self.record.reward = value
+        self.record.reward, self.used_at = value, time.monotonic()
         await self.written()
 
     async def replay(self, turns: list[Turn]) -> None:
@@ -223,9 +227,18 @@ class Session:
             raise self.ended(cause)
 
     async def check_time(self, now: float) -> None:
-        """Fail if nobody used it for too long, or it takes too long."""
+        """Fail if nobody used it for too long, or it takes too long; write what could not be written before. Raises
+        JournalError.
+        """
+        if not self.is_written:
+            await self.written()
         if (cause := self._broken_time(now)) is not None:
             await self.fail(cause)
+
+    def is_old(self, now: float) -> bool:
+        """Return whether it failed or got its reward so long ago that it is forgotten."""
+        has_ended = self.record.failed is not None or self.record.reward is not None
+        return has_ended and now - self.used_at > self.settings.limits.kept_s
 
     def _broken_time(self, now: float) -> str | None:
         limits = self.settings.limits
@@ -306,17 +319,23 @@ class Session:
         self.sampled += turn.reply.completion_tokens
 
     async def _written_turn(self, journal: TurnJournal, turn: Turn) -> None:
-        """Raises JournalError; the session has failed then, since its sequences hold a turn that nobody saw."""
+        """Raises JournalError; the rollout has failed then, since its sequences hold a turn that nobody saw."""
         try:
             await journal.write_turn(self.record.id, turn)
         except JournalError as error:
-            self.record.failed = str(error)
+            rollout = self.line[-1]
+            rollout.record.failed, rollout.is_written = str(error), False
             raise
 
     async def written(self) -> None:
         """Return once its record is on disk, where there is a journal. Raises JournalError."""
         if self.journal is not None:
-            await self.journal.write_session(self.record)
+            try:
+                await self.journal.write_session(self.record)
+            except JournalError:
+                self.is_written = False
+                raise
+        self.is_written = True
 
 
 @dataclass
@@ -339,13 +358,12 @@ class Sessions:
     async def restore(self) -> None:
         """Make the journal's sessions again, at the endpoint's start. Raises JournalError."""
         for record, turns in self.journal.restored() if self.journal is not None else []:
-            session = self._add(record)
             try:
-                await session.replay(turns)
+                await self._add(record).replay(turns)
             except (ValueError, TemplateError) as error:
                 raise JournalError(
-                    f"session {record.id} of the journal cannot be made again ({error}): start with the tokenizer and"
-                    " chat template with which it was written, or give another --journal"
+                    f"session {record.id} of the journal cannot be made again ({error}): start with the --server,"
+                    " tokenizer and chat template with which it was written, or give another --journal"
                 ) from error
             log.info("Session %s is restored with %d turns", record.id, len(turns))
 
@@ -378,7 +396,10 @@ class Sessions:
     async def child(self, name: str, parent: Session) -> Session:
         """The sub-agent that its parent knows by this name, which its first call makes. Raises Refused for too many."""
         identity = f"{parent.record.id}:{name}"
-        return self.by_id.get(identity) or await self.create(parent.settings, identity, parent)
+        known = self.by_id.get(identity)
+        if known is not None and known.parent is not parent:
+            raise Refused(FORBIDDEN, f"{identity!r:.80} is no session of {parent.record.id}: name another")
+        return known or await self.create(parent.settings, identity, parent)
 
     def get(self, identity: str) -> Session:
         """The session. Raises Refused if there is none."""
@@ -396,10 +417,22 @@ class Sessions:
             await self.journal.end(each.record.id for each in family)
 
     async def expire(self) -> None:
-        """Fail the sessions that nobody uses, or that take too long."""
-        for session in list(self.by_id.values()):
-            if session.parent is None:
-                await session.check_time(time.monotonic())
+        """Fail the sessions that nobody uses, or that take too long; forget those that ended long ago. Raises
+        JournalError after a look at all.
+        """
+        unwritten: JournalError | None = None
+        for session in [each for each in self.by_id.values() if each.parent is None]:
+            if self.by_id.get(session.record.id) is not session:
+                continue  # it was ended meanwhile
+            try:
+                if session.is_old(time.monotonic()):
+                    await self.end([session])
+                else:
+                    await session.check_time(time.monotonic())
+            except JournalError as error:
+                unwritten = error
+        if unwritten is not None:
+            raise unwritten
 
     def _forget(self, session: Session) -> None:
         self.by_id.pop(session.record.id, None)

@@ -211,6 +211,12 @@ class RolloutService(JournalledState):
         """Record what the trainer has finished, and what vLLM serves."""
         await self._submit(changes.TrainerReported(*astuple(report)))
 
+    def servers(self) -> dict[str, State]:
+        """Inference servers that have joined or left. Those of the journal count once their trainer is heard of: one
+        that resumes the run begins with the servers of its configuration.
+        """
+        return self.state.servers if self._trainer_heard else {}
+
     async def change_server(self, url: str, state: State) -> None:
         """Record that an inference server joins, serves, leaves or has left. Raises TooManyServers."""
         if url not in self.state.servers and len(self.state.servers) >= MOST:

@@ -225,9 +225,9 @@ def salt_requests() -> None:
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def requests(scheduler: Scheduler) -> list[tuple[str, Any, bool]]:
-        here = scheduler.requests.items()
-        return [(name, each, each.num_computed_tokens > 0 or each.num_preemptions > 0) for name, each in here]
+    def requests(scheduler: Scheduler) -> list[tuple[Any, bool]]:
+        here = scheduler.requests.values()
+        return [(each, each.num_computed_tokens > 0 or each.num_preemptions > 0) for each in here]
 
     engines: dict[int, Salts] = {}
 
@@ -237,7 +237,7 @@ def salt_requests() -> None:
     admit, label, reset = EngineCore.add_request, EngineCore.set_weight_version, EngineCore.reset_prefix_cache
 
     def add_request(self: EngineCore, request: Any, *arguments: Any, **named: Any) -> None:
-        salts(self).admit(request.request_id, request)
+        salts(self).admit(request)
         resalted(request)  # its hashes were made with the tag
         admit(self, request, *arguments, **named)
 

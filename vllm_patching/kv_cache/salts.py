@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import Struct
@@ -50,9 +51,9 @@ class Salts:
         self._version = ""
         self._resets = 0
         self._began: OrderedDict[str, str] = OrderedDict()  # by session
-        self._admitted: dict[str, _Admitted] = {}  # by request id, of requests that the engine has
+        self._admitted = WeakKeyDictionary[Request, _Admitted]()  # as long as the engine has the request
 
-    def admit(self, request_id: str, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """Give a request that comes to the engine the salt of its conversation. Raises msgspec.DecodeError for one that
         carries no tag.
         """
@@ -60,19 +61,18 @@ class Salts:
         opens = tag.session not in self._began
         if opens:
             self._begin(tag.session)
-        self._admitted[request_id] = _Admitted(tag, opens)
+        self._admitted[request] = _Admitted(tag, opens)
         request.cache_salt = self._salt(tag)
 
-    def serve(self, version: str, requests: Iterable[tuple[str, Request, bool]]) -> None:
-        """The engine computes with `version` from now on. `requests` are those that it has, each with its id and
-        whether it has been read, if only in part.
+    def serve(self, version: str, requests: Iterable[tuple[Request, bool]]) -> None:
+        """The engine computes with `version` from now on. `requests` are those that it has, each with whether it has
+        been read, if only in part.
         """
         self._version = version
-        had, self._admitted = self._admitted, {}
         unread: list[tuple[Request, _Admitted]] = []
         begun: set[str | None] = set()
-        for request_id, request, read in requests:
-            admitted = self._admitted[request_id] = had[request_id]
+        for request, read in requests:
+            admitted = self._admitted[request]
             if read:
                 begun.add(admitted.tag.session)
             else:

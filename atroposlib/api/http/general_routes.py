@@ -85,8 +85,11 @@ async def activity(request: Request) -> Response:
 
 @serves(router, routes.SERVERS)
 async def servers(request: Request) -> Response:
-    """Inference servers that have joined or left since the trainer registered, each with its state."""
-    return reply(Servers(service_of(request).state.servers))
+    """Inference servers that have joined or left since the trainer registered, each with its state.
+
+    After a restart there are none until a trainer is heard of.
+    """
+    return reply(Servers(service_of(request).servers()))
 
 
 @serves(router, routes.CHANGE_SERVER)

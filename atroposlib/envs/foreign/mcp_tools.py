@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.tools import Tool, ToolError, WrongArguments
 from atroposlib.extras import MissingExtra, install, need
 from atroposlib.logs import get_logger
@@ -73,10 +74,11 @@ class McpServer:
 
     async def tools(self) -> list[Tool]:
         """The server's tools, once it is connected to. Raises EnvError or RolloutFailed."""
-        async with self._connecting:
-            if self._connection is None or self._connection.task is None or self._connection.task.done():
-                self._connection = await self._connected()
-            return self._connection.tools
+        with paused():  # who waits for the server to start is not slow
+            async with self._connecting:
+                if self._connection is None or self._connection.task is None or self._connection.task.done():
+                    self._connection = await self._connected()
+                return self._connection.tools
 
     async def close(self) -> None:
         """End the connection, those that a frozen server has left to end, and the programs behind them."""

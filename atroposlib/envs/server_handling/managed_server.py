@@ -165,9 +165,14 @@ class ManagedServer(SequenceKeeper):
             usage=_usage(made.prompt, made.sampled),
         )
 
-    def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> int:
+    def prompt_length(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> int:
         """The tokens of the prompt that `chat_completion` would send for a conversation."""
-        text = self.render(messages, tools)
+        text = self.render(messages, tools, template_arguments)
         return len(self._prompt(text, self.longest_prefix(text), templated=True).tokens)
 
     async def get_logprobs(

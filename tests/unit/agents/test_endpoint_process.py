@@ -2,7 +2,12 @@
 
 import gc
 
+import pytest
+
+from atroposlib.agents.client import EndpointClient
 from atroposlib.agents.serve import following, modules_uncollected
+from atroposlib.envs.errors import PeerError
+from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.agents.support import TOKENIZER, Running, running
@@ -58,6 +63,12 @@ async def test_an_api_that_is_away_or_lists_no_servers_leaves_those_of_the_start
                 _, key = await started.session()
                 assert await said(started, key, "a") == "first"
         assert [type(each.config) for each in started.manager.servers] == [APIServerConfig]
+
+
+async def test_the_time_without_an_endpoint_is_not_the_rollouts() -> None:
+    with pytest.raises(PeerError, match="agent_endpoint"):
+        async with time_limit(0.05):
+            await EndpointClient("http://127.0.0.1:9", timeout_s=0.3).process()
 
 
 def test_what_is_loaded_before_it_serves_is_not_collected_while_it_serves() -> None:

@@ -156,3 +156,13 @@ async def test_names_of_an_agents_own_stay_inside_of_its_session() -> None:
             assert len(await started.nodes(session)) == 2
         stolen = {"x_session_id": "x", "x_parent_session_id": sessions[0][0]}
         assert (await started.post(CHAT, said("c"), x_api_key=sessions[1][1], **stolen)).status_code == 403
+
+
+async def test_no_name_of_a_sub_agent_is_another_rollouts_session() -> None:
+    async with running() as started:
+        key, _ = [(await started.post("/sessions", {"id": name})).json()["key"] for name in ("job", "job:1")]
+        for name, status in (("1", 403), ("2", 200)):
+            names = {"x_session_id": name, "x_parent_session_id": "job"}
+            assert (await started.post(CHAT, BODY, x_api_key=key, **names)).status_code == status
+        assert (await started.post("/sessions", {"id": "job:2", "reopen": True})).status_code == 403
+        assert await started.nodes("job:1") == []

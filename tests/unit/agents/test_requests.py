@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.testing.tiny_tokenizer import CHATML, make_tiny_tokenizer
 from tests.unit.agents.support import PARAMETERS, running
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -196,6 +197,18 @@ async def test_a_conversation_beyond_the_context_is_refused_as_the_api_does() ->
         assert short.status_code == 200
         tokens = started.server.requests[-1][1]
         assert tokens["max_tokens"] == 40 - short.json()["usage"]["prompt_tokens"]
+
+
+async def test_what_the_template_is_given_counts_in_the_context() -> None:
+    template = "{{ 'more ' * (times or 0) }}" + CHATML
+    async with running(context=80, tokenizer=make_tiny_tokenizer(chat_template=template)) as started:
+        _, key = await started.session()
+        asked = BODIES[CHAT] | {"chat_template_kwargs": {"times": 5}}
+        reply = await started.post(CHAT, asked, x_api_key=key)
+        assert reply.status_code == 200, reply.text
+        used = reply.json()["usage"]["prompt_tokens"]
+        assert used > 25
+        assert started.server.requests[-1][1]["max_tokens"] == 80 - used
 
 
 async def test_tokens_are_counted_as_they_are_sampled_from_and_models_are_listed() -> None:

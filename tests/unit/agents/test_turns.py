@@ -140,21 +140,66 @@ async def test_the_seed_of_a_session_gives_each_of_its_requests_one() -> None:
         assert len(set(seeds)) == 4
 
 
-async def test_a_reply_that_is_not_on_disk_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(self: Journal, *args: Any, **named: Any) -> None:
+    """A write to a full disk."""
+    args[3](JournalError("the disk is full"))
+
+
+@pytest.mark.parametrize("is_of_sub_agent", [False, True])
+async def test_a_reply_that_is_not_on_disk_does_not_leave(
+    is_of_sub_agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(journal=tmp_path / "turns.journal") as started:
         session, key = await started.session()
-
-        def full(self: Journal, *args: Any, **named: Any) -> None:
-            args[3](JournalError("the disk is full"))
-
+        names = {"x_session_id": "sub", "x_parent_session_id": session} if is_of_sub_agent else {}
+        assert (await started.post(CHAT, body("before"), x_api_key=key, **names)).status_code == 200
         with monkeypatch.context() as patched:
             patched.setattr(Journal, "write", full)
-            reply = await started.post(CHAT, body("a"), x_api_key=key)
+            reply = await started.post(CHAT, body("a"), x_api_key=key, **names)
             refused = await started.http.post("/sessions", json={"id": "new"})
         assert (reply.status_code, "disk is full" in reply.text) == (503, True)
         assert "disk is full" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
+        assert (await started.post(CHAT, body("a"), x_api_key=key, **names)).status_code == 403
         again = await started.http.post("/sessions", json={"id": "new"})
         assert (refused.status_code, again.status_code) == (503, 201)
+
+
+async def test_a_failure_that_could_not_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        sessions = started.endpoint.sessions
+        names = [(await started.session(limits={"idle_s": 0.01}))[0] for _ in range(2)]
+        late, key = await started.session()
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", full)
+            assert (await started.post(CHAT, body("a"), x_api_key=key)).status_code == 503
+            await asyncio.sleep(0.05)
+            with pytest.raises(JournalError, match="disk is full"):
+                await sessions.expire()
+            assert [sessions.by_id[name].record.failed for name in names] == ["it was idle for 0.01 s"] * 2
+        await sessions.expire()
+    async with running(journal=journal) as started:
+        for name, cause in ((names[0], "idle"), (names[1], "idle"), (late, "disk is full")):
+            assert cause in str((await started.http.get(f"/sessions/{name}")).json()["failed"])
+
+
+async def test_sessions_that_ended_long_ago_are_forgotten(tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        sessions = started.endpoint.sessions
+        limits = {"kept_s": 0.01}
+        rewarded, alive, kept = [(await started.session(limits=each))[0] for each in (limits, limits, {})]
+        await started.session(limits=limits | {"idle_s": 0.01})
+        for name in (rewarded, kept):
+            assert (await started.http.post(f"/sessions/{name}/reward", json={"reward": 1})).status_code == 200
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            await sessions.expire()
+        assert [*sessions.by_id] == [alive, kept]
+    async with running(journal=journal) as started:
+        assert [*started.endpoint.sessions.by_id] == [alive, kept]
 
 
 async def test_a_session_that_is_ended_twice_by_one_request_is_ended_once(tmp_path: Path) -> None:
@@ -192,6 +237,13 @@ async def test_a_journal_that_cannot_be_taken_up_is_refused_in_one_line_and_stay
     with pytest.raises(JournalError, match=r"no such role.*tokenizer and chat template"):
         async with running(journal=journal, tokenizer=refusing):
             pass
+    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as joined:
+        async with running(journal=journal) as started:
+            await started.manager.follow({joined.base_url.removesuffix("/v1"): "serving"})
+            await started.session(base_url=joined.base_url)
+        with pytest.raises(JournalError, match=r"session .*no inference server at .*start with the --server"):
+            async with running(journal=journal):
+                pass
     other = Journal(tmp_path / "api.db")
     other.keep_only(set())
     written = threading.Event()

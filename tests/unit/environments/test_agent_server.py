@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import json
 import shlex
@@ -12,7 +13,7 @@ import pytest
 from atroposlib.agents.client import EndpointClient
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.envs.errors import DataError
-from atroposlib.envs.failures import GroupLost
+from atroposlib.envs.failures import GroupLost, attempt
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.agent_server import AgentEnv, read_tasks
 from tests.unit.agents.support import Running, running
@@ -220,6 +221,20 @@ async def test_an_agent_writes_nothing_outside_of_its_directory(tmp_path: Path) 
     group = await group_of(tmp_path, agent(tmp_path, source), tasks_path=tasks(tmp_path, *rows), group_size=2)
     assert group["scores"] == [1.0, 1.0]
     assert not outside.exists()
+
+
+async def test_an_agent_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: "4") as server,
+        running_env(AgentEnv, tmp_path, server, command=agent(tmp_path, CALLS_ONCE), agents_at_once=1) as env,
+    ):
+        await env._slots.acquire()
+        item = await env.training_item(0)
+        waits = asyncio.create_task(attempt(env.rollouts(item, 1, "train", 1.0, 1.0), 0.05))
+        assert await asyncio.wait([waits], timeout=0.5) == (set(), {waits})
+        waits.cancel()
+        await asyncio.wait([waits])
+        await env.close()
 
 
 def test_tasks_are_read_or_refused_with_their_line(tmp_path: Path) -> None:

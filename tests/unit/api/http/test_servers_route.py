@@ -75,6 +75,8 @@ def test_the_list_survives_a_restart_and_ends_with_the_trainer(path: Path, compa
             service = client.app.state.service  # type: ignore[attr-defined]
             service._compact(service.journal)
     with TestClient(create_app(journal=path)) as client:
+        assert listed(client) == {}  # the run may be resumed, with other servers
+        assert client.get("/batch").status_code == 200
         assert listed(client) == {NEW: "serving"}
         register(client)  # a trainer that starts feeds the servers of its configuration
         assert listed(client) == {}

@@ -21,6 +21,7 @@ from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign import mcp_tools
 from atroposlib.envs.foreign.mcp_tools import McpServer
+from atroposlib.envs.limits.time_limit import time_limit
 from atroposlib.envs.tools import CallResult, Toolbox
 from atroposlib.extras import MissingExtra
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -197,6 +198,14 @@ async def test_a_server_that_starts_no_more_ends_the_environment_after_three_tri
                 await ask("add", a=1, b=2)
         with pytest.raises(EnvError, match="cannot connect"):
             await ask("add", a=1, b=2)
+
+
+async def test_the_start_of_a_server_is_not_the_rollouts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_tools, "START_LIMIT_S", 0.5)
+    async with connected("sleep 60") as ask:
+        with pytest.raises(EnvError, match=r"not ready within 0.5 s"):
+            async with time_limit(0.05):
+                await ask("add", a=1, b=2)
 
 
 @pytest.mark.parametrize("command", ["", "'unclosed"])

@@ -1,5 +1,7 @@
 """Which requests may share keys and values, by the policy version at which their conversations began."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import msgspec
@@ -8,7 +10,7 @@ import pytest
 from vllm_patching.kv_cache.salts import Salts, tagged
 
 
-@dataclass
+@dataclass(eq=False)
 class Sent:
     """A request as it reaches the engine."""
 
@@ -28,12 +30,12 @@ class Engine:
 
     def send(self, session: str | None = None, salt: str | None = None, *, read: bool = True) -> Sent:
         request = Sent(f"r{len(self.here)}", tagged(session, salt), read)
-        self.salts.admit(request.name, request)
+        self.salts.admit(request)
         self.here.append(request)
         return request
 
     def serve(self, version: int) -> None:
-        self.salts.serve(str(version), [(each.name, each, each.read) for each in self.here])
+        self.salts.serve(str(version), [(each, each.read) for each in self.here])
 
 
 def test_requests_share_with_those_that_began_at_the_same_version() -> None:
@@ -118,6 +120,15 @@ def test_of_many_conversations_the_oldest_begin_again() -> None:
     assert engine.send("a").cache_salt != a
 
 
+def test_nothing_is_kept_of_requests_that_have_ended_though_no_sync_comes() -> None:
+    engine = Engine()
+    ended = [weakref.ref(engine.send()) for _ in range(3)]
+    engine.here.clear()
+    gc.collect()
+    assert [each() for each in ended] == [None] * 3
+    assert len(engine.salts._admitted) == 0
+
+
 def test_a_request_without_a_tag_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        Salts(lambda request: None).admit("r", Sent("r", None))
+        Salts(lambda request: None).admit(Sent("r", None))
