@@ -18,7 +18,7 @@ from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import as_records, item
 
 ROOT = Path(__file__).parents[3]
-TABLE = re.compile(r"^What the trainer of this project does.*\n\n\|.*\n\|.*\n((?:\|.*\n)+)", re.MULTILINE)
+TABLE = re.compile(r"^\| field \|.*what our trainer does \|\n\|.*\n((?:\|.*\n)+)", re.MULTILINE)
 
 # field: a value that changes what the trainer computes or counts
 USED: dict[str, Any] = {
