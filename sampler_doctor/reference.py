@@ -18,15 +18,17 @@ Array = NDArray[np.float64]
 READ_BYTES = 1 << 24
 
 
-def directory_of(model: str) -> Path:
-    """Return the directory of a model, which is downloaded where `model` is a Hugging Face id. Raises CannotTest."""
+def directory_of(model: str, flag: str = "--model") -> Path:
+    """Return the directory of a model, which is downloaded where `model` is a Hugging Face id. Raises CannotTest, in
+    which `flag` has named it.
+    """
     if Path(model).is_dir():
         return Path(model)
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except (OSError, ValueError) as error:
         raise CannotTest(
-            f"--model {model} is no directory, and cannot be downloaded: {str(error).splitlines()[0]}"
+            f"{flag} {model} is no directory, and cannot be downloaded: {str(error).splitlines()[0]}"
         ) from None
 
 

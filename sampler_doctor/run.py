@@ -6,6 +6,7 @@ Called by `__main__`, and by tests.
 import importlib.metadata
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from atroposlib.processes.exit_words import exit_words
+from atroposlib.processes.groups import KILL_S, Group, end_groups
 from sampler_doctor.reference import Reference, Words, digest, directory_of, log_softmax
 from sampler_doctor.report import Row
 from sampler_doctor.rows.catalogue import CHECKS, LORA, LORA_WORDS, NAMES, STALE, STALE_WORDS, Check
@@ -23,6 +26,7 @@ from sampler_doctor.servers.sampler import Ask, Broken, CannotTest, NotOffered, 
 from sampler_doctor.settings import SamplerConfig
 
 COMMAND_S = 600.0
+GRACE_S = 2.0  # for the command, from TERM to KILL
 NO_LIMIT = 2048  # tokens of a sequence where neither server nor model says how many
 
 
@@ -38,6 +42,8 @@ class Doctor:
         if unknown:
             raise CannotTest(f"--rows {unknown[0]} is no check; there are: {', '.join(NAMES)}")
         self._served = self._directory = directory_of(config.model)
+        if config.after is None:
+            self._updated()  # the server is to read it; a command may be what makes it
         self._words = Words(self._directory)
         self.reference = Reference(self._directory)
         self.sampler: Sampler = open_sampler(
@@ -83,13 +89,16 @@ class Doctor:
         try:
             self._session.greedy(warmed, ANSWER)
             how = self._update()
+            before = self.reference
+            if self.config.update is not None:
+                self._served = self._updated()
+                self.reference = Reference(self._served)
         except (NotOffered, Broken) as error:
             yield Row("update", "not offered", str(error), "", "", "")
             return
-        before = self.reference
-        if self.config.update is not None:
-            self._served = directory_of(self.config.update)
-            self.reference = Reference(self._served)
+        except CannotTest as error:  # the rows before it are told all the same
+            yield Row("update", "fails", str(error), "", "no row shows the sampler after an update", "mend it")
+            return
         dtype = self._session.dtype
         self._session = self._new_session()
         self._session.dtype = dtype
@@ -116,13 +125,28 @@ class Doctor:
         dtype = "float32" if self.config.sampler_dtype == "auto" else self.config.sampler_dtype
         return Session(self.sampler, self.reference, self._words, longest, dtype)
 
+    def _updated(self) -> Path:
+        """Return the directory of what the server serves after the update. Raises CannotTest."""
+        return self._directory if self.config.update is None else directory_of(self.config.update, "--update")
+
     def _update(self) -> str:
+        """Update the server, and return how. Raises NotOffered, Broken, and CannotTest for a command that fails."""
         if self.config.after is None:
-            return self.sampler.load(str(Path(str(self.config.update)).resolve()))
-        done = subprocess.run(self.config.after, shell=True, timeout=COMMAND_S, check=False)
-        if done.returncode:
-            raise CannotTest(f"--after {self.config.after}: exit status {done.returncode}")
-        return self.config.after
+            return self.sampler.load(str(self._updated().resolve()))
+        command = self.config.after
+        print(f"Running --after, for at most {COMMAND_S:.0f} s: {command}", file=sys.stderr, flush=True)
+        with subprocess.Popen(command, shell=True, start_new_session=True) as running:
+            group = Group.of(running.pid)
+            try:
+                status = running.wait(COMMAND_S)
+            except BaseException as error:  # Ctrl-C does not reach a session of its own
+                end_groups([group], GRACE_S, KILL_S)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise CannotTest(f"--after {command}: it was ended after {COMMAND_S:.0f} s") from None
+        if status:
+            raise CannotTest(f"--after {command}: {exit_words(status)}")
+        return command
 
     def _lora(self, session: Session) -> Found:
         """The served adapter against the merged one."""

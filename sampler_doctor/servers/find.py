@@ -5,7 +5,7 @@ from typing import Literal
 
 from sampler_doctor.servers.completions import Completions
 from sampler_doctor.servers.generate import Generate
-from sampler_doctor.servers.sampler import Broken, CannotTest, NotOffered, Sampler
+from sampler_doctor.servers.sampler import Broken, CannotTest, NotOffered, Refused, Sampler
 
 Protocol = Literal["auto", "completions", "generate"]
 
@@ -30,6 +30,8 @@ def open_sampler(
         completions.open(model)
     except Broken as error:
         raise CannotTest(f"{url}: {error}; start the server, or correct --sampler") from None
+    except Refused as error:
+        raise CannotTest(f"{url}{error}") from None
     except NotOffered as error:
         raise CannotTest(f"{url} gives no log-probabilities of tokens, and no row can be run: {error}") from None
     return completions

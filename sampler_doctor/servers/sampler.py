@@ -32,6 +32,10 @@ class NotOffered(Exception):
     """The server refuses a request, or its answer lacks what was asked for; the message has its words."""
 
 
+class Refused(NotOffered):
+    """The server wants another key for this route."""
+
+
 class NotShown(Exception):
     """Nothing can be concluded here, for the reason that the message gives."""
 
@@ -71,7 +75,7 @@ class Answer:
 
 
 class Sampler(ABC):
-    """A server. Methods raise NotOffered, Broken, and CannotTest where the key is refused."""
+    """A server. Methods raise NotOffered and Broken."""
 
     protocol: str
     product: str  # that speaks the protocol first
@@ -146,7 +150,7 @@ class Sampler(ABC):
         self._patience_s = self._answer_s
         words = " ".join(reply.content[: 4 * SHOWN_WORDS].decode(errors="replace").split())[:SHOWN_WORDS]
         if reply.status in (401, 403):
-            raise CannotTest(f"{self.url}{path} answers {reply.status}: set VLLM_API_KEY to the server's key")
+            raise Refused(f"{path} answers {reply.status}: set VLLM_API_KEY to the server's key")
         if reply.status in NOT_OFFERED:
             raise NotOffered(f"{path} answers {reply.status}: {words}")
         if not 200 <= reply.status < 300:

@@ -17,6 +17,7 @@ from sampler_doctor.run import Doctor
 from sampler_doctor.servers.completions import Completions
 from sampler_doctor.servers.sampler import Answer, Ask, NotOffered, NotShown, Sampler
 from sampler_doctor.settings import SamplerConfig
+from tests.serving import Asked, Reply
 from tests.unit.sampler_doctor.faulty_server import ADAPTER, FAULTS, FaultySampler, Style, serve
 from tests.unit.sampler_doctor.tiny import save_adapter, save_model
 
@@ -57,6 +58,47 @@ def test_a_fault_of_an_update_is_found_after_it(fault: str, models: Models) -> N
     rows = rows_of(models, fault, FAULTS[fault], update=True)
     assert [row.result for row in rows if not row.after] == ([] if FAULTS[fault] == STALE else ["ok"])
     assert [(row.name, row.result) for row in rows if row.after] == [(FAULTS[fault], "fails")]
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("after", "update", "why"),
+    [
+        ("exit 3", None, "--after exit 3: exit status 3"),
+        ("echo $$ > {}/pid; sleep 600; true", None, "true: it was ended after 1 s"),
+        ("true", "{}/no/such/model", "--update {}/no/such/model is no directory"),
+    ],
+)
+def test_an_update_that_fails_costs_no_row_before_it(
+    after: str, update: str | None, why: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler_doctor.run.COMMAND_S", 1.0)
+    receipt = tmp_path / "receipt.json"
+    flags = ["--rows", "distribution", "--receipt", str(receipt), "--after", after.format(tmp_path)]
+    flags += [] if update is None else ["--update", update.format(tmp_path)]
+    with serve(FaultySampler(models["model"], models["adapter"], "")) as server:
+        assert main(["--sampler", server.url, "--model", str(models["model"]), *flags]) == 1
+    told = json.loads(receipt.read_text())["rows"]
+    assert [(row["name"], row["result"]) for row in told] == [("distribution", "ok"), ("update", "fails")]
+    assert why.format(tmp_path) in told[1]["figure"]
+    if (started := tmp_path / "pid").exists():
+        assert not Path(f"/proc/{started.read_text().strip()}").exists()
+
+
+def test_a_route_that_wants_another_key_costs_its_own_row_alone(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = FaultySampler.reply
+
+    def reply(self: FaultySampler, asked: Asked, style: Style) -> Reply:
+        is_update = any(word in asked.path for word in ("update", "reload", "rpc"))
+        return Reply(status=403) if is_update else answer(self, asked, style)
+
+    monkeypatch.setattr(FaultySampler, "reply", reply)
+    for style in ("vllm", "sglang"):
+        first, second = rows_of(models, "", "distribution", style=style, update=True)
+        assert (first.result, second.name, second.result) == ("ok", "update", "not offered")
+        assert "answers 403: set VLLM_API_KEY to the server's key" in second.figure
 
 
 @pytest.mark.slow
