@@ -6,7 +6,7 @@ checkpoints/   weights ───────────────┘
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ class _Receipt(msgspec.Struct):
     steps: Annotated[int, msgspec.Meta(ge=0)]
     chain: str = msgspec.field(name="chain_sha256")
     weights: str = msgspec.field(name="weights_sha256")
+    finished: bool = True  # if not, the trained model is of before the run was started or resumed
 
 
 def steps_of(run: Path) -> dict[int, StepDigests]:
@@ -59,20 +60,24 @@ def faults(run: Path) -> Iterator[str]:
         chain, weights = digests.chain, digests.weights
     yield from (f"{BATCHES} has groups of step {step}, of which there is no row" for step in batches.keys() - steps)
     yield from _of_receipt(run, steps)
-    for step, folder in models_of(run, max(steps)):
-        if step in steps and (found := _weights(folder)) != steps[step].weights:
+    for step, folder in models_of(run, steps):
+        if (found := _weights(folder)) != steps[step].weights:
             yield f"{folder.relative_to(run)} does not have the weights of step {step}: {found[:16]}"
 
 
 def _of_receipt(run: Path, steps: Mapping[int, StepDigests]) -> Iterator[str]:
     """Compare the step that the receipt was written after. A run that was killed has that of its start."""
-    path = run / RECEIPT
-    with reading(f"cannot read {path}", AtroposError, remedy="restore the file"):
-        told = msgspec.json.decode(expect_regular(path).read_bytes(), type=_Receipt)
+    told = _receipt(run)
     if told.steps > max(steps):
         yield f"{RECEIPT} was written after step {told.steps}, and {METRICS} ends with step {max(steps)}"
     elif told.steps and (steps[told.steps].chain, steps[told.steps].weights) != (told.chain, told.weights):
         yield f"step {told.steps} is not the one after which {RECEIPT} was written: its chain or weights differ"
+
+
+def _receipt(run: Path) -> _Receipt:
+    path = run / RECEIPT
+    with reading(f"cannot read {path}", AtroposError, remedy="restore the file"):
+        return msgspec.json.decode(expect_regular(path).read_bytes(), type=_Receipt)
 
 
 def difference(one: Path, other: Path) -> str | None:
@@ -102,15 +107,19 @@ def _batches(run: Path) -> Iterator[tuple[int, tuple[str, list[ScoredData]]]]:
             yield step, (digest, groups)
 
 
-def models_of(run: Path, last: int) -> Iterator[tuple[int, Path]]:
-    """Yield each model that the run kept, with the step after which it was written; `last` is the run's last step."""
+def models_of(run: Path, steps: Container[int]) -> Iterator[tuple[int, Path]]:
+    """Yield each model that the run kept after one of `steps`, with that step. The trained model of a run that was
+    resumed, and has not finished again, is left out: its step may have been done again, with other settings. Raises
+    AtroposError if the receipt cannot be read.
+    """
+    told = _receipt(run)
     for folder in sorted((run / "checkpoints").glob("*")):
         name = folder.name.removeprefix("step_").removeprefix("best_model_")
-        if folder.is_dir() and not folder.is_symlink() and any(folder.glob("*.safetensors")):
-            if name.isdecimal():
-                yield int(name), folder
-            elif name == "final_model":
-                yield last, folder
+        if name == "final_model" and told.finished:
+            name = str(told.steps)
+        is_model = folder.is_dir() and not folder.is_symlink() and any(folder.glob("*.safetensors"))
+        if is_model and name.isdecimal() and int(name) in steps:
+            yield int(name), folder
 
 
 def _weights(folder: Path) -> str:

@@ -42,8 +42,7 @@ def verify(options: Namespace) -> int:
         is_whole = False
     if not is_whole:
         return 1
-    last = max(steps)
-    models = len(list(models_of(run, last)))
+    models = len(list(models_of(run, steps)))
     kept = f"{models} model{'' if models == 1 else 's'}"
-    print(f"{run}: {len(steps)} steps and {kept} as they were written; chain {steps[last].chain}")
+    print(f"{run}: {len(steps)} steps and {kept} as they were written; chain {steps[max(steps)].chain}")
     return 0

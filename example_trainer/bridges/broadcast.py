@@ -146,8 +146,11 @@ class BroadcastBridge(WeightBridge):
     def release(self, url: str) -> None:
         if (vllm := self._named(url)) is None:
             return
-        if len(self._servers) == 1:
-            raise BridgeError(f"{url} is the only vLLM server: without it nothing can be sampled")
+        if self._is_alone(vllm):  # one that was left out, or has just joined, may take its place
+            self._next_look = 0.0
+            self._readmit()
+        if self._is_alone(vllm):
+            raise BridgeError(f"{url} is the only vLLM server that is connected: without it nothing can be sampled")
         for link in [link for link in self._links if link.vllm is vllm]:
             self._links.remove(link)
             link.close()
@@ -158,6 +161,9 @@ class BroadcastBridge(WeightBridge):
 
     def joined(self) -> Sequence[VllmClient]:
         return tuple(self._joined)
+
+    def _is_alone(self, vllm: VllmClient) -> bool:
+        return all(link.vllm is vllm for link in self._links)
 
     def _named(self, url: str) -> VllmClient | None:
         return next((vllm for vllm in self._servers if server_address(vllm.url) == server_address(url)), None)
@@ -209,6 +215,8 @@ class BroadcastBridge(WeightBridge):
         """Return what `act` returns for each live server. A server for which it fails is dropped; raises BridgeError
         when none is left.
         """
+        if not self._links:
+            raise BridgeError("no vLLM server is connected; the warnings before this have the reasons")
         on_each = self._threads.at_once if at_once and len(self._links) > 1 else in_turn
         outcomes = on_each(act, self._links)
         failed = [

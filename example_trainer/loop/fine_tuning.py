@@ -19,7 +19,6 @@ from example_trainer.loop.saves import Saves
 from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
 from example_trainer.output.metrics import Row, Sink, open_metrics
-from example_trainer.output.model_card import write_model_card
 
 log = get_logger(__name__)
 
@@ -44,7 +43,7 @@ def fine_tune(learner: Learner) -> None:
         tuning = FineTuning(learner, offline, saves, metrics)
         for step in range(first, config.training_steps + 1):
             tuning.step(step)
-        tuning.finish()
+        saves.write_final()
 
 
 class FineTuning:
@@ -96,15 +95,6 @@ class FineTuning:
         updates.make()
         self._progress = replace(done, step=step, policy_version=step, updates=done.updates + updates.made)
         return updates
-
-    def finish(self) -> None:
-        """Write the trained model, with its card. Raises TrainerError."""
-        self._saves.complete()
-        trained = self._learner.trained
-        final = self._config.save_path / trained.form.final
-        log.info("Writing the trained model to %s", final)
-        trained.write(final, also=partial(write_model_card, config=self._config))
-        say(f"Trained model: {final}")
 
 
 def step_line(row: Row, steps: int) -> str:

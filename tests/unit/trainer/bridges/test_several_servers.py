@@ -339,3 +339,44 @@ def test_a_server_that_does_not_answer_joins_once_it_does(model: str, servers: l
     assert synced(bridge, 1) == 1
     assert bridge.joined() == ()
     bridge.close()
+
+
+def test_the_last_server_that_is_connected_does_not_leave(model: str, servers: list[FakeVllmServer]) -> None:
+    first, second = servers
+    bridge = bridge_to(model, *servers)
+    synced(bridge, 0)
+    first.fail = "commit"
+    assert synced(bridge, 1) == 1
+    first.stop()
+    with pytest.raises(BridgeError, match=rf"{second.port} is the only vLLM server that is connected"):
+        bridge.release(f"http://localhost:{second.port}")
+    assert synced(bridge, 2) == 1
+    assert second.version == 2
+    bridge.close()
+
+
+def test_a_server_that_leaves_is_replaced_by_one_that_was_left_out_and_answers_again(
+    model: str, servers: list[FakeVllmServer]
+) -> None:
+    first, second = servers
+    bridge = bridge_to(model, *servers)
+    synced(bridge, 0)
+    first.fail = "commit"
+    assert synced(bridge, 1) == 1
+    first.fail = None
+    bridge.release(f"http://localhost:{second.port}")
+    assert synced(bridge, 2) == 1
+    assert (first.version, second.version) == (2, 1)
+    bridge.close()
+
+
+def test_a_sync_without_any_server_is_an_error_of_the_bridge(model: str) -> None:
+    server = FakeVllmServer(model)
+    with serving(server):
+        bridge = bridge_to(model, server)
+        server.stop()
+        with pytest.raises(BridgeError, match="no vLLM server could be joined again"):
+            bridge.reconnect()
+        with pytest.raises(BridgeError, match="no vLLM server is connected"):
+            synced(bridge, 0)
+        bridge.close()

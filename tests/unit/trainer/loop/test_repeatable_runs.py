@@ -131,6 +131,27 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_chain(model: str, tmp_pat
     assert not list(faults(killed))
 
 
+@pytest.mark.parametrize(("interval", "done"), [(1, 3), (2, 2)])
+def test_a_finished_run_that_is_resumed_and_killed_is_as_its_trainer_wrote_it(
+    model: str, tmp_path: Path, interval: int, done: int
+) -> None:
+    """Its trained model is of step 3, which it does again at another rate where its last checkpoint is of step 2."""
+    folder = run(model, tmp_path / "run", checkpoint_interval=interval)
+    finished, more = trained(folder), {"resume": "latest", "training_steps": done + 3, "lr": 2e-2}
+    for fail_at in (done + 1, done + 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(model, folder, first=done, fail_at=fail_at, **more)
+        assert trained(folder) == finished
+        assert not list(faults(folder))
+    run(model, folder, first=done + 2, **more)
+    assert trained(folder) != finished
+    assert not list(faults(folder))
+    (folder / "checkpoints/final_model/model.safetensors").write_bytes(finished)
+    assert [fault.partition(":")[0] for fault in faults(folder)] == [
+        f"checkpoints/final_model does not have the weights of step {done + 3}"
+    ]
+
+
 def test_a_step_is_computed_again_from_the_checkpoint_before_it_or_the_start(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ from example_trainer.weights.written import CheckpointError
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.rank_child import sequences
+from tests.waiting import wait_until
 
 MODEL = {"tie_word_embeddings": True}
 Make = Callable[..., tuple[Learner, Saves]]
@@ -171,6 +172,16 @@ def test_a_disk_that_fails_is_one_line_and_leaves_the_checkpoint_before(make: Ma
             saves.complete()
     assert names(tmp_path / "saved") == ["latest", "step_1"]
     assert saves.saved_leases == [1]
+
+
+def test_the_trained_model_is_written_though_the_checkpoint_before_it_failed(make: Make, tmp_path: Path) -> None:
+    learner, saves = make()
+    with broken_disk():
+        saves.save(Progress(2, 2, 0))
+        wait_until(lambda: learner.saved()[0].failed)
+    with pytest.raises(CheckpointError, match=r"cannot write .*step_2: Input/output error"):
+        saves.write_final()
+    assert names(tmp_path / "saved") == ["final_model"]
 
 
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_copied(

@@ -6,7 +6,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,8 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from atroposlib.wire.bridge import Decoded, DecodeProbe
 from example_trainer import grpo
 from example_trainer.bridges import Prepare, SyncReport
+from example_trainer.bridges.base import Decodes
 from example_trainer.errors import TrainerError
 from example_trainer.loop.run import Run
 from example_trainer.loop.timeline import Phase
@@ -344,6 +346,34 @@ def test_a_parity_above_the_tolerance_stops_the_run_unless_products_are_in_bfloa
         train(model, tmp_path, bridge=bridge)
     assert bridge.closed
     train(model, tmp_path, bridge=RecordingBridge(parity=0.2), kernels="bfloat16", training_steps=1)
+
+
+class DecodesAnother(RecordingBridge):
+    """Its server is not asked before policy version `wrong`, which it decodes by the one before."""
+
+    url = "http://a"
+
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        self._wrong = wrong
+
+    def decoders(self) -> Sequence[Decodes]:
+        return [self] if self.versions[-1] >= self._wrong else []
+
+    def longest(self) -> int | None:
+        return None
+
+    def decode(self, probe: DecodeProbe) -> Decoded:
+        return Decoded(self._wrong - 1, [], [], [])
+
+
+def test_a_decode_probe_that_fails_at_the_end_costs_no_trained_model(model: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="decoded with policy version 1, not 2"):
+        train(model, tmp_path, bridge=DecodesAnother(2), training_steps=2, probe_every=1)
+    assert len(rows(tmp_path)) == 2
+    train(model, tmp_path / "right", training_steps=2)
+    found, expected = (weights(folder / "checkpoints/final_model") for folder in (tmp_path, tmp_path / "right"))
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_a_tensor_that_vllm_was_not_given_stops_the_run(
