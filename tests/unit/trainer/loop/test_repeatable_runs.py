@@ -137,7 +137,8 @@ def test_a_finished_run_that_is_resumed_and_killed_is_as_its_trainer_wrote_it(
 ) -> None:
     """Its trained model is of step 3, which it does again at another rate where its last checkpoint is of step 2."""
     folder = run(model, tmp_path / "run", checkpoint_interval=interval)
-    finished, more = trained(folder), {"resume": "latest", "training_steps": done + 3, "lr": 2e-2}
+    finished = trained(folder)
+    more: dict[str, Any] = {"resume": "latest", "training_steps": done + 3, "lr": 2e-2}
     for fail_at in (done + 1, done + 3):
         with pytest.raises(KeyboardInterrupt):
             run(model, folder, first=done, fail_at=fail_at, **more)
