@@ -97,7 +97,7 @@ class Doctor:
             yield Row("update", "not offered", str(error), "", "", "")
             return
         except CannotTest as error:  # the rows before it are told all the same
-            yield Row("update", "fails", str(error), "", "no row shows the sampler after an update", "correct it, and test again")
+            yield Row("update", "fails", str(error), "", "no row shows the server after it", "correct it; test again")
             return
         dtype = self._session.dtype
         self._session = self._new_session()
