@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED_S = 5.0  # until what another machine has written is seen here
-GRACE_S = 10.0  # from TERM to KILL, unless the client asks
+GRACE_S = 10.0  # from TERM to KILL
 MOST = 1 << 20  # bytes of the log in one answer
 MADE_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # for the actor, which computes nothing
 
@@ -58,10 +58,10 @@ class ServiceActor:
             text = log.read(MOST)
         return text, None if len(text) == MOST else status
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End the service and all that it has started, which have `grace_s` from TERM to KILL. Raises StillRunning."""
+    def stop(self) -> None:
+        """End the service and all that it has started. Raises StillRunning."""
         with self._lock:
-            self._child.stop(grace_s)
+            self._child.stop(GRACE_S)
 
     def _watch(self, silence_s: float) -> None:
         while time.monotonic() - self._heard <= silence_s:

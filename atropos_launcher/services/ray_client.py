@@ -23,13 +23,10 @@ from atropos_launcher.paths import PACKAGES
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.services import ray_actor
-from atropos_launcher.services.stop_services import GRACE_S
 
 FIRST_S = 60.0  # for an actor to start; Ray first starts a process for it
+LEAVE_S = 8.0  # for the service to end, once we have been asked to end it
 POLL_S = 0.2
-# Once asked to end, we are killed after GRACE_S, and nobody would end a service that ignores TERM.
-LEAVE_S = GRACE_S - 2 * POLL_S
-SERVICE_GRACE_S = LEAVE_S - 1
 FORWARDED = ("ATROPOS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TRANSFORMERS_", "VLLM_")
 ALSO = ("PYTHONPATH", "WANDB_API_KEY")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -155,7 +152,7 @@ def follow(actor: Actor, silence_s: float) -> int:
                 return status
         time.sleep(POLL_S)
     with suppress(Lost):
-        actor.call("stop", SERVICE_GRACE_S, within_s=LEAVE_S, ended=True)
+        actor.call("stop", within_s=LEAVE_S, ended=True)
         offset, _ = copied(actor.call("read", offset, within_s=LEAVE_S, ended=True), offset)
     return 128 + signal.SIGTERM
 

@@ -90,15 +90,6 @@ def test_a_service_has_its_exit_status_and_what_it_wrote_last(tmp_path: Path) ->
         assert (run.run / "service-1.log").read_text().count("x" * 3_000_000 + "last words") == 1
 
 
-def test_a_service_that_ignores_term_ends_with_the_run(tmp_path: Path) -> None:
-    text = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
-    with launched(tmp_path, None, [service(text)], address="local") as run:
-        run.says("up", run.run / "service-1.log")
-        run.process.terminate()
-        run.ends(128 + signal.SIGTERM)
-        run.expect_all_gone(5)
-
-
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     ("plan", "why"),
