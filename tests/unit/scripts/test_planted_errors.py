@@ -74,3 +74,9 @@ def test_every_error_has_a_name_of_its_own_and_changes_something() -> None:
     errors = planted_errors.read_errors()
     assert len({error.name for error in errors}) == len(errors) >= 60
     assert all(error.old != error.new and error.tests for error in errors)
+
+
+def test_every_error_of_the_list_can_be_planted_in_this_tree() -> None:
+    for error in planted_errors.read_errors():
+        planted_errors.find(error, planted_errors.ROOT)
+        assert planted_errors.test_ids(error, planted_errors.ROOT)
