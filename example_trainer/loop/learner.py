@@ -29,6 +29,7 @@ from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
+from example_trainer.malloc import keep_freed_memory
 from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_products, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
@@ -179,6 +180,8 @@ class Learner:
         if self._reference is not None:
             use_kernels(self._reference, kernels)
         self.progress = replace(self.progress, kernels=kernels)
+        if self.device.type == "cpu":  # once the weights are loaded: copies that loading makes are given back
+            keep_freed_memory()
 
     def compute_as(self, served: Served) -> None:
         """Have the policy, and the start model that it is compared with, compute as such a vLLM does. Raises
