@@ -1,7 +1,8 @@
-"""One GRPO step of this trainer with shared prefixes against without, or by its own kernels: same batch, model and
-threads, one run. trainer_step_trl.py compares it with TRL's.
+"""One GRPO step of this trainer with shared prefixes against without, with the memory that it frees kept or given back,
+or by its own kernels: same batch, model and threads, one run. trainer_step_trl.py compares it with TRL's.
 
     python benchmarks/trainer_step.py [--model DIR] [--groups-file runs/NAME/samples.jsonl]
+    python benchmarks/trainer_step.py --freed-memory --only questions [--kernels bfloat16]
     python benchmarks/trainer_step.py --kernels torch,onednn,bfloat16
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
@@ -80,6 +81,7 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from example_trainer.data.batching import make_batch
     from example_trainer.data.packing import micro_batches
     from example_trainer.loss.batch_gradients import batch_gradients
+    from example_trainer.malloc import keep_freed_memory
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy
@@ -89,11 +91,14 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     from example_trainer.settings.loss import LossSettings
 
     torch.set_num_threads(threads)
+    keeps = settings.pop("keeps_memory", True)
     config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP} | settings)
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
     use_kernels(model, kernels_of_run(config, model, device, Ranks(), None))
     optimizer = make_optimizer(model.parameters(), config)
+    if keeps:
+        keep_freed_memory()
     items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
     loss = LossSettings(clip_eps=CLIP)
     for _ in sys.stdin:
@@ -212,47 +217,52 @@ def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, fl
             yield arm, arm.step()
 
 
-def compare_sharing(name: str, work: Path, options: argparse.Namespace) -> None:
-    """Print how much faster a step is with shared prefixes than without, taking turns. Exits if losses disagree."""
+SHARING = {"shared": {"share_prefixes": True}, "each sequence whole": {"share_prefixes": False}}
+FREED = {"kept": {"keeps_memory": True}, "given back": {"keeps_memory": False}}
+
+
+def compare_two(name: str, work: Path, options: argparse.Namespace) -> None:
+    """Print how much faster a step is with the first settings than with the second, taking turns. Exits if losses
+    disagree.
+    """
     this, common = str(Path(__file__).resolve()), ["--work", str(work), "--threads", str(options.threads)]
     arms = []
-    for label, share in (("shared", True), ("each sequence whole", False)):
-        settings = json.dumps({"share_prefixes": share})
-        command = [sys.executable, this, "--arm", "ours", "--settings", settings, *common]
-        arms.append(Arm(label, command, work / f"{share}.log"))
+    for label, settings in (FREED if options.freed_memory else SHARING).items():
+        command = [sys.executable, this, "--arm", "ours", "--settings", json.dumps(settings), *common]
+        arms.append(Arm(label, [*command, "--kernels", options.kernels], work / f"{label}.log"))
     try:
         steps = list(interleaved(arms, options.steps))
     finally:
         for arm in arms:
             arm.close()
     results = {arm.name: [result for ran, result in steps if ran is arm] for arm in arms}
-    shared, whole = results.values()
+    first, second = results.values()
     for key in ("loss", "grad_norm"):
-        print(f"  {key} at the first step: shared {shared[0][key]:.6f}, each whole {whole[0][key]:.6f}")
-        if abs(shared[0][key] - whole[0][key]) > 1e-3 * max(1e-2, abs(whole[0][key])):
+        print(f"  {key} at the first step:", *(f"{label} {rows[0][key]:.6f}" for label, rows in results.items()))
+        if abs(first[0][key] - second[0][key]) > 1e-3 * max(1e-2, abs(second[0][key])):
             raise SystemExit(f"{name}: {key} differs, the arms do not do the same work")
     for label, rows in results.items():
         each = " ".join(f"{row['seconds']:.2f} ({row['cpu_seconds']:.2f})" for row in rows[1:])
         print(f"  {label}: steps {each} s (CPU s)")
-    by_wall = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(shared[1:], whole[1:], strict=True))
-    by_cpu = min(row["cpu_seconds"] for row in whole[1:]) / min(row["cpu_seconds"] for row in shared[1:])
+    by_wall = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(first[1:], second[1:], strict=True))
+    by_cpu = min(row["cpu_seconds"] for row in second[1:]) / min(row["cpu_seconds"] for row in first[1:])
     print(f"  {by_wall:.2f} x by the median of pairs' wall time, {by_cpu:.2f} x by least CPU time", flush=True)
 
 
-def share_prefixes(vocabulary: int, work: Path, options: argparse.Namespace) -> None:
-    """Compare each batch of SHARED that --only leaves, and that of --groups-file."""
+def compare_batches(vocabulary: int, work: Path, options: argparse.Namespace) -> None:
+    """Compare on each batch of SHARED that --only leaves, and that of --groups-file."""
     for name, shape in SHARED.items():
         if not options.only or options.only in name:
             (work / "items.json").write_text(json.dumps(make_items(vocabulary, *shape)))
             run_arm("prepare", str(work), options.threads)
             print(f"{name}:", flush=True)
-            compare_sharing(name, work, options)
+            compare_two(name, work, options)
     if options.groups_file is not None:
         groups = [json.loads(line) for line in options.groups_file.read_text().splitlines()]
         trained = [group for group in groups if len(set(group["scores"])) > 1]
         (work / "items.json").write_text(json.dumps(trained))
         print(f"prefixes of {len(trained)} groups of {len(groups)} in {options.groups_file}:", flush=True)
-        compare_sharing("groups", work, options)
+        compare_two("groups", work, options)
 
 
 def run_arm(arm: str, work: str, threads: int) -> None:
@@ -298,6 +308,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm in each comparison")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--kernels", default="torch", help="compare these kernels, such as torch,onednn")
+    parser.add_argument(
+        "--freed-memory", action="store_true", help="compare memory that is kept once it is free with memory given back"
+    )
     parser.add_argument("--groups", type=int, default=4, help="prompts of the kernels' batch (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(50, 80), metavar=("MIN", "MAX"))
@@ -328,7 +341,7 @@ def main() -> None:
         vocabulary = prepare_model(options.model, work)
         print(f"{cpu_name()}, {options.threads} threads", flush=True)
         if "," not in options.kernels:
-            return share_prefixes(vocabulary, work, options)
+            return compare_batches(vocabulary, work, options)
         items = make_items(
             vocabulary,
             options.groups,
