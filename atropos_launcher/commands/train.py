@@ -32,6 +32,7 @@ from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.placement.speed import speed_lines
 from atropos_launcher.placement.teacher import memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
+from atropos_launcher.plan.hub import by_name_alone
 from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
     API_TOKEN,
@@ -161,11 +162,13 @@ def scarcity(plan: Plan, asked: Asked) -> str | None:
 
 
 def is_accepted(command: str) -> bool:
-    """Return whether `atropos COMMAND` would start here: with what the machine has free, too."""
+    """Return whether `atropos COMMAND` would start here: with what the machine has free, too. No hub is asked, as this
+    is for advice, for which nobody waits.
+    """
     name, *words = shlex.split(command)
     try:
         asked = read_command_line([*(["quickstart"] if name == "quickstart" else []), *words, "--dry-run"])
-        with Ports() as ports:
+        with Ports() as ports, by_name_alone():
             run_dir = choose_folder(asked)
             asked = with_best_layout(asked, run_dir, ports)
             plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))

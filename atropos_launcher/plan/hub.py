@@ -5,6 +5,9 @@ name ──▶ cache? ──▶ hub ──▶ cache, which example_trainer.memor
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import httpx
@@ -13,13 +16,29 @@ from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import config_file
 
 ASK_S = 10
+_asks = ContextVar("asks", default=True)
 
 
-@cache
+@contextmanager
+def by_name_alone() -> Iterator[None]:
+    """Ask no hub for the models of plans that are made meanwhile."""
+    token = _asks.set(False)
+    try:
+        yield
+    finally:
+        _asks.reset(token)
+
+
 def expect_model(model: str, flag: str) -> None:
     """Bring config.json of a hub's model into the cache, unless it is there. The plan goes by the model's name where
     the hub does not answer. Raises ConfigError for a model that the hub does not give.
     """
+    if _asks.get():
+        _bring(model, flag)
+
+
+@cache
+def _bring(model: str, flag: str) -> None:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
