@@ -32,6 +32,7 @@ from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
+from example_trainer.malloc import give_back_freed_memory
 from example_trainer.ranks.place import without_ranks
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig
@@ -117,6 +118,7 @@ class VllmServer:
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
         _await_free_port(config.vllm_host, config.vllm_port)
+        give_back_freed_memory()  # vLLM takes a share of what is free
         command = ["-u", *self.command(source, policy_version, served_name)]
         command += ["--max-model-len", "auto"]  # as long as the model allows and the KV cache holds
         environment = without_ranks(os.environ) | {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}

@@ -17,6 +17,7 @@ from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
 from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, TellsActivity, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
+from example_trainer.malloc import give_back_freed_memory
 
 log = get_logger(__name__)
 
@@ -125,6 +126,7 @@ class ReturningBridge(WeightBridge):
             if not is_told:
                 log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
                 is_told = True
+                give_back_freed_memory()  # vLLM takes a share of what is free
             now = self._now()
             last_gone = last_gone if HANGS in states else now
             if now - last_gone > HANGS_S:

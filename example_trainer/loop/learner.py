@@ -180,7 +180,7 @@ class Learner:
         if self._reference is not None:
             use_kernels(self._reference, kernels)
         self.progress = replace(self.progress, kernels=kernels)
-        if self.device.type == "cpu":  # once the weights are loaded: copies that loading makes are given back
+        if self.device.type == "cpu":  # after the copies that loading makes, which are given back
             keep_freed_memory()
 
     def compute_as(self, served: Served) -> None:

@@ -93,7 +93,7 @@ class ShardWriter:
             {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"},
         )
         self._stop, self._written = threading.Event(), Written()
-        if needed > room:
+        if needed > max(0, room):
             log.warning(
                 "%s is written while training waits: a copy of its %.1f GB does not fit into the %.1f GB of host "
                 "memory that are free",

@@ -132,6 +132,20 @@ def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> Non
     assert inner.events[-1] == ("served", 1)
 
 
+def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr("example_trainer.bridges.returning.give_back_freed_memory", lambda: given_back.append(1))
+    bridge, inner, _ = returning()
+    bridge.sync(1, lambda: None)
+    assert not given_back
+    inner.fails.append("check")
+    inner.server.error = Refused
+    bridge.check()
+    assert given_back == [1]
+
+
 @pytest.mark.parametrize("error", [Refused("503: the engine does not answer"), NoAnswer("silent")])
 def test_a_server_that_is_there_and_hangs_ends_training_soon(error: BridgeError) -> None:
     error.__cause__ = NoReply("ReadTimeout", timed_out=True) if isinstance(error, NoAnswer) else None

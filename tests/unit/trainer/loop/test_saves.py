@@ -120,7 +120,7 @@ def test_without_memory_for_a_copy_training_waits_until_the_same_file_is_written
     saves.complete()
     shard = "shards/rank_0.safetensors"
     copied = (tmp_path / "saved/step_1" / shard).read_bytes()
-    monkeypatch.setattr("example_trainer.loop.learner.available_memory", lambda: HOST_RESERVE)
+    monkeypatch.setattr("example_trainer.loop.learner.available_memory", lambda: HOST_RESERVE - 1)
     saves.save(Progress(2, 1, 1))  # the memory of the first copy is kept
     saves.complete()
     assert "written while training waits" not in caplog.text
