@@ -29,7 +29,7 @@ from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
-from example_trainer.malloc import keep_freed_memory
+from example_trainer.memory.malloc import keep_freed_memory
 from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_products, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# in scores (a query times a key), measured on an EPYC with 9 heads of 64: 130 to 200 us a call, 0.08 to 0.15 us a score
+# in scores (a query times a key), measured on a CPU with 9 heads of 64: 130 to 200 us a call, 0.08 to 0.15 us a score
 CALL = 1000.0  # one call, forward and backward
 COPIED = 6.0  # one key of a context, which is copied for the call
 CAUSAL = 0.65  # a score of a square, half of which torch skips
