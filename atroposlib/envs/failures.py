@@ -84,8 +84,17 @@ async def attempt(
         return Failure("scorer", error)
     except ServerError as error:
         return Failure("infrastructure", error)
-    except Exception as error:
-        return Failure(other, error)
+    except (Exception, SystemExit) as error:  # an answer that is run as a program may bring the latter
+        return Failure(other, carried(error))
+
+
+def carried(error: BaseException) -> Exception:
+    """Return `error`, or a RuntimeError that tells it where it is one that no Future can hold (StopIteration) or that
+    ends the event loop (SystemExit).
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def too_slow(limit_s: float) -> TimeoutError:

@@ -10,6 +10,7 @@ was written, and two runs with the same seed ask the same questions. A multi-tur
 """
 
 import asyncio
+import functools
 import time
 from abc import abstractmethod
 from collections import Counter, defaultdict
@@ -408,7 +409,7 @@ class QuestionEnv(BaseEnv):
         limit_s = self.config.rollout_limit_s
         rollouts = await attempt(self._asked_greedily(item), limit_s)
         if isinstance(rollouts, Failure):
-            return Answered(item, Rollout("", self._prompt_of(item) or [], []), Scored(None), rollouts)
+            return Answered(item, Rollout("", self._env_run.samples.prompt(item) or [], []), Scored(None), rollouts)
         scored = await attempt(self._score(item, rollouts[0]), limit_s, late="scorer", other="scorer")
         if isinstance(scored, Failure):
             return Answered(item, rollouts[0], Scored(None), scored)
@@ -422,9 +423,13 @@ class QuestionEnv(BaseEnv):
         """A line of samples.jsonl. The author's own record is of an answer that there is."""
         if answered.kept is not None:
             return dict(answered.kept["record"])
+        record = None
         if answered.rollout.text or answered.failure is None:
-            return self.sample_record(answered.item, answered.rollout, answered.scored)
-        return {"messages": answered.rollout.messages, "score": None, "error": answered.error}
+            of_answer = functools.partial(self.sample_record, answered.item, answered.rollout, answered.scored)
+            record = self._env_run.samples.ask("sample_record", of_answer)
+        if record is not None:
+            return record
+        return {"messages": answered.rollout.messages, "score": answered.scored.reward, "error": answered.error}
 
     def _held_out_row(self, index: int, answered: Answered) -> dict[str, object]:
         rollout, scored = answered.rollout, answered.scored

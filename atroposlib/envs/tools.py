@@ -26,7 +26,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from pydantic_core import ErrorDetails, to_json
 
 from atroposlib.envs.errors import EnvError, WrongSetting
-from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.failures import RolloutFailed, carried
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.flags import nearest
 
@@ -143,7 +143,8 @@ class Toolbox:
             return self._failed("arguments", f"wrong arguments of {name}: {error}")
         except ToolError as error:
             return self._failed("raised", str(error))
-        except Exception as error:  # the author's code may raise anything, and the model is to read it
+        except (Exception, SystemExit) as raised:  # the tool's code may raise anything, and the model is to read it
+            error = carried(raised)
             if isinstance(error, TimeoutError) and (limit.expired() or tool.has_own_limit):
                 return self._failed("timeout", f"{name} took longer than {self._time_limit_s:g} s")
             return self._failed("raised", f"{name} failed: {type(error).__name__}: {error}", error)
@@ -261,7 +262,7 @@ async def in_thread(call: Callable[[], object]) -> object:
         try:
             method, result = future.set_result, context.run(call)
         except BaseException as error:
-            method, result = future.set_exception, error
+            method, result = future.set_exception, carried(error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, method, result)
 

@@ -44,10 +44,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def summary(
     samples: Sequence[Sample], per_question: int, right_from: float, prices: Prices = Prices()
 ) -> dict[str, float]:
-    """Means over questions, so that one of which some samples failed counts as much as others."""
+    """Means over questions, so that one of which some samples failed counts as much as others. Samples beyond
+    `per_question`, which a file may have, are left out.
+    """
+    samples = [sample for sample in samples if sample.number < per_question]
     scores: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
-        if sample.score is not None and sample.number < per_question:
+        if sample.score is not None:
             scores[sample.index].append(sample.score)
     counts = {
         index: (len(of_question), sum(score >= right_from for score in of_question))

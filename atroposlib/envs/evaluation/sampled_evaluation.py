@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -50,13 +51,12 @@ class Questions(Protocol):
     server: Any
     config: Any
     right_from: float
+    _env_run: Any
 
     @property
     def asked_always(self) -> Sequence[Item]: ...
 
     def _identity(self, item: Item) -> object: ...
-
-    def reference_answer(self, item: Item) -> str | None: ...
 
     async def rollouts(self, item: Item, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]: ...
 
@@ -184,7 +184,7 @@ async def _sampled(env: Questions, asked: SamplingFields, index: int, number: in
         "rewards": dict(scored.rewards) or None,
         "error": error,
         "messages": rollout.messages if rollout else None,
-        "reference": env.reference_answer(item),
+        "reference": env._env_run.samples.reference(item),
         "prompt_tokens": tokens[0],
         "completion_tokens": tokens[1],
         "seconds": round(time.monotonic() - started, 3),
@@ -233,7 +233,8 @@ def counted(
 
 def header_of(env: Questions, asked: SamplingFields) -> dict[str, Any]:
     """Return the settings that must be the same for samples to belong together."""
-    prompts = json.dumps([env._identity(item) for item in env.asked_always], sort_keys=True, default=str)
+    asked_of = [env._env_run.samples.ask("prompt", partial(env._identity, item)) for item in env.asked_always]
+    prompts = json.dumps(asked_of, sort_keys=True, default=str)
     return {
         "evaluation": {
             "environment": env.name,

@@ -140,14 +140,28 @@ class SampleRows:
         if self._run.env.jsonl_writer is None or self._run.link is None or sampling is None or sampling.gave_groups:
             return
         row = self._head(sampling.started, time.time(), item, tuple(sampling.failures), dropped)
-        row |= {"prompt": self._ask("_prompt_of", self._run.env._prompt_of, item)}
+        row |= {"prompt": self.prompt(item)}
         row |= {"failed": dict(Counter(failure.cause for failure in sampling.failures)) or None}
         self._append(row, {}, {})
 
     def reference(self, item: Item) -> str | None:
         """The reference answer of an item, if its environment has one."""
-        reference = self._ask("reference_answer", self._run.env._reference_of, item)
+        reference = self.ask("reference_answer", lambda: self._run.env._reference_of(item))
         return None if reference is None else str(reference)
+
+    def prompt(self, item: Item) -> Messages | None:
+        """The messages of an item, if its environment tells them."""
+        return self.ask("prompt", lambda: self._run.env._prompt_of(item))
+
+    def ask(self, name: str, hook: Callable[[], T]) -> T | None:
+        """Ask an author's method, for the record alone: nothing is lost to an error in it."""
+        try:
+            return hook()
+        except Exception:  # the author's code may raise anything
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning("%s failed; the rows go without what it gives", name, exc_info=True)
+            return None
 
     def _head(
         self, started: float | None, ended: float, item: Item, failures: tuple[Failure, ...], dropped: str | None
@@ -184,16 +198,6 @@ class SampleRows:
         if group.get("messages"):
             return {}
         return {"texts": [self._run.env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
-
-    def _ask(self, name: str, hook: Callable[[Item], T], item: Item) -> T | None:
-        """Ask an author's method about an item, for the record alone: no group is lost to an error in it."""
-        try:
-            return hook(item)
-        except Exception:  # the author's code may raise anything
-            if name not in self._warned:
-                self._warned.add(name)
-                log.warning("%s failed; samples.jsonl goes without what it gives", name, exc_info=True)
-            return None
 
 
 UNWRITTEN = ("routed_experts",)  # nobody reads them, and they are several times as large as all the rest

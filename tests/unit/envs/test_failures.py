@@ -38,6 +38,15 @@ async def test_an_error_has_its_cause(error: Exception, cause: str) -> None:
     assert (result.cause, result.error) == (cause, error)
 
 
+async def test_a_rollout_that_ends_the_process_has_failed() -> None:
+    async def ends() -> None:
+        raise SystemExit(3)
+
+    result = await attempt(ends(), 60)
+    assert isinstance(result, Failure)
+    assert (result.cause, str(result.error)) == ("environment", "SystemExit: 3")
+
+
 async def test_what_is_no_fault_of_a_rollout_is_raised() -> None:
     with pytest.raises(PeerError):
         await attempt(raising(PeerError("the API refuses the token")), 60)

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,24 @@ async def test_what_a_tool_raises_is_told_to_the_model() -> None:
         raise TimeoutError("of its own")
 
     assert (await call(late, "{}")).text == "Error: late failed: TimeoutError: of its own"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)])
+async def test_a_tool_that_ends_the_process_or_an_iterator_has_failed(error: BaseException) -> None:
+    def ends() -> None:
+        """Runs a program that a model wrote."""
+        raise error
+
+    result = await asyncio.wait_for(call(ends, "{}"), 5)
+    assert (result.text, result.error) == (f"Error: ends failed: RuntimeError: {type(error).__name__}: 3", "raised")
+
+
+async def test_an_async_tool_that_ends_the_process_has_failed() -> None:
+    async def ends() -> None:
+        """Runs a program that a model wrote."""
+        sys.exit(3)
+
+    assert (await call(ends, "{}")).text == "Error: ends failed: RuntimeError: SystemExit: 3"
 
 
 @pytest.mark.parametrize("error", [RolloutFailed("gone"), PermanentServerError("401"), EnvError("no disk")])

@@ -67,6 +67,26 @@ async def test_samples_are_scored_counted_and_shown(tmp_path: Path, capsys: pyte
     assert "pass@4                      100.0 %\n" in shown
 
 
+@pytest.mark.parametrize(("hook", "failed"), [("prompt", 2), ("reference_answer", 0)])
+async def test_a_hook_that_raises_for_one_question_costs_that_question(
+    tmp_path: Path, hook: str, failed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole, bad = tmp_path / "larger.jsonl", getattr(LargerNumberEnv, hook), []
+
+    def raises_for_first(self: LargerNumberEnv, item: list[int]) -> Any:
+        bad[:] = bad or [item]
+        if item == bad[0]:
+            raise KeyError("x")
+        return whole(self, item)
+
+    monkeypatch.setattr(LargerNumberEnv, hook, raises_for_first)
+    async with FakeInferenceServer(alternating()) as server:
+        assert await evaluate(server, path, "--samples", "2") == 0
+    lines = lines_of(path)[1]
+    assert len(lines) == 6
+    assert sum(line["error"] is not None for line in lines) == failed
+
+
 async def test_an_interrupted_evaluation_samples_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "larger.jsonl"
     async with FakeInferenceServer(alternating()) as server:
@@ -309,3 +329,9 @@ def test_a_question_with_failed_samples_counts_as_much_as_others() -> None:
 def test_the_cost_is_of_prompts_and_answers() -> None:
     samples = [Sample(0, 0, 1.0, tokens=(1000, 100)), Sample(0, 1, None, tokens=(500, 50), error="timeout")]
     assert summary(samples, 2, 1.0, Prices(2.0, 10.0))["cost"] == pytest.approx((1500 * 2 + 150 * 10) / 1e6)
+
+
+def test_samples_that_were_not_asked_for_count_nowhere() -> None:
+    asked = [Sample(0, 0, 1.0, tokens=(10, 1)), Sample(0, 1, 1.0, tokens=(10, 1))]
+    more = [Sample(0, 2, 0.0, tokens=(10, 1)), Sample(0, 3, None, tokens=(10, 1), error="timeout")]
+    assert summary([*asked, *more], 2, 1.0) == summary(asked, 2, 1.0)

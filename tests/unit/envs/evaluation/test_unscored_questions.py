@@ -101,6 +101,27 @@ async def test_the_other_questions_count(tmp_path: Path, fault: str, caplog: pyt
     assert server.hits["/generate"] == (10 if "bad_rollout" in methods else 11), "each is asked once"
 
 
+@pytest.mark.parametrize(("hook", "unscored"), [("prompt", 1), ("reference_answer", 0), ("sample_record", 0)])
+async def test_a_hook_that_raises_for_one_question_voids_nothing(
+    tmp_path: Path, hook: str, unscored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = getattr(NumberEnv, hook)
+
+    def raises_for_bad(self: NumberEnv, item: str, *more: Any) -> Any:
+        if item == BAD:
+            raise KeyError("x")
+        return whole(self, item, *more)
+
+    monkeypatch.setattr(NumberEnv, hook, raises_for_bad)
+    saved = {"data_dir_to_save_evals": str(tmp_path / "evals")}
+    async with FakeInferenceServer(answer) as server, running_env(NumberEnv, tmp_path, server, **saved) as env:
+        metrics = await env.evaluate()
+        rows = env._env_run.held_out
+    assert (metrics["total"], metrics["unscored"]) == (11 - unscored, unscored)
+    assert metrics.get("unscored_environment", 0) == unscored
+    assert len(rows) == 11
+
+
 async def test_a_question_whose_server_fails_for_good_is_left_out(tmp_path: Path) -> None:
     async with FakeInferenceServer(answer) as server, running_env(NumberEnv, tmp_path, server) as env:
         env.server.retry = RetryPolicy(base_s=0.01)

@@ -197,7 +197,7 @@ async def test_an_error_in_what_only_the_record_needs_loses_no_group(
         await env.handle_env("7")
         await env.handle_env("7")
     assert [(row["reference"], row["dropped"]) for row in rows(tmp_path)] == [(None, None)] * 2
-    assert caplog.text.count("reference_answer failed; samples.jsonl goes without what it gives") == 1
+    assert caplog.text.count("reference_answer failed; the rows go without what it gives") == 1
 
 
 async def test_the_ancestors_environments_have_rows_without_a_reference(tmp_path: Path) -> None:
