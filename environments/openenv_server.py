@@ -38,6 +38,7 @@ from atroposlib.clients.openenv import (
     as_number,
     shown,
 )
+from atroposlib.clients.waiting import backoff_s
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.openenv_actions import Part, Unreadable, form_of, instructions
@@ -320,7 +321,7 @@ class OpenEnv(QuestionEnv):
         """A server that fails at once is not asked at once again."""
         self._failed_in_row += 1
         with paused():
-            await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * GROWTH**self._failed_in_row))
+            await asyncio.sleep(backoff_s(self._failed_in_row, SHORTEST_PAUSE_S, LONGEST_PAUSE_S, GROWTH))
 
     def _opening(self, item: Arguments, first: Reply) -> Play:
         """The conversation up to the first observation."""

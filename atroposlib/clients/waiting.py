@@ -24,6 +24,13 @@ WHY_EVERY_S = 60.0
 GROWTH = 1.5  # of each pause between attempts over the previous one
 
 
+def backoff_s(failures: int, first_s: float, longest_s: float, growth: float = 2.0) -> float:
+    """Seconds to pause after so many failures in a row, at least one: `first_s`, then `growth` times as long each time,
+    at most `longest_s`.
+    """
+    return min(longest_s, first_s * growth ** min(failures - 1, 100))  # a float ends at 2**1024
+
+
 class NotYet(Exception):
     """The peer is not ready; the message is the reason. `after_s`: when it asked to be tried again, in seconds."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+from atroposlib.clients.waiting import backoff_s
 from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorBudget, location, shown
 from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
@@ -17,7 +18,7 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
-LONGEST_PAUSE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 
 
 async def process(env: Environment) -> None:
@@ -70,8 +71,8 @@ async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeS
         except Exception as error:
             budget.note_failure(error, named)
             if isinstance(error, ServerError):
-                await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failed))
                 failed += 1
+                await asyncio.sleep(backoff_s(failed, FIRST_PAUSE_S, LONGEST_PAUSE_S))
         else:
             budget.note_success()
         if run.counts["groups_accepted"] > accepted:

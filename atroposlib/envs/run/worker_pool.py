@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypedDict
 
+from atroposlib.clients.waiting import backoff_s
 from atroposlib.envs.authors.author_errors import ErrorBudget, shown
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
@@ -102,7 +103,7 @@ class WorkerPool:
     def note_failure(self, error: Exception, item: str) -> None:
         """Log what was lost and where, and start nothing for a while. Raises TooManyFailures."""
         self._failures_in_row += 1
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
+        pause_s = backoff_s(self._failures_in_row, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + pause_s
         then = f" ({self._failures_in_row} failure(s) in a row, pausing {pause_s:.1f} s)"
         self._budget.note_failure(error, item, then)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atroposlib.clients.waiting import NotYet, Wait, wait_for, wait_for_async
+from atroposlib.clients.waiting import NotYet, Wait, backoff_s, wait_for, wait_for_async
 from tests.waiting import Clock
 
 
@@ -102,3 +102,8 @@ def test_with_reasons_the_lines_are_fewer_and_tell_them(caplog: pytest.LogCaptur
         "90 s of at most 200 s so far (2 of 8 groups are there)",
         "150 s of at most 200 s so far (3 of 8 groups are there)",
     ]
+
+
+@pytest.mark.parametrize(("failures", "pause_s"), [(1, 0.5), (2, 1.0), (6, 16.0), (7, 30.0), (100_000, 30.0)])
+def test_a_pause_doubles_up_to_the_longest_however_long_an_outage_lasts(failures: int, pause_s: float) -> None:
+    assert backoff_s(failures, 0.5, 30.0) == pause_s

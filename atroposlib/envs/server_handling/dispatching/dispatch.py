@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
+from atroposlib.clients.waiting import backoff_s
 from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.server_handling.dispatching.admission import AdmissionGate
 from atroposlib.envs.server_handling.dispatching.health import HealthMonitor
@@ -68,14 +69,14 @@ class RetryPolicy:
 
     def pause_s(self, failed: int, asked_s: float = 0.0) -> float:
         """Seconds to pause after `failed` tries; a server's Retry-After (`asked_s`) is honoured up to a minute."""
-        backoff = min(self.cap_s, self.base_s * 2.0 ** (failed - 1)) * random.uniform(0.5, 1.0)
+        backoff = backoff_s(failed, self.base_s, self.cap_s) * random.uniform(0.5, 1.0)
         return max(backoff, min(asked_s, LONGEST_WISH_S))
 
     def refused_pause_s(self, refused: int, asked_s: float) -> float:
         """Seconds for which nothing is sent to a server that has refused calls `refused` times in a row."""
         if asked_s > 0:
             return min(asked_s, LONGEST_WISH_S)
-        return min(LONGEST_WISH_S, REFUSED_FACTOR * self.base_s * 2.0 ** (refused - 1))
+        return backoff_s(refused, REFUSED_FACTOR * self.base_s, LONGEST_WISH_S)
 
 
 @dataclass(eq=False, slots=True)
