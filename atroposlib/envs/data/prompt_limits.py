@@ -3,7 +3,6 @@ them, or the trainer drops their sequences, in every epoch again.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-BUDGET_S = 20.0
+# By size, not by time: which questions a run asks does not depend on the machine.
+BUDGET_BYTES = 32_000_000  # of prompts: about 10 s of a fast tokenizer
+LEAST_BYTES = 64  # that a prompt counts for
 BETWEEN_PAUSES = 256  # questions
 TEMPLATE_BYTES = 1024  # that a chat template adds, at most: a shorter text is not tokenised
 KIND = "with a prompt over the limit of {} tokens ({})"
@@ -37,14 +38,14 @@ class Asks(Protocol):
 
 async def leave_out_long(env: Asks, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
     """Leave those questions out of the training streams whose prompt has `limit` tokens or more; count them, and those
-    that are held out. At most BUDGET_S seconds are spent; the report says how many were looked at.
+    that are held out. About BUDGET_BYTES of prompts are looked at; the report says how many prompts.
 
     Raises DataError if no training question is left.
     """
     report = data.reports[0] if data.reports else DataReport("the questions")
     kind = KIND.format(limit, whose)
     async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-        look = Look(lambda item: _reaches(env, managed, item, limit))
+        look = Look(lambda item: _looked_at(env, managed, item, limit))
         for stream in data.streams:
             places = await look.at(stream.items)
             for place in sorted(places):
@@ -63,12 +64,13 @@ async def leave_out_long(env: Asks, data: LoadedData, limit: int, whose: str, *,
 
 
 class Look:
-    """Looks at items until its time is over. `now` is the clock, in seconds."""
+    """Looks at items until it has read `left` bytes. `looked_at` tells whether an item reaches the limit, and its
+    bytes.
+    """
 
-    def __init__(self, reaches: Callable[[Item], bool], now: Callable[[], float] = time.monotonic) -> None:
-        self._reaches = reaches
-        self._now = now
-        self._end = now() + BUDGET_S
+    def __init__(self, looked_at: Callable[[Item], tuple[bool, int]], left: int = BUDGET_BYTES) -> None:
+        self._looked_at = looked_at
+        self._left = left
         self.looked = self.total = 0
 
     async def at(self, items: Sequence[Item]) -> set[int]:
@@ -76,27 +78,30 @@ class Look:
         found = set[int]()
         self.total += len(items)
         for place, item in enumerate(items):
+            if self._left <= 0:
+                break
             if place % BETWEEN_PAUSES == BETWEEN_PAUSES - 1:
                 await asyncio.sleep(0)  # heartbeats continue
-                if self._now() > self._end:
-                    break
             self.looked += 1
-            if self._reaches(item):
+            reaches, size = self._looked_at(item)
+            self._left -= max(size, LEAST_BYTES)
+            if reaches:
                 found.add(place)
         return found
 
 
-def _reaches(env: Asks, managed: "ManagedServer", item: Item, limit: int) -> bool:
-    """Return whether the prompt of an item has `limit` tokens. False where that is not known: what an author's `prompt`
-    raises is told when the item is asked.
+def _looked_at(env: Asks, managed: "ManagedServer", item: Item, limit: int) -> tuple[bool, int]:
+    """Return whether the prompt of an item has `limit` tokens, and its bytes. False where that is not known: what an
+    author's `prompt` raises is told when the item is asked.
     """
     try:
         messages = env._prompt_of(item)
     except Exception:  # the author's code may raise anything
-        return False
+        return False, 0
     if messages is None or not all(isinstance(message.get("content"), str) for message in messages):
-        return False
-    if sum(len(str(message["content"]).encode()) for message in messages) + TEMPLATE_BYTES < limit:
-        return False  # a token is a byte at least
+        return False, 0
+    size = sum(len(str(message["content"]).encode()) for message in messages)
+    if size + TEMPLATE_BYTES < limit:
+        return False, size  # a token is a byte at least
     length = managed.prompt_length(messages)
-    return length is not None and length >= limit
+    return length is not None and length >= limit, size

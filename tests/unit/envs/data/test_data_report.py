@@ -4,18 +4,20 @@ import json
 import logging
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.data.data_report import DataReport, question_key, write_reports
-from atroposlib.envs.data.dataset import DatasetConfig, read_rows, split
+from atroposlib.envs.data.dataset import DatasetConfig, ItemSet, read_rows, split
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import Fields, Problem, read_problem_set, read_problems
+from atroposlib.envs.data.prompt_limits import Look
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv
-from atroposlib.grading import Grader
+from atroposlib.grading import Grader, Outcome
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.gsm8k_server import GSM8kEnv
 from environments.math_server import MathEnv
@@ -232,11 +234,37 @@ async def test_data_without_answers_that_can_be_graded_is_refused(tmp_path: Path
 @pytest.mark.services
 async def test_the_look_at_answers_is_bounded_and_says_how_far_it_came() -> None:
     problems = split([Problem(f"q{number}", rf"\sqrt{{{number}}}") for number in range(100)], 2, 0, "the file")
-    grader, times = Grader(), iter([0.0, 1.0, 2.0, 99.0])
-    assert await gradable(problems, grader, 20.0, lambda: next(times)) == problems
+    grader = Grader()
+    assert await gradable(problems, grader, tries=20) == problems
     assert problems.report is not None
     assert problems.report.looked_at == {"known answers": "looked at 32 of 100 that are not plain numbers"}
     await grader.close()
+
+
+async def test_an_answer_on_which_the_grader_fails_once_stays_and_costs_many_tries() -> None:
+    class Busy(Grader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = Counter[str]()
+
+        async def grade(self, answer: str | None, gold: str) -> Outcome:
+            self.asked[gold] += 1
+            fails = "hangs" in gold or (gold == "is late" and self.asked[gold] == 1)
+            return Outcome.GRADER_FAILED if fails else Outcome.RIGHT
+
+    def among(hanging: int) -> ItemSet[Problem]:
+        answers = ["is late", *(f"{number} hangs" for number in range(hanging)), *(f"x^{n}" for n in range(60))]
+        return split([Problem(f"q{number}", answer) for number, answer in enumerate(answers)], 2, 0, "the file")
+
+    kept = await gradable(among(1), Busy(), tries=1000)
+    assert sorted(problem.result for problem in [*kept.train, *kept.held_out]) == sorted(
+        ["is late", *(f"x^{n}" for n in range(60))]
+    )
+    assert kept.report is not None
+    assert not kept.report.looked_at
+    many = await gradable(among(39), Busy(), tries=1000)
+    assert many.report is not None
+    assert many.report.looked_at == {"known answers": "looked at 32 of 100 that are not plain numbers"}
 
 
 async def test_plain_numbers_need_no_grader() -> None:
@@ -266,6 +294,14 @@ class LongEnv(QuestionEnv):
 
     async def score(self, item: str, answer: str) -> float:
         return 1.0
+
+
+async def test_how_many_prompts_are_looked_at_is_a_matter_of_their_size_alone() -> None:
+    look = Look(lambda item: (len(item) > 300, len(item)), left=1000)
+    assert await look.at(["x" * 400, "y", "z" * 400, "a" * 500, "b" * 500]) == {0, 2, 3}
+    assert (look.looked, look.total) == (4, 5)
+    assert await look.at(["c" * 400]) == set()
+    assert (look.looked, look.total) == (4, 6)
 
 
 class LimitedServer(FakeInferenceServer):
