@@ -21,14 +21,13 @@ from pydantic import Field
 
 from atroposlib.child_processes.calculator_child import tool_result as tool_result  # also imported from here
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
-from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.data.dataset import not_held_out
+from atroposlib.envs.failures import RolloutFailed
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
-from atroposlib.grading import extract_tagged
+from atroposlib.grading import after_thoughts, extract_tagged
 from atroposlib.grading.arithmetic import compute
-from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
-
-log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.calculator_child"
 TOOL_LIMIT_S = 5.0
@@ -91,9 +90,7 @@ class CalculatorEnv(QuestionEnv):
     async def training_item(self, number: int) -> Question:
         """Question `number`, none of those held out."""
         generator = Random(f"{self.config.seed} {number}")
-        while (question := make_question(generator, self.config)) in self.held_out:
-            pass
-        return question
+        return not_held_out(lambda: make_question(generator, self.config), self.held_out)
 
     def prompt(self, item: Question) -> Messages:
         """The question, and how to call the calculator."""
@@ -119,7 +116,7 @@ class CalculatorEnv(QuestionEnv):
                 )
                 text = reply.choices[0].message.content or ""
                 messages = with_reply(messages, text)
-                said = text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else text
+                said = (after_thoughts(text) or "") if self.config.thinking_mode else text
                 result = await self._tool_result(said)
                 if result is None or turn + 1 == self.config.max_turns:
                     break
@@ -128,7 +125,7 @@ class CalculatorEnv(QuestionEnv):
             sequences = managed.get_state()["nodes"]
         turns = [message["content"] for message in messages if message["role"] == "assistant"]
         if self.config.thinking_mode:  # of each turn, or what the last one thinks would hide the calls before it
-            turns = [turn.rpartition(END_OF_THOUGHTS)[2] for turn in turns]
+            turns = [after_thoughts(turn) or "" for turn in turns]
         return Rollout("".join(turns), messages, sequences)
 
     async def _tool_result(self, text: str) -> str | None:
@@ -137,8 +134,7 @@ class CalculatorEnv(QuestionEnv):
         try:
             result: str | None = (await self.pool.ask({"text": text}))["result"]
         except ChildFailed as error:
-            log.warning("The calculator failed on %r: %s", text[-200:], error)
-            return "Error: the calculator failed"
+            raise RolloutFailed(f"the calculator failed on {text[-200:]!r}: {error}") from error
         return result
 
     async def close(self) -> None:

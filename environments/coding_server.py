@@ -26,9 +26,10 @@ from pydantic import Field
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
-from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
+from atroposlib.grading import after_thoughts
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 
@@ -187,7 +188,7 @@ class CodingEnv(QuestionEnv):
 
 def program_of(text: str) -> str:
     """The last block of code after the thoughts, or all of it where there is none."""
-    said = text.rpartition(END_OF_THOUGHTS)[2]
+    said = after_thoughts(text) or ""
     blocks = BLOCK.findall(said)
     return blocks[-1] if blocks else said
 

@@ -19,6 +19,7 @@ from random import Random
 
 from pydantic import Field, model_validator
 
+from atroposlib.envs.data.dataset import HELD_OUT, not_held_out
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -75,7 +76,7 @@ class CountdownEnv(QuestionEnv):
         if self.puzzles:
             if config.held_out_limit >= len(self.puzzles):
                 raise DataError(
-                    f"{config.dataset_path} has {len(self.puzzles)} puzzles: --env.heldout_size must be below that"
+                    f"{config.dataset_path} has {len(self.puzzles)} puzzles: fewer must be held out ({HELD_OUT})"
                 )
             Random(config.seed).shuffle(self.puzzles)
             self.held_out, self.puzzles = self.puzzles[: config.held_out_limit], self.puzzles[config.held_out_limit :]
@@ -90,9 +91,7 @@ class CountdownEnv(QuestionEnv):
         if self.puzzles:
             return self.puzzles[number % len(self.puzzles)]
         generator = Random(f"{self.config.seed} {number}")
-        while (puzzle := make_puzzle(generator, self.config)) in self.held_out:
-            pass
-        return puzzle
+        return not_held_out(lambda: make_puzzle(generator, self.config), self.held_out)
 
     def prompt(self, item: Puzzle) -> Messages:
         """The seed's wording: thoughts in <think>, the equation in <answer>."""

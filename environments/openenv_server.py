@@ -39,6 +39,7 @@ from atroposlib.clients.openenv import (
     shown,
 )
 from atroposlib.clients.waiting import backoff_s
+from atroposlib.envs.data.dataset import HELD_OUT
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.openenv_actions import Part, Unreadable, form_of, instructions
@@ -46,9 +47,10 @@ from atroposlib.envs.foreign.openenv_observations import Observations
 from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.limits.waits import wait_for_peer
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, Scored, with_reply
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
+from atroposlib.grading import after_thoughts
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import NoTokenizer, chat_ids
@@ -61,7 +63,6 @@ TEMPLATE_TOKENS = 32  # that a chat template puts around a message, at most
 GROUPS_COMPARED = 256
 STATE = "state."
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S, GROWTH = 0.05, 30.0, 1.5  # after failures in a row
-OPENING = "<think>"
 NOTHING_SHOWN = "Begin."
 
 Arguments = dict[str, Any]  # of a reset
@@ -262,8 +263,8 @@ class OpenEnv(QuestionEnv):
         resets = read_resets(Path(config.resets_path))
         if config.held_out_limit >= len(resets):
             raise DataError(
-                f"{config.resets_path} has {len(resets)} lines, of which heldout_size {config.held_out_limit} leaves"
-                " none to train on; lower it"
+                f"{config.resets_path} has {len(resets)} lines, and {config.held_out_limit} to hold out leave none to"
+                f" train on; lower {HELD_OUT}"
             )
         shuffled = random.Random(config.seed).sample(resets, len(resets))
         held_out, self.resets = shuffled[: config.held_out_limit], shuffled[config.held_out_limit :]
@@ -484,9 +485,9 @@ class OpenEnv(QuestionEnv):
 
 def without_thoughts(answer: str) -> str:
     """Return what follows the thoughts. Raises Unreadable where they have no end."""
-    _, ended, said = answer.rpartition(END_OF_THOUGHTS)
-    if not ended and OPENING in answer:
-        raise Unreadable(f"nothing follows the thoughts, which have no {END_OF_THOUGHTS}")
+    said = after_thoughts(answer)
+    if said is None:
+        raise Unreadable("nothing follows the thoughts, which have no </think>")
     return said
 
 

@@ -12,6 +12,7 @@ Nine tasks evaluate the answer (`evaluated_answers.py`): code in it scores 0 and
 Without a sandbox for the child processes, these tasks are skipped, or refused if `tasks` names them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.reasoning_gym_child"
 START_LIMIT_S = 120.0
+MAKE_TRIES = 3
 SANDBOX_REMEDY = (
     "install libseccomp and bubblewrap (or use a kernel with Landlock, 5.13 or newer), or pass "
     "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your permissions"
@@ -132,7 +134,7 @@ class ReasoningGymEnv(QuestionEnv):
 
     async def _task(self, key: str, index: int) -> Task:
         name = Random(f"{self.config.seed} {key}").choices(list(self.weights), list(self.weights.values()))[0]
-        reply = await self.pool.ask(self._entry(name, index))
+        reply = await self._made(self._entry(name, index), f"entry {index} of '{name}'")
         if "error" in reply:
             raise DataError(
                 f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}; correct its task_options, "
@@ -147,6 +149,17 @@ class ReasoningGymEnv(QuestionEnv):
     def reference_answer(self, item: Task) -> str | None:
         """The answer that reasoning-gym has; of some tasks there are others."""
         return item.answer
+
+    async def _made(self, entry: Mapping[str, object], what: str) -> dict[str, Any]:
+        """Have the child make an entry, or say why it cannot. Raises DataError if it fails MAKE_TRIES times."""
+        for number in range(MAKE_TRIES):
+            try:
+                return await self.pool.ask(entry)
+            except ChildFailed as error:  # late on a busy machine, or killed
+                log.warning("reasoning-gym did not make %s (%d of %d tries): %s", what, number + 1, MAKE_TRIES, error)
+                failed = error
+        limit = f"--env.scorer_timeout ({self.config.scorer_timeout:g} s)"
+        raise DataError(f"reasoning-gym does not make {what}: {failed}; raise {limit}, or drop the task")
 
     async def score(self, item: Task, answer: str) -> float | None:
         """The task's own score (0 to 1), or None when scoring failed or took too long; no answer is 0."""

@@ -48,6 +48,7 @@ from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.dispatching.request_seeds import for_sample
+from atroposlib.grading.extraction import after_thoughts
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -57,7 +58,6 @@ from atroposlib.wire.held_out import FINAL
 log = get_logger(__name__)
 
 THINKING_PROMPT = "Think about the question first, inside <think> </think> tags. Then give your answer."
-END_OF_THOUGHTS = "</think>"
 EVALUATED_EVERY_S = 5.0
 SHORT_ANSWER_TOKENS = 1024
 REWARD = "reward_"  # before the name of a reward in the metrics
@@ -343,7 +343,8 @@ class QuestionEnv(BaseEnv):
         return soft_overlong_punishment(sampled, limit, buffer) if buffer else 0.0
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
-        answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
+        # thoughts without an end answer nothing: to score them would teach not to answer
+        answer = (after_thoughts(rollout.text) or "") if self.config.thinking_mode else rollout.text
         try:
             scored = await self._rewards.scored(self, item, answer, rollout)
         except Unscored as error:

@@ -81,3 +81,9 @@ def _up_to_closing_brace(text: str, start: int, end: int) -> str | None:
         if depth == 0:
             return text[start : brace.start()]
     return None
+
+
+def after_thoughts(text: str) -> str | None:
+    """Return what follows the thoughts in <think>, all of a text without any; None where the last ones have no end."""
+    said = text.rpartition("</think>")[2]
+    return None if "<think>" in said else said

@@ -76,7 +76,10 @@ async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp
                     raise PeerError(f"{url} replied {reply.status}{remedy}")
                 if reply.status != 200:
                     raise NotYet(f"it replied {reply.status}")
-                return ServedModel.model_validate((await reply.json())["data"][0])
+                try:
+                    return ServedModel.model_validate((await reply.json())["data"][0])
+                except (IndexError, KeyError, TypeError, ValueError):  # of JSON, and of what it says
+                    raise NotYet("its reply lists no model") from None
         except ReplyTooLong as error:
             raise PeerError(str(error)) from None
         except (aiohttp.ClientError, TimeoutError) as error:

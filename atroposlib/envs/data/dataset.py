@@ -46,6 +46,8 @@ OVERLAP = (
     " allow them."
 )
 # The value of an item that is its question, by the names in use; the whole item without any of them.
+HELD_OUT = "--env.heldout_size or --env.final_heldout_size"  # the larger one counts
+TRIES = 1000  # generated questions until one is not held out
 QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "messages")
 
 
@@ -204,7 +206,7 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
     chosen = dict.fromkeys(keys)  # each question once, in this order
     if held_out >= len(chosen):
         raise DataError(
-            f"{source} has {len(chosen)} questions, and heldout_size {held_out} leaves none to train on; lower it"
+            f"{source} has {len(chosen)} questions, and {held_out} to hold out leave none to train on; lower {HELD_OUT}"
         )
     measured = set(itertools.islice(chosen, held_out))
     train, trained, tested, seen = [], [], [], set[int]()
@@ -219,6 +221,17 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
         seen.add(key)
     _note_copies(train, trained, report)
     return _reported(train, tested, report)
+
+
+def not_held_out(make: Callable[[], T], held_out: Sequence[T]) -> T:
+    """Return the first question that `make` gives and that is not held out. Raises DataError if the first TRIES are."""
+    for _ in range(TRIES):
+        if (question := make()) not in held_out:
+            return question
+    raise DataError(
+        f"{TRIES} generated questions in a row are among the {len(held_out)} that are held out: lower {HELD_OUT}, or"
+        " allow more different questions"
+    )
 
 
 def question_of(item: object) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.payloads import defect, rejection
 from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, save_tiny_tokenizer
@@ -111,6 +113,13 @@ async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:
         assert await env.score(QUESTION, rollout.text) == 0.0
 
 
+async def test_questions_that_are_all_held_out_are_refused(tmp_path: Path) -> None:
+    few = {"terms": 2, "largest_number": 2, "heldout_size": 300}
+    async with FakeInferenceServer() as server, running_env(CalculatorEnv, tmp_path, server, **few) as env:
+        with pytest.raises(DataError, match="among the 300 that are held out"):
+            await env.get_next_item()
+
+
 async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer() as server,
@@ -128,7 +137,7 @@ async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp
         }
 
 
-async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_is_an_error_that_the_model_reads(tmp_path: Path) -> None:
+async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_costs_its_rollout_and_no_reward(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer(conversation(CALL, "<answer>391</answer>")) as server,
         running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200) as env,
@@ -142,8 +151,7 @@ async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_is_an_error_that_the_
         asking = asyncio.create_task(env.rollouts(QUESTION, 1, "train", 1.0, 1.0))
         await asyncio.sleep(0.2)
         os.killpg(process.pid, signal.SIGKILL)
-        rollout = (await asking)[0]
-        tool_messages = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-        assert tool_messages == ["Error: the calculator failed"]
+        with pytest.raises(RolloutFailed, match="the calculator failed on "):
+            await asking
         rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
         assert [message["content"] for message in rollout.messages if message["role"] == "tool"] == ["391"]

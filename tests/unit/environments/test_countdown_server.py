@@ -87,6 +87,13 @@ async def test_numbered_puzzles_are_the_same_again_and_not_held_out(tmp_path: Pa
         assert not set(first) & set(env.held_out)
 
 
+async def test_puzzles_that_are_all_held_out_are_refused_and_not_searched_for_ever(tmp_path: Path) -> None:
+    few = {"min_numbers": 2, "max_numbers": 2, "largest_number": 2, "largest_target": 3, "heldout_size": 64}
+    async with FakeInferenceServer() as server, running_env(CountdownEnv, tmp_path, server, **few) as env:
+        with pytest.raises(DataError, match=r"among the 64 that are held out: lower --env.heldout_size or --env.final"):
+            await env.get_next_item()
+
+
 async def test_puzzles_of_a_file_are_split(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.jsonl"
     path.write_text("".join(json.dumps({"nums": [n, n + 1], "target": 2 * n + 1}) + "\n" for n in range(10)))

@@ -3,7 +3,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.child_processes.evaluated_answers import EVALUATED
+from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.envs.errors import DataError
 from atroposlib.grading.arithmetic import compute
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -163,6 +164,29 @@ async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path
             for answer in (solution, f"({solution})"):
                 assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0, (task, answer)
         assert env._env_run.counts["answers_rejected"] >= 2 * (len(deceptions) - 1)
+
+
+@pytest.mark.rotating
+async def test_an_entry_that_is_late_is_made_again_and_one_that_never_comes_names_the_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"tasks": "countdown", "heldout_size": 1}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        ask, failures = env.pool.ask, 2
+
+        async def busy(request: Mapping[str, object]) -> Any:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise ChildFailed("no reply within 10 s")
+            return await ask(request)
+
+        env.pool.ask = busy  # type: ignore[method-assign]
+        assert (await env.training_item(5)).name == "countdown"
+        assert "did not make entry 6 of 'countdown' (2 of 3 tries): no reply within 10 s" in caplog.text
+        failures = 3
+        with pytest.raises(DataError, match=r"'countdown': no reply within 10 s; raise --env.scorer_timeout"):
+            await env.training_item(5)
 
 
 @pytest.mark.rotating

@@ -186,14 +186,14 @@ async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:
 
 
 async def test_thinking_mode_asks_to_think_and_scores_what_comes_after(tmp_path: Path) -> None:
-    answers = ["<think>7</think>8", "<think>8</think>7"]
+    answers = ["<think>7</think>8", "<think>8</think>7", "<think>so 7", "7"]
     async with (
         FakeInferenceServer(lambda prompt: answers) as server,
         running_env(EchoEnv, tmp_path, server, thinking_mode=True, custom_thinking_prompt="Ponder.") as env,
     ):
         group, _ = await env.collect_trajectories("7")
     assert group is not None
-    assert group["scores"] == [0.0, 1.0, 0.0, 1.0]
+    assert group["scores"] == [0.0, 1.0, 0.0, 1.0], "thoughts that never end answer nothing"
     assert group["messages"] is not None
     assert group["messages"][0][0] == {"role": "system", "content": "Ponder."}
 

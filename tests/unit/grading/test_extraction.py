@@ -1,6 +1,6 @@
 import pytest
 
-from atroposlib.grading import extract_boxed, last_number
+from atroposlib.grading import after_thoughts, extract_boxed, last_number
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,19 @@ def test_last_number(text: str, number: str | None) -> None:
 )
 def test_extract_boxed(text: str, content: str | None) -> None:
     assert extract_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("7", "7"),
+        ("<think>8</think> 7", " 7"),
+        ("8</think>7", "7"),  # the template opened them
+        ("<think>7", None),
+        ("<think>8</think>7<think>9", None),
+        ("<think>8</think><think>9</think>7", "7"),
+        ("", ""),
+    ],
+)
+def test_after_thoughts(text: str, said: str | None) -> None:
+    assert after_thoughts(text) == said

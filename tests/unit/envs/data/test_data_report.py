@@ -62,7 +62,7 @@ def test_a_split_without_copies_is_what_it_was() -> None:
 
 
 def test_copies_leave_too_few_questions_to_train_on(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has 2 questions, and heldout_size 2 leaves none"):
+    with pytest.raises(DataError, match=r"has 2 questions, and 2 to hold out leave none"):
         read_problem_set(write(tmp_path / "d.jsonl", *sums(1, 1, 1, 2)), None, 2, 0)
 
 

@@ -104,7 +104,9 @@ async def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:
             await load(str(tmp_path / f"none{ending}"))
     with pytest.raises(DataError, match=r"no dataset is named: pass --env.data.source"):
         await load("")
-    with pytest.raises(DataError, match=r"data.jsonl has 10 questions, and heldout_size 10 leaves none to train on"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl has 10 questions, and 10 to hold out leave none to train on; lower"
+    ):
         await load(write(tmp_path / "data.jsonl"), held_out=10)
     assert read_rows(Path(write(tmp_path / "data.txt.jsonl")))[9].where.endswith("data.txt.jsonl:10")
 
