@@ -19,13 +19,13 @@ from pathlib import Path
 from pydantic import Field
 
 from atroposlib.envs.data.problems import Problem, ProblemStream, arithmetic_problems, read_problem_set
-from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.grading import last_number
 from atroposlib.type_definitions import Messages
 
 OPENING = "<think>"
-EXAMPLE = f"Think first, then answer, like this:\n\nWhat is 2 + 2?\n{OPENING}2 + 2 = 4{END_OF_THOUGHTS}\n4\n\n"
+EXAMPLE = f"Think first, then answer, like this:\n\nWhat is 2 + 2?\n{OPENING}2 + 2 = 4</think>\n4\n\n"
 
 
 class SelfCheckConfig(QuestionEnvConfig):

@@ -144,10 +144,10 @@ class Toolbox:
         except ToolError as error:
             return self._failed("raised", str(error))
         except (Exception, SystemExit) as raised:  # the tool's code may raise anything, and the model is to read it
-            error = carried(raised)
-            if isinstance(error, TimeoutError) and (limit.expired() or tool.has_own_limit):
+            if isinstance(raised, TimeoutError) and (limit.expired() or tool.has_own_limit):
                 return self._failed("timeout", f"{name} took longer than {self._time_limit_s:g} s")
-            return self._failed("raised", f"{name} failed: {type(error).__name__}: {error}", error)
+            told = carried(raised)
+            return self._failed("raised", f"{name} failed: {type(told).__name__}: {told}", told)
         return CallResult(self._shortened(as_text(value)), value)
 
     def _failed(self, error: CallError, message: str, raised: Exception | None = None) -> CallResult:

@@ -223,7 +223,7 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
     return _reported(train, tested, report)
 
 
-def not_held_out(make: Callable[[], T], held_out: Sequence[T]) -> T:
+def not_held_out(make: Callable[[], T], held_out: Sequence[object]) -> T:
     """Return the first question that `make` gives and that is not held out. Raises DataError if the first TRIES are."""
     for _ in range(TRIES):
         if (question := make()) not in held_out:
