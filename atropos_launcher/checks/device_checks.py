@@ -220,13 +220,14 @@ def _size_of(model: Model) -> ModelSize:
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:
-    """Two checkpoints of weights and, where all of them are trained, moments."""
-    need = 2 * model.parameters * (1 if mode.trains_adapter else 12)
+    """Two checkpoints of weights and, where all of them are trained, moments; and what the bridge writes for vLLM."""
+    need = model.parameters * (2 * (1 if mode.trains_adapter else 12) + 4 * mode.written_copies)
+    takers = "two checkpoints and what the bridge writes" if mode.written_copies else "two checkpoints"
     return _enough(
         "disk",
         free,
         need,
-        f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}",
+        f"{_size(free)} free in {folder}, {takers} take {_size(need)}",
         "free some, or give the trainer another --save-path",
     )
 

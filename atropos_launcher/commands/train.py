@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 from atropos_launcher.commands.plot import draw
@@ -148,11 +149,20 @@ def expect_disk(plan: Plan, asked: Asked) -> None:
     need = None if asked.given.gpus else need_of(asked, plan.site)
     folder = next(each for each in (plan.trainer.save_path, *plan.trainer.save_path.parents) if each.exists())
     free = shutil.disk_usage(folder).free
-    if need is not None and need.disk > free:
+    there = taken_by(plan.trainer.save_path) if asked.resume is not None else 0
+    if need is not None and need.disk > free + there:
+        already = f", {amount(there)} of it already" if there else ""
         raise ConfigError(
-            f"the run's checkpoints take up to {amount(need.disk)}, and {amount(free)} are free in {folder}: free some,"
-            " or write less (--trainer.checkpoint-interval 0, --trainer.keep-checkpoints 1, --trainer.keep-best 0)"
+            f"the run's checkpoints take up to {amount(need.disk)}{already}, and {amount(free)} are free in {folder}:"
+            " free some, or write less"
+            " (--trainer.checkpoint-interval 0, --trainer.keep-checkpoints 1, --trainer.keep-best 0)"
         )
+
+
+def taken_by(folder: Path) -> int:
+    """Bytes of the files in a directory and below, each counted once."""
+    found = [path.lstat() for path in folder.rglob("*")]
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in found if S_ISREG(stat.st_mode)}.values())
 
 
 def scarcity(plan: Plan, asked: Asked) -> str | None:

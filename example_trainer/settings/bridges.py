@@ -37,6 +37,7 @@ class Mode(Config, Hoisted):
     external: ClassVar[bool] = False  # the server is not vLLM, and people start it themselves
     adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
     trains_adapter: ClassVar[bool] = False  # the model's own weights stay
+    written_copies: ClassVar[int] = 0  # of the trained weights on disk, by which vLLM gets them
     several_ranks: ClassVar[bool] = True  # of the trainer
     never_exact: ClassVar[str] = ""  # why --batch-invariant does not cover it
 
@@ -201,6 +202,7 @@ class Reload(_Session):
     vllm_copies = 2
     packed_copies = 1
     switched = True
+    written_copies = 2  # the one before is removed once its successor is served
 
     kind: Literal["reload"] = "reload"
 
@@ -314,6 +316,7 @@ class Restart(Restarting):
     """Weight bridge: restart (none)"""
 
     typed = "none"
+    written_copies = 2
 
     kind: Literal["restart"] = "restart"
 

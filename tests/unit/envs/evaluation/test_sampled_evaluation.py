@@ -71,7 +71,8 @@ async def test_samples_are_scored_counted_and_shown(tmp_path: Path, capsys: pyte
 async def test_a_hook_that_raises_for_one_question_costs_that_question(
     tmp_path: Path, hook: str, failed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole, bad = tmp_path / "larger.jsonl", getattr(LargerNumberEnv, hook), []
+    path, whole = tmp_path / "larger.jsonl", getattr(LargerNumberEnv, hook)
+    bad: list[Any] = []
 
     def raises_for_first(self: LargerNumberEnv, item: list[int]) -> Any:
         bad[:] = bad or [item]

@@ -140,6 +140,10 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.M
         (6.4, "arithmetic --trainer.checkpoint-interval 2", False),  # two are kept while a third is written
         (6.5, "arithmetic --trainer.checkpoint-interval 2", True),
         (0.1, "gsm8k_lora", True),
+        (2.6, "arithmetic --bridge reload --trainer.checkpoint-interval 0", False),  # two versions for vLLM besides
+        (2.8, "arithmetic --bridge reload --trainer.checkpoint-interval 0", True),
+        (2.6, "arithmetic --bridge restart --trainer.checkpoint-interval 0", False),
+        (2.8, "arithmetic --bridge restart --trainer.checkpoint-interval 0", True),
     ):
         has_disk(monkeypatch, free)
         if fits:
@@ -147,3 +151,21 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.M
         else:
             with pytest.raises(ConfigError, match=r"checkpoints take up to .*: free some, or write less \(--trainer"):
                 train.main([*words.split(), "--dry-run"])
+
+
+def test_what_a_run_has_written_counts_when_it_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the 3.2 GB that `arithmetic` takes at the most."""
+    step = tmp_path / "mine/checkpoints/step_20"
+    step.mkdir(parents=True)
+    (tmp_path / "mine/run.yaml").write_text("base: arithmetic.yaml\n")
+    words = ["--resume", "mine", "--runs", str(tmp_path), "--dry-run"]
+    has_disk(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"take up to 3\.2\d* GB, and 2\.0\d* GB are free"):
+        train.main(words)
+    for name in ("a.pt", "b.pt"):
+        with (step / name).open("wb") as file:
+            file.truncate(GB)
+    assert train.main(words) == 0
+    has_disk(monkeypatch, 0.5)
+    with pytest.raises(ConfigError, match=r"take up to 3\.2\d* GB, 2\.0\d* GB of it already, and 0\.5\d* GB are free"):
+        train.main(words)
