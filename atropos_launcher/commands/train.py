@@ -189,8 +189,11 @@ def is_accepted(command: str) -> bool:
 
 
 def cache_on_cpu(plan: Plan) -> int:
-    """Bytes of the KV cache of each rank of vLLM on a CPU."""
-    return int(variables(plan.run, plan.site).get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+    """Bytes of the KV cache of each rank of vLLM on a CPU. Raises ConfigError for what is no number of GiB."""
+    space = variables(plan.run, plan.site).get("VLLM_CPU_KVCACHE_SPACE", "0")
+    if not space.isdecimal():
+        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE: expected a whole number of GiB, got {space!r}: correct or unset it")
+    return int(space) * GIB
 
 
 def ports_line(asked: Asked, site: Site) -> str:
@@ -264,8 +267,7 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
     if end.why_memory:
         console.say(end.why_memory)
         memory = need_of(asked, site)
-        cache = int(variables(run, site).get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
-        for line in [] if memory is None else memory.lines(site.placement, cache):
+        for line in [] if memory is None else memory.lines(site.placement, cache_on_cpu(plan)):
             console.put(line)
     if end.status != 0 or steps_done(site.run_dir) < run.steps:
         say_how_to_continue(asked, plan, console)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from atropos_launcher.placement.gpus import MOST_OF_GPU, served_dtype
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import Tree
+from atropos_launcher.run_file.servers import Tree, served_tokens
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import VLLM_OWN, Serving, amount, table
@@ -61,8 +61,9 @@ def gpus_of_teacher(run: RunFile, gpus: Sequence[str]) -> tuple[tuple[str, ...],
 
 def longest_sequence(run: RunFile, trainer: TrainerConfig) -> int:
     """Tokens of the longest sequence that the teacher has to read: the trainer's, or vLLM's where that is shorter."""
-    lengths = [server.get("max_model_len") for server in run.servers]
-    return min([trainer.seq_len, *([max(map(int, lengths))] if all(lengths) else [])])  # type: ignore[arg-type]
+    lengths = [served_tokens(server) for server in run.servers]
+    known = [length for length in lengths if length is not None]
+    return min([trainer.seq_len, *([max(known)] if len(known) == len(lengths) else [])])
 
 
 def teacher_flags(run: RunFile, place: TeacherPlace, trainer: TrainerConfig, host: str) -> Tree:
@@ -99,7 +100,7 @@ def memory_of_teacher(
     if size is None or run.teacher is None:
         return [], None
     flags, on_gpus = run.teacher.flags, bool(place.gpus)
-    length = int(flags.get("max_model_len") or longest_sequence(run, trainer) + 1)
+    length = served_tokens(flags) or longest_sequence(run, trainer) + 1
     dtype = str(flags.get("dtype") or served_dtype(run, on_gpus))
     plain = trainer.model_copy(update={"bridge": MODES["restart"]()})  # it gets no weights
     serving = Serving(plain, size, dtype, max(1, len(place.gpus)), on_gpus, length)

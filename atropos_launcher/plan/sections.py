@@ -22,7 +22,7 @@ from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.placement.teacher import TeacherPlace
 from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
-from atropos_launcher.run_file.servers import Tree
+from atropos_launcher.run_file.servers import Tree, served_tokens
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError, Setting
@@ -289,7 +289,7 @@ def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[s
     """Raise ConfigError for answers so long that no prompt fits beside them, on a vLLM server or in the trainer, and
     for a server that is to serve more than the model's context.
     """
-    served = [int(length) for server in run.servers if (length := server.get("max_model_len"))]
+    served = [length for server in run.servers if (length := served_tokens(server))]
     limits = {**({"vllm.max_model_len": min(served)} if served else {}), "trainer.seq_len": trainer.seq_len}
     context = context_of(trainer.model_name)
     if served and context is not None and max(served) > context:

@@ -32,7 +32,7 @@ from atropos_launcher.plan.sections import (
     resolve_trainer,
 )
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import server_name
+from atropos_launcher.run_file.servers import served_tokens, server_name
 from atroposlib.agents.flags import PORT as AGENTS_PORT
 from atroposlib.config import load_config
 from atroposlib.flags import ConfigError
@@ -184,7 +184,7 @@ def need_of(asked: Asked, site: Site) -> Need | None:
     servers = []
     for server in run.servers:
         share = server.get("gpu_memory_utilization")
-        length = int(server.get("max_model_len") or config.seq_len)
+        length = served_tokens(server) or config.seq_len
         on_host = server.get("bridge_staging") == "host"
         ranks = tensor_parallel_size(server)
         servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks))

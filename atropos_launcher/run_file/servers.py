@@ -9,7 +9,9 @@ replaces another list.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from functools import partial
 from typing import Any, TypeGuard
 
 from atroposlib.flags import ConfigError
@@ -20,6 +22,8 @@ Servers = Tree | list[Tree]
 MOST = 64
 SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
 NAME = "vllm"
+TOKENS = re.compile(r"(\d+)|(\d+(?:\.\d+)?)([kmgKMG])")  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _NAMES = re.compile(rf"{NAME}(-[1-9]\d*)?")
 
 
@@ -39,14 +43,64 @@ def each_server(vllm: object) -> list[Tree]:
         count, flags = vllm.get("count", 1), {key: value for key, value in vllm.items() if key != "count"}
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST:
             raise ConfigError(f"vllm.count: expected 1 to {MOST} servers, got {count!r}")
-        return [flags, *({key: value for key, value in flags.items() if key != "port"} for _ in range(count - 1))]
+        first = as_planned(flags)
+        return [first, *({key: value for key, value in first.items() if key != "port"} for _ in range(count - 1))]
     if not isinstance(vllm, list) or not all(isinstance(server, Mapping) for server in vllm):
         raise ConfigError(f"vllm: expected keys and values of one server, or a list of servers, got {vllm!r}")
     if not 1 <= len(vllm) <= MOST:
         raise ConfigError(f"vllm: expected 1 to {MOST} servers, but the list has {len(vllm)}")
     if any("count" in server for server in vllm):
         raise ConfigError("vllm.count: vllm is a list here, with one entry per server; add or remove entries instead")
-    return [dict(server) for server in vllm]
+    return [as_planned(server) for server in vllm]
+
+
+def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
+    """The flags of a server, those as numbers by which a run is planned: `port`, `tensor_parallel_size`,
+    `max_model_len`, which may also be "auto", and `gpu_memory_utilization`. Raises ConfigError.
+    """
+    found = dict(flags)
+    for name, (read, expected) in PLANNED.items():
+        if (value := found.get(name)) is not None:
+            number = read(str(value))
+            if isinstance(value, bool) or number is None:
+                raise ConfigError(f"{section}.{name}: expected {expected}, got {value!r}")
+            found[name] = number
+    return found
+
+
+def served_tokens(flags: Mapping[str, Any]) -> int | None:
+    """Return a server's `max_model_len`; None where it is vLLM's choice."""
+    length = flags.get("max_model_len")
+    return length if isinstance(length, int) else None
+
+
+def _whole(text: str, least: int, most: int | None = None) -> int | None:
+    number = int(text) if text.isdecimal() else -1
+    return number if least <= number and (most is None or number <= most) else None
+
+
+def _tokens(text: str) -> int | str | None:
+    if text.lower() == "auto" or text == "-1":
+        return "auto"
+    if (match := TOKENS.fullmatch(text)) is None:
+        return None
+    return int(match[1] or Decimal(match[2]) * UNITS[match[3]]) or None
+
+
+def _share(text: str) -> float | None:
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+PLANNED: dict[str, tuple[Callable[[str], object], str]] = {
+    "port": (partial(_whole, least=1, most=65535), "a port from 1 to 65535"),
+    "tensor_parallel_size": (partial(_whole, least=1), "a number of GPUs, at least 1"),
+    "max_model_len": (_tokens, "a number of tokens, as 4096, 4k or 4K, or auto"),
+    "gpu_memory_utilization": (_share, "a share of a GPU's memory, above 0 and at most 1"),
+}
 
 
 def is_for_each(value: object) -> TypeGuard[list[Any]]:

@@ -8,7 +8,7 @@ The environments ask it, and the trainer learns from it with `distill_coef`.
 
 from pydantic import ConfigDict, Field, model_validator
 
-from atropos_launcher.run_file.servers import Tree
+from atropos_launcher.run_file.servers import Tree, as_planned
 from atroposlib.config import Config
 
 TEACHER = "teacher"  # its section, service and log
@@ -42,7 +42,9 @@ class TeacherSection(Config):
     @property
     def flags(self) -> Tree:
         """The flags of its vLLM server."""
-        return {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        return as_planned(
+            {key: value for key, value in (self.model_extra or {}).items() if value is not None}, "teacher"
+        )
 
     @property
     def ranks(self) -> int:

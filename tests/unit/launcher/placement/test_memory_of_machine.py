@@ -167,5 +167,5 @@ def test_what_a_run_has_written_counts_when_it_is_resumed(monkeypatch: pytest.Mo
             file.truncate(GB)
     assert train.main(words) == 0
     has_disk(monkeypatch, 0.5)
-    with pytest.raises(ConfigError, match=r"take up to 3\.2\d* GB, 2\.0\d* GB of it already, and 0\.5\d* GB are free"):
+    with pytest.raises(ConfigError, match=r"take up to 3\.2\d* GB, 2\.0\d* GB of it already, and 500 MB are free"):
         train.main(words)

@@ -13,7 +13,15 @@ from atropos_launcher.plan import site
 from atropos_launcher.plan.services import Plan
 from atropos_launcher.run_file.run_file import Choice, merge, read_run, validated
 from atropos_launcher.run_file.saved_settings import MASKED, without_secrets
-from atropos_launcher.run_file.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
+from atropos_launcher.run_file.servers import (
+    each_server,
+    is_server,
+    merged_servers,
+    served_tokens,
+    server_name,
+    with_flag,
+    with_ports,
+)
 from atropos_launcher.service import Service
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import LAUNCHED, MODES
@@ -290,3 +298,51 @@ def test_a_server_too_large_for_its_gpu_is_named() -> None:
     words = ["gsm8k", "Qwen/Qwen2.5-14B-Instruct", "--gpus", "3x24", "--vllm.count", "2"]
     with pytest.raises(ConfigError, match=r"vllm-1 needs .* on each of 1 GPU"):
         train.expect_fit(plan(*words), ask_for(*words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--vllm.port abc", "vllm.port: expected a port from 1 to 65535, got 'abc'"),
+        ("--vllm.port 70000", "vllm.port: expected a port"),
+        (
+            "--vllm.tensor-parallel-size two",
+            "vllm.tensor_parallel_size: expected a number of GPUs, at least 1, got 'two'",
+        ),
+        (
+            "--vllm.max-model-len long",
+            "vllm.max_model_len: expected a number of tokens, as 4096, 4k or 4K, or auto, got",
+        ),
+        (
+            "--vllm.gpu-memory-utilization 90",
+            "vllm.gpu_memory_utilization: expected a share of a GPU's memory, above 0",
+        ),
+        ("--teacher.model M --teacher.max-model-len long", "teacher.max_model_len: expected a number of tokens"),
+    ],
+)
+def test_a_value_by_which_the_run_is_planned_is_checked(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan("arithmetic", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [("auto", None), (-1, None), ("2k", 2000), ("1K", 1024), ("0.5K", 512), (300, 300), (None, None)],
+)
+def test_the_length_of_a_servers_context_is_read_as_vllm_reads_it(given: object, tokens: int | None) -> None:
+    (flags,) = each_server({"max_model_len": given})
+    assert served_tokens(flags) == tokens
+    assert flags["max_model_len"] == (tokens or (None if given is None else "auto"))
+
+
+def test_a_context_that_vllm_chooses_is_planned_as_the_trainers() -> None:
+    words = ["gsm8k", MODEL, "--gpus", "2x80", "--vllm.max-model-len"]
+    (server,) = (service for service in plan(*words, "auto").services if service.name == "vllm")
+    assert "--max-model-len auto" in " ".join(server.command)
+    train.expect_fit(plan(*words, "auto"), ask_for(*words, "auto"))
+
+
+def test_a_cache_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "")
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE: expected a whole number of GiB, got ''"):
+        train.cache_on_cpu(plan("arithmetic"))
