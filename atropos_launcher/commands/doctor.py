@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -56,7 +56,7 @@ from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, keys_of, make_parser
 from atroposlib.http_guard import is_loopback
 from atroposlib.processes.exit_words import exit_words
-from atroposlib.wire.bridge import Manifest
+from atroposlib.wire.bridge import Manifest, ServerStatus
 from example_trainer.memory.plan import GIB
 from example_trainer.settings.bridges import LAUNCHED, Broadcast
 from example_trainer.settings.servers import Port, VllmServers
@@ -64,6 +64,7 @@ from example_trainer.socket_folder import usable_parent
 from sampler_doctor.settings import SamplerFlags
 from vllm_patching.free_memory import available_memory
 
+T = TypeVar("T")
 PROG = "atropos doctor"
 PLUGINS = ("atropos_processes", "atropos_bridge_http")  # the entry points of pyproject.toml
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
@@ -153,7 +154,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        return self.status.status == 200
+        return self.status.status == 200 and self.status.body is not None
 
 
 def parser() -> ArgumentParser:
@@ -375,10 +376,26 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
     if listener or not local:
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         status = ask(f"http://{netloc(host, port)}/v1/bridge/status", key)
-        if status.status == 200 and status.body.get("enabled"):
-            answer = ask(f"http://{netloc(host, port)}/v1/bridge/manifest", key)
-            manifest = msgspec.convert(answer.body, Manifest) if answer.status == 200 else None
+        if status.status == 200:
+            status = Answer(200, _status(status.body))
+        if status.body is not None and status.body.get("enabled"):
+            manifest = _read(ask(f"http://{netloc(host, port)}/v1/bridge/manifest", key).body, Manifest)
     return Server(netloc(host, port), local, listener, status, manifest)
+
+
+def _status(body: Any) -> dict[str, Any] | None:
+    """Return the status of a vLLM server of ours, with what an older one leaves out; None for another program's."""
+    if (status := _read(body, ServerStatus)) is None:
+        return None
+    defaults: dict[str, Any] = msgspec.to_builtins(status)
+    del defaults["max_lora_rank"]  # absent from a server that takes no adapters
+    return {**defaults, **body}
+
+
+def _read(body: object, kind: type[T]) -> T | None:
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(body, kind)
+    return None
 
 
 def ask(url: str, key: str | None) -> Answer:

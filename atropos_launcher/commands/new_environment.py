@@ -1,6 +1,7 @@
 """`atropos env new NAME`: writes an environment, NAME_server.py, from a template, and its test, test_NAME_server.py."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,14 +108,15 @@ def new_environment(name: str, template: str) -> NewEnvironment:
 
 def next_steps(server: Path, test: Path) -> str:
     """Tell what to type next."""
+    env, its_test = shlex.quote(str(server)), shlex.quote(str(test))
     return f"""\
 Wrote {server} and {test}. Run its test:
 
-    python -m pytest {test}
+    python -m pytest {its_test}
 
 Look at a few groups of answers. In a shell of its own, and then beside it:
 
     python -m atroposlib.testing.fake_inference_server --right 0.5
-    python {server} process --env.total_steps 2
+    python {env} process --env.total_steps 2
 
 Then replace the task with yours: docs/write_an_environment.md."""

@@ -25,7 +25,7 @@ from atropos_launcher.console.idle_reason import Diagnosis
 from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.console.progress_file import ProgressFile
 from atropos_launcher.console.start_model import unpack_start_model
-from atropos_launcher.console.summary import outcome, read_rows, summary
+from atropos_launcher.console.summary import as_typed, outcome, read_rows, summary, typed_atropos
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.addresses import Site, variables
 from atropos_launcher.placement.machines import MachineFlags
@@ -100,8 +100,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None, ports)
     if status == 0:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
-        seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
-        print(summary(run_dir, seconds, newcomer, installed, is_accepted))
+        print(summary(run_dir, round(time.monotonic() - started), newcomer, typed_atropos(), is_accepted))
     return status
 
 
@@ -315,12 +314,12 @@ def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None
     run_dir = plan.site.run_dir
     if not (run_dir / "run.yaml").is_file():
         return
-    words = ["atropos", "train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
+    words = ["train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
     if line := disk_line(run_dir):
         console.say(line)
     first = "start Ray on the lost node again or continue without it, then run: " if plan.site.machines.ray else "run: "
     kept = "from the last checkpoint" if has_checkpoint(plan) else "(there is no checkpoint yet: from step 1)"
-    console.say(f"To continue {kept}, {first}{shlex.join(words)}")
+    console.say(f"To continue {kept}, {first}{as_typed(shlex.join(words), typed_atropos())}")
 
 
 def flags_of_machines(given: RunFlags) -> list[str]:

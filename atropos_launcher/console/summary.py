@@ -1,6 +1,9 @@
 """The summary of a run: accuracy before and after, where to look, what to try next."""
 
 import json
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from msgspec.structs import replace
 
 from atroposlib.wire.held_out import HeldOut, does_as_well, held_out
 
+NAME = "atropos"
 LARGER = (  # the first that the machine accepts is offered
     "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k",
     "train gsm8k_lora --model Qwen/Qwen2.5-0.5B-Instruct",
@@ -112,11 +116,12 @@ def best_lines(checkpoints: Path) -> list[str]:
 
 
 def next_steps(
-    run: str, newcomer: bool, installed: bool, accepts: Callable[[str], bool] = lambda command: True
+    run: str, newcomer: bool, typed: str, accepts: Callable[[str], bool] = lambda command: True
 ) -> dict[str, str]:
     """Commands with what they are for: what a newcomer tries next, of what this machine `accepts`, or what is done with
     a run.
     """
+    run = shlex.quote(run)
     look = {f"view {run}": "every curve, answer and token in your browser (docs/watch.md)"}
     if newcomer:
         larger = next(filter(accepts, LARGER), None)
@@ -134,29 +139,39 @@ def next_steps(
             f"plot {run} OTHER_RUN": "compare it with another run",
             f"push {run} --hub USER/NAME": "share the trained model",
         }
-    return {as_typed(command, installed): what for command, what in commands.items()}
+    return {as_typed(command, typed): what for command, what in commands.items()}
 
 
-def as_typed(command: str, installed: bool) -> str:
-    """`atropos COMMAND`, or in a checkout, where `atropos` may not be on the path, a script or the one in `.venv`."""
-    if installed:
-        return f"atropos {command}"
+def typed_atropos() -> str:
+    """Return what starts this installation's `atropos` in the user's shell: its name where it is on the path, else its
+    file, which in a checkout is `.venv/bin/atropos`.
+    """
+    found, own = shutil.which(NAME), Path(sys.executable).with_name(NAME)
+    if not own.exists() or (found is not None and own.samefile(found)):
+        return NAME
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
+
+
+def as_typed(command: str, typed: str) -> str:
+    """`atropos COMMAND` as people type it: where the name is not on the path, also a script of the checkout."""
     script = next((name for name in SCRIPTS if command.startswith(f"{name} ")), None)
-    return f".venv/bin/atropos {command}" if script is None else command.replace(script, SCRIPTS[script], 1)
+    if script is None or typed == NAME or not Path(SCRIPTS[script]).is_file():
+        return f"{typed} {command}"
+    return command.replace(script, SCRIPTS[script], 1)
 
 
 def summary(
     run_dir: Path,
     seconds: int,
     newcomer: bool,
-    installed: bool,
+    typed: str,
     accepts: Callable[[str], bool] = lambda command: True,
 ) -> str:
-    """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row. `installed`: whether
-    people type `atropos`. Only commands that this machine `accepts` are offered.
+    """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row. `typed`: what
+    people type for `atropos`. Only commands that this machine `accepts` are offered.
     """
     run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)
-    steps = next_steps(run, newcomer, installed, accepts)
+    steps = next_steps(run, newcomer, typed, accepts)
     width = max(map(len, steps))
     return "\n".join(
         [

@@ -3,6 +3,7 @@ every file in it.
 """
 
 import hashlib
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -39,4 +40,5 @@ def is_sharded(folder: Path) -> bool:
 
 def needs_export(folder: Path) -> str:
     """Say what to do with a sharded checkpoint that a user wants to use as a model."""
-    return f"{folder} is a sharded checkpoint, not a model: convert it with `atropos export {folder} NEW_DIRECTORY`"
+    command = f"atropos export {shlex.quote(str(folder))} NEW_DIRECTORY"
+    return f"{folder} is a sharded checkpoint, not a model: convert it with `{command}`"

@@ -199,7 +199,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         ),
         (
             device_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),
-            "1 MiB free in /data, two checkpoints take 23 MiB",
+            "1 MiB free in /data, two checkpoints and what the bridge writes take 31 MiB",
         ),
     ],
 )
@@ -486,6 +486,17 @@ def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp
     code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(vllm_port), VLLM_API_KEY="wrong")
     assert code == 1
     assert "vLLM refuses the key" in shown
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("body", [b"<html></html>", b"[]", b"{}", b'{"model": 3}'])
+def test_another_programs_web_server_is_called_one(body: bytes) -> None:
+    kind = "text/html" if body.startswith(b"<") else "application/json"
+    with ThreadedServer(lambda asked: Reply(200, body, {"content-type": kind})) as http:
+        code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(http.port))
+    assert code == 1
+    assert "no /v1/bridge there (200)" in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.services

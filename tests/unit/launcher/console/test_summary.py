@@ -69,28 +69,55 @@ def run(tmp_path: Path) -> Path:
 
 def test_summary_names_the_run_and_its_figures(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = summary.summary(run, 412, newcomer=True, installed=False)
+    text = summary.summary(run, 412, newcomer=True, typed=".venv/bin/atropos")
     assert "Mean sampled reward: 0.10 at step 1, 0.30 at step 3" in text
     assert "Took 6 min 52 s" in text
     assert "Where to look, in runs/mine/:" in text
     assert "  checkpoints/final_model    the trained model" in text
     monkeypatch.chdir("/")
-    assert f"Where to look, in {str(run).removeprefix('/')}/:" in summary.summary(run, 1, newcomer=True, installed=True)
+    assert f"Where to look, in {str(run).removeprefix('/')}/:" in summary.summary(
+        run, 1, newcomer=True, typed="atropos"
+    )
 
 
-def test_a_newcomer_is_told_what_to_type_and_that_it_can_be_typed(run: Path) -> None:
-    checkout = summary.summary(run, 412, newcomer=True, installed=False)
+def test_a_newcomer_is_told_what_to_type_and_that_it_can_be_typed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    checkout = summary.summary(run, 412, newcomer=True, typed=".venv/bin/atropos")
     for command in re.findall(r"scripts/\S+", checkout):
         assert (ROOT / command).is_file()
     assert "  scripts/quickstart.sh --seed 2 " in checkout
     assert "  scripts/run_gsm8k_lora.sh --dataset arithmetic " in checkout
-    assert "scripts/" not in summary.summary(run, 412, newcomer=True, installed=True)
+    assert "scripts/" not in summary.summary(run, 412, newcomer=True, typed="atropos")
+    monkeypatch.chdir(run)
+    assert "scripts/" not in summary.summary(run, 412, newcomer=True, typed="/opt/atropos/.venv/bin/atropos")
 
 
-@pytest.mark.parametrize("installed", [True, False])
+def test_atropos_is_typed_by_its_name_where_that_starts_it_else_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = tmp_path / "my env/bin/atropos", tmp_path / "other/atropos"
+    for file in (own, other):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    monkeypatch.setattr("sys.executable", str(own.with_name("python")))
+    for path, folder, typed in (
+        (own.parent, tmp_path, "atropos"),
+        (other.parent, tmp_path, "'my env/bin/atropos'"),
+        (tmp_path, other.parent, f"'{own}'"),
+    ):
+        monkeypatch.setenv("PATH", str(path))
+        monkeypatch.chdir(folder)
+        assert summary.typed_atropos() == typed
+
+
+def test_a_run_with_a_blank_in_its_name_is_quoted() -> None:
+    assert "atropos view 'my runs/a'" in summary.next_steps("my runs/a", False, "atropos")
+
+
+@pytest.mark.parametrize("typed", ["atropos", ".venv/bin/atropos"])
 @pytest.mark.parametrize("newcomer", [True, False])
-def test_every_next_step_is_a_command(installed: bool, newcomer: bool) -> None:
-    for command in summary.next_steps("runs/mine", newcomer, installed):
+def test_every_next_step_is_a_command(typed: str, newcomer: bool) -> None:
+    for command in summary.next_steps("runs/mine", newcomer, typed):
         if not command.startswith("scripts/r") and not command.startswith("scripts/q"):
             words = command.removeprefix(".venv/bin/").removeprefix("atropos ").split()
             assert words[0] in COMMANDS
