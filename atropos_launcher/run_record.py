@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.placement.this_machine import gpu_names, installed, printed_by, processor
+from atropos_launcher.placement.this_machine import gpu_names, printed_by, processor
 from atropos_launcher.service import Service
+from atroposlib.extras import installed_version
 from atroposlib.files import write_whole
 from atroposlib.flags import package_version
 
@@ -46,7 +47,7 @@ def record(seed: int, model: str, gpus: list[str], services: Sequence[Service]) 
         "atropos": package_version(),
         **commit(),
         "python": platform.python_version(),
-        "packages": {name: version for name in VERSIONS if (version := installed(name))},
+        "packages": {name: version for name in VERSIONS if (version := installed_version(name))},
         "machine": {
             "host": platform.node(),
             "system": platform.platform(),

@@ -92,7 +92,7 @@ def resolve_config(
 ) -> tuple[C, bool]:
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
     keys = keys_of(config_cls)
-    defaults = _merge(_preset(config_cls), defaults or {})
+    defaults = merged_trees(_preset(config_cls), defaults or {})
     values, typed = flags.parse(
         keys,
         argv,
@@ -109,7 +109,7 @@ def resolve_config(
         read_config_file(argv) if content is None else content,
         nested(values),
     ):
-        tree = _merge(tree, in_place(layer, config_cls))
+        tree = merged_trees(tree, in_place(layer, config_cls))
     try:
         return config_cls.model_validate(tree), "dry_run" in typed
     except ValidationError as error:
@@ -172,7 +172,7 @@ def in_place(values: Mapping[str, object], *trees: type[BaseModel]) -> Tree:
         below = subtrees(fields[name]) if name in fields else []
         if below and isinstance(value, Mapping):
             value = in_place(value, *below)
-        placed = _merge(placed, {name: value})
+        placed = merged_trees(placed, {name: value})
     return placed
 
 
@@ -200,7 +200,7 @@ def _preset(tree: type[BaseModel]) -> Tree:
         below, default = subtrees(field), field.get_default(call_default_factory=True)
         if len(below) == 1 and default is not None:
             given = default.model_dump(exclude_unset=True) if isinstance(default, BaseModel) else {}
-            if values := _merge(_preset(below[0]), given):
+            if values := merged_trees(_preset(below[0]), given):
                 found[name] = values
     return found
 
@@ -217,12 +217,13 @@ def nested(values: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+def merged_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """`above` over `below`, key by key, all the way down."""
     return {**below} | {
-        name: _merge(below[name], value)
-        if isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
+        key: merged_trees(below[key], value)
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
         else value
-        for name, value in above.items()
+        for key, value in above.items()
     }
 
 

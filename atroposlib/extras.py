@@ -38,3 +38,11 @@ def install(extra: Extra) -> str:
     is_installed = any(metadata.distributions(name="atroposlib"))
     command = f"pip install 'atroposlib[{extra}]'" if is_installed else f"pip install -e '{CHECKOUT}[{extra}]'"
     return command if extra != "gpu" else f"{command}, or on a machine without an NVIDIA GPU scripts/setup.sh"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, by its name on an index; None for one that is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -3,7 +3,6 @@
 Called by `__main__`, and by tests.
 """
 
-import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from atroposlib.extras import installed_version
 from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.groups import KILL_S, Group, end_groups
 from sampler_doctor.reference import Reference, Words, digest, directory_of, log_softmax
@@ -76,7 +76,7 @@ class Doctor:
             "digest": digest(self._directory),
             "dtype": f"{self._session.dtype}, {'inferred' if self.dtype == 'auto' else 'as said'}",
             "log-probabilities a position": self.sampler.top,
-            **{name: _installed(name) for name in ("atroposlib", "torch", "transformers")},
+            **{name: installed_version(name) or "not installed" for name in ("atroposlib", "torch", "transformers")},
             "python": platform.python_version(),
         }
 
@@ -183,10 +183,3 @@ def _found(act: Callable[[], Found]) -> Found:
         return Found("not shown", str(error))
     except Broken as error:
         return Found("fails", str(error), "an answer")
-
-
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

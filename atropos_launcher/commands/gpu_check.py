@@ -31,10 +31,11 @@ from atropos_launcher.checks.model_files import read_model
 from atropos_launcher.checks.peak_memory import PeakMemory, of_gpus, of_processes
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.paths import PACKAGES
-from atropos_launcher.placement.this_machine import gpu_names, installed
+from atropos_launcher.placement.this_machine import gpu_names
 from atropos_launcher.plan.site import find_model
 from atroposlib.config import load_config
 from atroposlib.errors import reading
+from atroposlib.extras import installed_version
 from atroposlib.files import make_private_directory
 from atroposlib.flags import ConfigError
 from atroposlib.processes.child_group import ChildGroup
@@ -229,7 +230,7 @@ def keep(results: Sequence[Result], place: Place) -> None:
     record = GpuRecord(
         gpu_names(),
         time.strftime("%Y-%m-%d"),
-        str(installed("vllm")),
+        str(installed_version("vllm")),
         passed,
         failed,
         len(results) - passed - len(failed),

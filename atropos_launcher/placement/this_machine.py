@@ -38,13 +38,6 @@ class Listener:
     command: str
 
 
-def installed(name: str) -> str | None:
-    """The version of a package."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
-
-
 def declared_by(plugin: str) -> list[str]:
     """The distributions that declare the entry point `plugin`, whichever its group."""
     return [entry.dist.name for entry in metadata.entry_points(name=plugin) if entry.dist is not None]

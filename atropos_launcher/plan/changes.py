@@ -14,12 +14,11 @@ from atropos_launcher.run_file.servers import (
     Tree,
     expect_one_each,
     merged_servers,
-    merged_trees,
     on_machines,
     with_flag,
     with_ports,
 )
-from atroposlib.config import nested
+from atroposlib.config import merged_trees, nested
 from atroposlib.flags import ConfigError, Setting
 from example_trainer.settings.bridges import MODES, Mode
 

@@ -28,11 +28,10 @@ from atropos_launcher.run_file.servers import (
     is_for_each,
     is_server,
     merged_servers,
-    merged_trees,
 )
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atropos_launcher.service import LAUNCHER, NAME, is_trainer
-from atroposlib.config import Config
+from atroposlib.config import Config, merged_trees
 from atroposlib.flags import ConfigError, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import LAUNCHED, MODES

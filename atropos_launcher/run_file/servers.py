@@ -14,6 +14,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, TypeGuard
 
+from atroposlib.config import merged_trees
 from atroposlib.flags import ConfigError
 
 Tree = dict[str, Any]
@@ -116,16 +117,6 @@ def merged_servers(below: Servers, above: Servers) -> Servers:
     if isinstance(below, list):
         return [merged_trees(server, above) if isinstance(server, Mapping) else server for server in below]
     return merged_trees(below, above)
-
-
-def merged_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """`above` over `below`, key by key, all the way down."""
-    return {**below} | {
-        key: merged_trees(below[key], value)
-        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
-        else value
-        for key, value in above.items()
-    }
 
 
 def with_flag(vllm: Servers, number: int, key: str, value: object) -> Servers:

