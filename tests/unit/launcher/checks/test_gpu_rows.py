@@ -356,7 +356,7 @@ def test_the_table_of_another_machine_is_refused_and_stays(
     if change == "gpu":
         machine.gpus = ["NVIDIA H100 80GB HBM3, 580.65.06"]
     elif change == "versions":
-        monkeypatch.setattr(gpu_table, "installed", lambda name: "9.9")
+        monkeypatch.setattr(gpu_table, "installed_version", lambda name: "9.9")
     else:
         path.write_text("# My notes\n")
     before = path.read_text()
