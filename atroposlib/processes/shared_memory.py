@@ -1,11 +1,12 @@
 """Which files in /dev/shm a process has mapped, and how those go that no process has any more.
 
-A name alone proves nothing: a file is removed only if it has the inode that a process had mapped.
+A name alone proves nothing: a file is removed only if it has the inode that a process had mapped. Nor does a map: a
+file that was there before the process started may be a user's own data.
 """
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,9 +30,16 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
     return inodes
 
 
-def mapped_files(pids: Iterable[int]) -> dict[str, int]:
-    """The files in /dev/shm that these processes have mapped, by name, with their inodes."""
-    inodes = mapped_shared_memory(pids)
+def present_inodes() -> set[int]:
+    """The inodes of the files that are in /dev/shm now."""
+    return {entry.inode() for entry in os.scandir(SHARED_MEMORY)}
+
+
+def mapped_files(pids: Iterable[int], before: Set[int]) -> dict[str, int]:
+    """The files in /dev/shm that these processes have mapped, by name, with their inodes; none with an inode of those
+    `before` they started.
+    """
+    inodes = mapped_shared_memory(pids) - before
     return {entry.name: entry.inode() for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
 
 

@@ -12,6 +12,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,7 +102,7 @@ class AdapterEngine(Engine):
         )
 
     async def fits(self, offer: AdapterOffer) -> None:
-        self._check_base(offer.model, f"--model-name {offer.model}")
+        await asyncio.to_thread(self._check_base, offer.model, f"--model-name {offer.model}")
         self._check_rank(offer.rank)
 
     async def open(self, offer: AdapterOffer) -> Served:
@@ -180,14 +181,18 @@ class AdapterEngine(Engine):
             )
 
     def _check_base(self, base: str, whose: str) -> None:
-        if base != self.serving.model and not (
-            Path(base).is_dir() and Path(self.serving.model).is_dir() and Path(base).samefile(self.serving.model)
-        ):
+        if base != self.serving.model and not _same_directory(base, self.serving.model):
             raise Refused(
                 f"{whose} is for the model {base}, this server serves {self.serving.model}:"
                 " give both the same name or path",
                 422,
             )
+
+
+def _same_directory(one: str, other: str) -> bool:
+    with suppress(OSError, ValueError):  # ids are no paths, and a path may be another user's
+        return Path(one).is_dir() and Path(one).samefile(other)
+    return False
 
 
 async def _load(sessions: Sessions, body: Adapter) -> Served:

@@ -11,7 +11,8 @@ its `Engine` and, where workers receive whole weights, its `Receiver`, and regis
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import msgspec
@@ -160,11 +161,11 @@ class Serving:
         paused = time.perf_counter()
         try:
             seconds = await self.rpc("bridge_apply", session, version)
+            swapped = time.perf_counter()
+            await self.serve(version)
         except Exception as error:
             await self.poison(f"commit of policy version {version} failed: {error}")
             raise
-        swapped = time.perf_counter()
-        await self.serve(version)
         stall = time.perf_counter() - start
         log.info("Committed policy version %d: stall %.1f ms, apply %.1f ms", version, stall * 1e3, max(seconds) * 1e3)
         return Committed(version, stall, paused - start, max(seconds), swapped - paused)
@@ -172,8 +173,18 @@ class Serving:
     async def pause(self, session: str) -> None:
         """Pause for the next version of `session`. What the KV cache has of another trainer's versions always goes."""
         keep = self.kv_on_sync != "reset" and self._cache_of == session
-        await vllm_engine.pause(self.client, keep_cache=keep)
+        async with self.resuming_if_it_fails():
+            await vllm_engine.pause(self.client, keep_cache=keep)
         self._cache_of = session
+
+    @asynccontextmanager
+    async def resuming_if_it_fails(self) -> AsyncIterator[None]:
+        """Continue generation if a pause fails that has perhaps begun: nobody else would end it."""
+        try:
+            yield
+        except Exception:
+            await self.resume()
+            raise
 
     async def serve(self, version: int) -> None:
         """Label the live weights as `version`, which every rank has completely, and let generation continue."""

@@ -215,17 +215,19 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _own_version(path: str) -> int | None:
+    """The version that the directory names, or None. Raises Refused."""
+    what = f"the {POLICY_FILE} of {printable(path, 300)} cannot be read"
+    with reading(what, partial(Refused, status=422), also=(KeyError, TypeError)):
+        return read_policy_version(path) if (Path(path) / POLICY_FILE).is_file() else None
+
+
 async def _reload_by_hand(sessions: Sessions, body: ReloadWeights) -> Served:
     """A session of its own, for this one version."""
     version = body.policy_version
-    if version is None and (Path(body.path) / POLICY_FILE).is_file():
-        with reading(
-            f"{printable(body.path, 300)} has a damaged {POLICY_FILE}",
-            partial(Refused, status=422),
-            also=(KeyError, TypeError),
-        ):
-            version = read_policy_version(body.path)
-    elif version is None:
+    if version is None:
+        version = await asyncio.to_thread(_own_version, body.path)
+    if version is None:
         version = sessions.serving.policy_version + 1
     offer = ReloadOffer(
         session=uuid.uuid4().hex,

@@ -95,7 +95,8 @@ class SingleCopyEngine(Engine):
         )
         await self.serving.pause(session.offer.session)
         if not vllm_layers.on_cpu():  # vLLM before 0.29 ends a pause with kernels still running, by its source
-            await self.serving.rpc("bridge_quiesce")
+            async with self.serving.resuming_if_it_fails():
+                await self.serving.rpc("bridge_quiesce")
         still = time.perf_counter()
         session.renewed = time.monotonic()
         self._pause = _Pause(session, version, asked, still, time.monotonic() + deadline_s)
@@ -138,12 +139,12 @@ class SingleCopyEngine(Engine):
         if pause is None or version not in (None, pause.version):
             held = f"for policy version {pause.version}" if pause else "not at all"
             raise Refused(f"resume with policy version {version}, but the session is paused {held}")
-        self._pause = None
         pause.session.renewed = time.monotonic()
         if version is not None:
             await self.serving.serve(version)
         else:
             await self.serving.resume()
+        self._pause = None  # not before: the watch ends a pause whose resume has failed
         done = time.perf_counter()
         log.info("Serving policy version %d: stall %.1f ms", self.serving.policy_version, (done - pause.asked) * 1e3)
         return Resumed(self.serving.policy_version, done - pause.asked, pause.still - pause.asked, done - pause.still)

@@ -42,8 +42,11 @@ class LimitedWork:
         """The reply of a fork of its own. Raises ChildRefused with its error, also if it is late, and ChildFailed."""
         async with self._lanes[lane]:
             child = await self.started()
-            # the kernel's alarm comes first; this one is for a child that does not even fork
-            reply: dict[str, object] = await child.ask(do, limit_s + SILENCE_LIMIT_S, time_limit_s=limit_s, **content)
+            within_s = limit_s + SILENCE_LIMIT_S  # the kernel's alarm comes first
+            try:
+                reply: dict[str, object] = await child.ask(do, within_s, time_limit_s=limit_s, **content)
+            except TimeoutError:
+                raise ChildFailed(f"it did not even fork within {within_s:g} s") from None
             return reply
 
     async def started(self) -> LineChild:

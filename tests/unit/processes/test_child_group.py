@@ -142,17 +142,30 @@ def test_a_killed_parent_takes_its_child_along_by_the_signal_that_it_chose(
     assert ("told" in log.read_text()) == (number == signal.SIGTERM)
 
 
+def holding(path: Path) -> str:
+    return (
+        f"import mmap; file = open('{path}', 'r+b'); held = mmap.mmap(file.fileno(), 0); print('UP', flush=True);"
+        f" {SLEEP}"
+    )
+
+
+def test_a_users_own_file_in_shared_memory_stays_though_a_group_had_it_mapped(tmp_path: Path) -> None:
+    """As weights that are kept there, to be read fast."""
+    path = Path(f"/dev/shm/test-{uuid.uuid4().hex}")
+    path.write_bytes(bytes(4096))
+    server = start(holding(path), tmp_path)
+    wait_for(lambda: "UP" in server.last_lines(), "the map")
+    server.stop(grace_s=30)
+    assert path.exists()
+    path.unlink()
+
+
 @pytest.mark.parametrize("shared_with_a_stranger", [False, True])
 def test_shared_memory_of_a_killed_group_is_removed_unless_another_process_uses_it(
     shared_with_a_stranger: bool, tmp_path: Path
 ) -> None:
     path = Path(f"/dev/shm/test-{uuid.uuid4().hex}")
-    path.write_bytes(bytes(4096))
-    code = (
-        f"import mmap; file = open('{path}', 'r+b'); held = mmap.mmap(file.fileno(), 0); print('UP', flush=True);"
-        f" {SLEEP}"
-    )
-    server = start(code, tmp_path)
+    server = start(f"open('{path}', 'wb').write(bytes(4096)); {holding(path)}", tmp_path)
     wait_for(lambda: "UP" in server.last_lines(), "the map")
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as held:
         if not shared_with_a_stranger:

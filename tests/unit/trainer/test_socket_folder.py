@@ -7,9 +7,12 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from atropos_launcher.checks.checks import check_proxies, check_tmpdir
+from atroposlib.processes.identity import this_process
+from atroposlib.wire.processes import Process
 from example_trainer import socket_folder as module
 from example_trainer.socket_folder import LONGEST_PARENT, NoSocketFolder, socket_folder, usable_parent
 
@@ -52,6 +55,44 @@ def test_without_a_short_directory_one_line_names_tmpdir(temporary: pytest.Monke
     with pytest.raises(NoSocketFolder, match=rf"^TMPDIR {own} has 90 characters.* may have {LONGEST_PARENT}"):
         socket_folder(None)
     assert check_tmpdir(own, usable_parent(own)).level == "fail"
+
+
+def test_the_directory_of_a_killed_server_is_removed_at_the_next_start_and_no_other(
+    temporary: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It stayed in /tmp forever."""
+    temporary.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary.setattr(module, "LONGEST_PARENT", 200)
+    here = this_process()
+    dead = msgspec.structs.replace(here, pid=2**22 - 1, started=1)
+    living = Path(socket_folder(None))
+    kept = {living} | {
+        left_by(tmp_path / f"vllm-{name}", owner)
+        for name, owner in {
+            "boot": msgspec.structs.replace(dead, boot_id="of another machine, on a TMPDIR that they share"),
+            "container": msgspec.structs.replace(dead, pid_namespace=1),
+            "mine": None,
+        }.items()
+    }
+    kept.add(left_by(tmp_path / "other-x", dead))
+    kept.add(open_to_all := left_by(tmp_path / "vllm-open", dead))
+    open_to_all.chmod(0o777)
+    thesis = left_by(tmp_path / "thesis", dead)
+    kept.add(link := tmp_path / "vllm-link")
+    link.symlink_to(thesis)
+    left_by(tmp_path / "vllm-killed", dead)
+    left_by(tmp_path / "vllm-reused", msgspec.structs.replace(here, started=here.started + 1))
+    kept.add(Path(socket_folder(None)))
+    assert set(tmp_path.iterdir()) == kept | {thesis}
+    assert (thesis / "socket").exists()
+
+
+def left_by(folder: Path, owner: Process | None) -> Path:
+    folder.mkdir(mode=0o700)
+    (folder / "socket").touch()
+    if owner is not None:
+        (folder / module.OWNER).write_bytes(msgspec.json.encode(owner))
+    return folder
 
 
 def test_a_choice_of_the_users_is_checked() -> None:

@@ -1,10 +1,15 @@
 """The launcher's own flags, parsed together with vLLM's by vLLM's own parser."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from example_trainer.vllm_api_server import own_flags
+from example_trainer.vllm_api_server import _given, _with_defaults, own_flags
 from vllm_patching.compat import vllm_server
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
+
+pytestmark = pytest.mark.services  # importing vLLM looks at the processor by a process
 
 
 def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:
@@ -21,3 +26,42 @@ def test_a_deadline_that_is_no_positive_number_is_refused(text: str, capsys: pyt
         vllm_server.parse_serve_arguments(["--model", "m", f"--engine-deadline-s={text}"], own_flags())
     assert ended.value.code == 2
     assert "--engine-deadline-s" in capsys.readouterr().err.splitlines()[-1]
+
+
+def served(*flags: str) -> Any:
+    """What vLLM reads from these flags and our defaults for CPUs."""
+    return vllm_server.parse_serve_arguments(_with_defaults(["--model", "m", *flags], cpu=True), own_flags())
+
+
+@pytest.fixture
+def _kv_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+@pytest.mark.usefixtures("_kv_cache_is_given")
+def test_a_flag_that_is_denied_is_no_default() -> None:
+    assert served().enforce_eager
+    assert not served("--no-enforce-eager").enforce_eager
+    assert not served("--no_enforce_eager").enforce_eager
+
+
+@pytest.mark.usefixtures("_kv_cache_is_given")
+def test_a_file_of_settings_wins_over_defaults_and_the_command_line_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("port: 8123\ndtype: bfloat16\nenforce-eager: false\nblock_size: 64\nmax-loras: []\n")
+    args = served("--config", str(path), "--block-size", "16")
+    assert (args.port, args.dtype, args.enforce_eager, args.block_size) == (8123, "bfloat16", False, 16)
+    assert (args.host, args.logprobs_mode) == ("127.0.0.1", "processed_logprobs")
+    path.write_text("enable_lora: true\nbatch-invariant: true\nhost: false\n")
+    args = served("--config", str(path))
+    assert (args.enable_lora, args.max_loras, args.max_cpu_loras, args.host) == (True, 2, 4, "127.0.0.1")
+    assert "--batch-invariant" in _given(["--config", str(path)])
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"a: [", b"- port", b""])
+def test_a_file_of_settings_that_cannot_be_read_is_left_to_vllm(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_bytes(content)
+    assert _given(["--config", str(path)]) == {"--config"}
+    assert _given(["--config", "/nowhere.yaml"]) == {"--config"}
+    assert _given(["--model", "--config"]) == {"--config", "--model"}

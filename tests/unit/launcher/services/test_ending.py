@@ -1,7 +1,9 @@
 """Ending is not kept from its work by what else fails."""
 
 import errno
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +76,22 @@ def test_stop_fails_while_something_outlives_its_kill(records: Records, monkeypa
     monkeypatch.undo()
     stop(records.run_dir)
     assert not records.exist()
+
+
+def test_stop_leaves_what_was_in_shared_memory_before_the_run_of_a_killed_launcher(records: Records) -> None:
+    own = Path(f"/dev/shm/atropos-test-{os.getpid()}-data")
+    own.write_bytes(bytes(4096))
+    SharedMemory(records).begin()
+    records.release()
+    source = (
+        f"import mmap, os, signal, time\nheld = mmap.mmap(os.open({str(own)!r}, os.O_RDWR), 0)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: exit(time.sleep(1)))\nprint('UP', flush=True)\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"UP\n"
+        records.write(Record.of("reader", reader.pid))
+        stop(records.run_dir)
+    assert own.exists()
+    own.unlink()

@@ -200,9 +200,11 @@ def test_children_whose_leader_was_killed_are_ended(tmp_path: Path) -> None:
 
 
 def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
-    name = f"atropos-test-{os.getpid()}"
+    name, own = f"atropos-test-{os.getpid()}", Path(f"/dev/shm/atropos-test-{os.getpid()}-own")
+    own.write_bytes(bytes(4096))  # the user's, before the run: as weights that are kept there
     source = (
-        f"import mmap, os, time\nfd = os.open('/dev/shm/{name}', os.O_CREAT | os.O_RDWR, 0o600); os.ftruncate(fd,"
+        f"import mmap, os, time\nown = mmap.mmap(os.open('{own}', os.O_RDWR), 4096)\n"
+        f"fd = os.open('/dev/shm/{name}', os.O_CREAT | os.O_RDWR, 0o600); os.ftruncate(fd,"
         " 4096); held = mmap.mmap(fd, 4096)\ntime.sleep(60)"
     )
     launcher = launch(tmp_path, python("holder", source))
@@ -212,6 +214,8 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
     os.kill(holder, signal.SIGKILL)
     launcher.communicate(timeout=30)
     assert not Path(f"/dev/shm/{name}").exists()
+    assert own.exists()
+    own.unlink()
 
 
 def test_a_service_that_outlives_the_others_is_given_a_limit(tmp_path: Path) -> None:

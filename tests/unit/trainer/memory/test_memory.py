@@ -46,9 +46,37 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     unlimited = free_memory.available_memory()
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory.available_memory() > unlimited / 2
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.current").write_text("3000000\n")
-    assert free_memory.available_memory() == 2_000_000
+    limit_memory(tmp_path, 5 * MILLION, 3 * MILLION)
+    assert free_memory.available_memory() == 2 * MILLION
+
+
+def limit_memory(group: Path, limit: int, used: int, inactive_file: int = 0) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon {used - inactive_file}\ninactive_file {inactive_file}\nslab 7\n")
+
+
+def test_pages_of_files_that_were_read_are_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container that had just read a model of 7 GB had no room for its weights."""
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    limit_memory(tmp_path, 16 * MILLION, 14 * MILLION, inactive_file=7 * MILLION)
+    assert free_memory.available_memory() == 9 * MILLION
+    limit_memory(tmp_path, 5 * MILLION, 6 * MILLION)  # the limit was lowered meanwhile
+    assert free_memory.available_memory() == 0
+
+
+def test_the_narrowest_of_nested_limits_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    own = tmp_path / "self"
+    own.write_text("1:name=systemd:/other\n0::/job/step\n")
+    monkeypatch.setattr(free_memory, "OWN_GROUP", own)
+    limit_memory(tmp_path / "job/step", 9 * MILLION, 2 * MILLION)
+    limit_memory(tmp_path / "job", 8 * MILLION, 5 * MILLION, inactive_file=MILLION)
+    assert free_memory.available_memory() == 4 * MILLION
+    assert free_memory.total_memory() == 8 * MILLION
+    own.write_text("0::/\n")
+    assert free_memory.total_memory() > 9 * MILLION
 
 
 MODES: dict[str, dict[str, Any]] = {

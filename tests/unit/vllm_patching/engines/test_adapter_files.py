@@ -3,14 +3,19 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from atroposlib.processes.identity import this_process
+from atroposlib.wire.bridge import AdapterOffer
 from vllm_patching.engines.adapter_files import CONFIG, WEIGHTS, read_config, read_pairs
-from vllm_patching.engines.base import FileFault
+from vllm_patching.engines.adapters import AdapterEngine
+from vllm_patching.engines.base import FileFault, Refused
 
 LAYER = "base_model.model.model.layers.0.self_attn"
 Q, OUT = f"{LAYER}.q_proj", f"{LAYER}.o_proj"
@@ -162,3 +167,17 @@ def test_every_cut_of_the_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes((2**64 - 1).to_bytes(8, "little") + whole[8:])
     with pytest.raises(FileFault):
         read(tmp_path)
+
+
+async def test_a_base_model_whose_name_cannot_be_a_path_is_another_model(tmp_path: Path) -> None:
+    """It was a 500: the operating system refuses to look for a name that is longer than 255 bytes."""
+    engine = object.__new__(AdapterEngine)
+    engine.serving = cast(Any, SimpleNamespace(model=str(tmp_path), max_lora_rank=8))
+    offer = AdapterOffer(
+        session="a", trainer="h:1", lease_s=60.0, model=f"{tmp_path}/.", rank=8, process=this_process()
+    )
+    await engine.fits(offer)
+    for model in ("x" * 300, "\0", f"{tmp_path}/none"):
+        with pytest.raises(Refused, match=r"is for the model .*, this server serves") as refused:
+            await engine.fits(msgspec.structs.replace(offer, model=model))
+        assert refused.value.status == 422

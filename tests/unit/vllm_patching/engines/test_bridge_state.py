@@ -3,6 +3,7 @@
 A version is served on all ranks or on none, versions rise by one, and what a session has not staged is never served.
 """
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -258,6 +259,56 @@ async def test_a_gpu_has_done_its_work_before_a_trainer_writes(
     assert (await client.order("attach", **single_copy())).status_code == 200
     await client.paused(0)
     assert client.engine.events == ["pause keep", "bridge_quiesce"]
+
+
+async def test_a_pause_that_fails_after_it_has_begun_is_ended(
+    client: BridgeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation hung until the next trainer's sync, without a 503."""
+    monkeypatch.setattr(vllm_layers, "on_cpu", lambda: False)
+    assert (await client.order("attach", **single_copy())).status_code == 200
+    for step in ("bridge_quiesce", "pause"):
+        client.engine.during[step] = late
+        with contextlib.suppress(TimeoutError):
+            await client.order("pause", session="a", policy_version=0, deadline_s=9)
+        assert step not in client.engine.during
+        assert (client.engine.events[-1], client.engine.paused) == ("resume", False)
+    await client.paused(0)
+
+
+async def late() -> None:
+    raise TimeoutError
+
+
+async def test_a_commit_that_fails_before_or_after_its_swap_does_not_leave_generation_paused(
+    client: BridgeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.opened()
+    client.engine.stage("a", 1)
+    client.engine.during["pause"] = late
+    with pytest.raises(TimeoutError):
+        await client.order("commit", session="a", policy_version=1)
+    assert (client.engine.events, client.engine.paused) == (["pause keep", "resume"], False)
+    monkeypatch.setattr(client.engine, "update_weight_version", lambda version: late())
+    with pytest.raises(TimeoutError):
+        await client.order("commit", session="a", policy_version=1)
+    assert "commit of policy version 1 failed" in (await client.status())["poisoned"]
+
+
+async def test_a_resume_that_fails_is_watched_like_the_pause_it_has_not_ended(
+    client: BridgeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.order("attach", **single_copy())
+    await client.paused(0, deadline_s=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(client.engine, "update_weight_version", lambda version: late())
+        with pytest.raises(TimeoutError):
+            await client.order("resume", session="a", policy_version=0)
+
+    async def is_poisoned() -> bool:
+        return (await client.status())["poisoned"] is not None
+
+    await until(is_poisoned)
 
 
 async def test_a_step_in_place_is_served_at_resume_and_only_as_what_it_was_announced(client: BridgeClient) -> None:

@@ -313,6 +313,16 @@ def test_by_hand_needs_a_typed_body(server: TestClient, tmp_path: Path) -> None:
     assert serves(server, 0.0)
 
 
+@pytest.mark.parametrize("path", ["x" * 300, f"/tmp/{'x' * 300}", "/nowhere", "/dev/zero", "/tmp/\0"])
+@pytest.mark.parametrize("version", [{}, {"policy_version": 1}])
+def test_by_hand_a_path_that_cannot_be_looked_at_is_refused(
+    server: TestClient, path: str, version: dict[str, int]
+) -> None:
+    reply = server.post("/reload_weights", json={"path": path, **version})
+    assert reply.status_code == 422
+    assert reply.json()["error"]["message"].isprintable()
+
+
 def test_poisoned_weights_are_healed_by_hand(server: TestClient, tmp_path: Path) -> None:
     server.post("/v1/bridge/session", json=offer())
     engine(server).broken["bridge_apply"] = 1

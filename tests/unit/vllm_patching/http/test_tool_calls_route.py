@@ -17,7 +17,8 @@ import pytest
 from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from tests.unit.vllm_patching.fake_engine import FakeEngine, serving
-from vllm_patching.compat import vllm_server
+from vllm_patching.compat import vllm_engine, vllm_server
+from vllm_patching.http.grammars import GrammarCheck
 from vllm_patching.http.limited_work import LimitedWork
 from vllm_patching.http.tool_calls import LONGEST_SUPERLINEAR, SUPERLINEAR, ToolCallParsing
 
@@ -200,6 +201,25 @@ async def test_a_client_that_goes_away_ends_its_parse(real: httpx.AsyncClient) -
     waiting.cancel()
     await asyncio.sleep(0.3)
     assert psutil.Process(child.pid).children() == []
+
+
+async def test_a_process_that_does_not_fork_in_time_is_a_503_with_the_reason() -> None:
+    class Stuck:
+        async def ask(self, do: str, limit_s: float, **content: Any) -> None:
+            raise TimeoutError
+
+    class Started(LimitedWork):
+        async def started(self) -> Any:
+            return Stuck()
+
+    async with parsing() as client:
+        state = client._transport.app.state  # type: ignore[attr-defined]
+        state.tool_calls = ToolCallParsing(Started({}), "hermes")
+        reply = await parsed(client, HERMES)
+    assert reply.status_code == 503
+    assert "its process failed: it did not even fork within 65 s" in reply.json()["error"]["message"]
+    with pytest.raises(vllm_engine.EngineGenerateError, match="cannot be checked: it did not even fork"):
+        await GrammarCheck(Started({}), lambda fields: None).expect_fast({"json": {}})
 
 
 async def test_a_closed_gate_does_not_hold_up_parsing() -> None:
