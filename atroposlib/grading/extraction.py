@@ -49,7 +49,8 @@ def extract_boxed(text: str) -> str | None:
 def extract_tagged(text: str, tag: str = "answer") -> str | None:
     """Return what stands in the last closed <tag>...</tag> of `text`, blanks stripped; None when that is nothing."""
     before, closed, _ = text.rpartition(f"</{tag}>")
-    _, opened, content = before.rpartition(f"<{tag}>")
+    _, opened, rest = before.rpartition(f"<{tag}>")
+    content, _, _ = rest.partition(f"</{tag}>")
     return content.strip() or None if closed and opened else None
 
 

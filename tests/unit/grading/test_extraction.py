@@ -1,6 +1,6 @@
 import pytest
 
-from atroposlib.grading import extract_boxed, last_number
+from atroposlib.grading import extract_boxed, extract_tagged, last_number
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,21 @@ def test_last_number(text: str, number: str | None) -> None:
 )
 def test_extract_boxed(text: str, content: str | None) -> None:
     assert extract_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer> 5 </answer>", "5"),
+        ("<answer>5</answer> so </answer>", "5"),
+        ("<answer>4</answer> no <answer>5</answer></answer></answer>", "5"),
+        ("<answer>4</answer> no <answer>5", "4"),
+        ("<answer>4 or <answer>5</answer>", "5"),
+        ("</answer><answer>5</answer>", "5"),
+        ("<answer></answer> 5</answer>", None),
+        ("<answer>5", None),
+        ("5</answer>", None),
+    ],
+)
+def test_extract_tagged(text: str, content: str | None) -> None:
+    assert extract_tagged(text) == content

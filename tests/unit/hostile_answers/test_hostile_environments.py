@@ -56,12 +56,8 @@ SCORES = [count_letters, calculate, count_down, larger]
 
 def tagged(answer: str) -> str:
     """Another reading of the last <answer> tags than the project's."""
-    pieces = answer.split("</answer>")
-    return (
-        pieces[-2].split("<answer>")[-1].strip()
-        if len(pieces) > 1 and "<answer>" in "</answer>".join(pieces[:-1])
-        else ""
-    )
+    pieces = [piece.rpartition("<answer>") for piece in answer.split("</answer>")[:-1]]
+    return next((content.strip() for _, opened, content in reversed(pieces) if opened), "")
 
 
 def is_three(text: str) -> bool:
@@ -91,6 +87,7 @@ def value_of_equation(text: str) -> Fraction | None:
 @example("<answer>٣</answer>")
 @example("<answer>2 + 1</answer>")
 @example("<answer>3</answer><answer>4</answer>")
+@example("<answer>3</answer> so </answer>")
 @example("<answer>3 4 5</answer>")
 @example("3e0 1/3")
 def test_a_reward_above_0_is_for_an_answer_that_is_right(answer: str) -> None:
@@ -110,6 +107,7 @@ def test_a_reward_above_0_is_for_an_answer_that_is_right(answer: str) -> None:
     [
         (count_letters, "<answer>3</answer>", 1.0),
         (count_letters, "<answer>03</answer>", 1.0),
+        (count_letters, "<answer>3</answer> so </answer>", 1.0),
         (count_letters, "<answer>000000003999</answer>", 0.0),
         (count_letters, "<answer>３</answer>", 0.0),
         (calculate, "<answer>3</answer>", 1.0),
