@@ -211,7 +211,8 @@ def same(found: object, expected: object) -> bool:
             return False
         if isinstance(found, int) and isinstance(expected, int):
             return found == expected
-        return abs(found) < LARGEST and abs(found - expected) <= TOLERANCE * abs(expected)
+        comparable = abs(found) < LARGEST and abs(expected) < LARGEST
+        return comparable and abs(found - expected) <= TOLERANCE * abs(expected)
     return type(found) is type(expected) and found == expected
 
 
