@@ -17,6 +17,7 @@ anew, it first finishes what it had begun, and the calls that an agent made befo
 """
 
 import asyncio
+import codecs
 import hashlib
 import itertools
 import json
@@ -46,6 +47,7 @@ from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.dispatching.request_seeds import current_sample, with_seed
+from atroposlib.errors import reading
 from atroposlib.grading import last_number
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -347,8 +349,10 @@ def read_tasks(path: Path) -> list[AgentTask]:
     """The tasks of a file, or Harbor's. Raises DataError, with the line or the directory."""
     if path.is_dir():
         return [AgentTask(task.instruction, harbor=task) for task in read_harbor_tasks(path)]
+    with reading(f"cannot read --env.tasks_path {path}", DataError):
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()  # a text also ends lines inside a string
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

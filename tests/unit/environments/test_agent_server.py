@@ -241,3 +241,16 @@ def test_tasks_are_read_or_refused_with_their_line(tmp_path: Path) -> None:
     for row in ({}, {"task": "?", "files": {"../up": ""}}, {"task": "?", "files": {"/etc/x": ""}}):
         with pytest.raises(DataError, match=r"tasks.jsonl:1"):
             read_tasks(Path(tasks(tmp_path, row)))
+
+
+def test_a_line_of_tasks_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    path, task = tmp_path / "tasks.jsonl", "a\u2028b\u0085c"
+    path.write_text(
+        "\ufeff" + f"{json.dumps({'task': task}, ensure_ascii=False)}\r\n" * 2, encoding="utf-8", newline=""
+    )
+    assert [each.task for each in read_tasks(path)] == [task] * 2
+
+
+def test_a_file_of_tasks_that_is_missing_is_named_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read --env.tasks_path .*none.jsonl: No such file"):
+        read_tasks(tmp_path / "none.jsonl")

@@ -143,6 +143,13 @@ def test_a_task_that_is_none_is_named(line: str, said: str, tmp_path: Path) -> N
     assert said in str(raised.value)
 
 
+def test_a_line_of_tasks_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    path, question = tmp_path / "tasks.jsonl", "a\u2028b\u0085c"
+    row = {"question": question, "function": "f", "examples": [], "tests": [[[1], 1]]}
+    path.write_text("\ufeff" + f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2, encoding="utf-8", newline="")
+    assert [task.question for task in read_tasks(path)] == [question] * 2
+
+
 def test_a_file_of_tasks_that_is_missing_is_named_by_its_flag(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read --env.tasks_path .*none.jsonl: No such file"):
         read_tasks(tmp_path / "none.jsonl")
