@@ -21,6 +21,7 @@ import codecs
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 TASK = "{task}"
+NOT_FINITE = ("nan", "inf", "-inf")  # as Python prints them
 DAY_S = 86400.0  # after which a session whose environment has gone ends; agents have limits of their own
 
 
@@ -382,17 +384,17 @@ def work_folder(area: str, task: AgentTask) -> Path:
 
 
 def reward_of(ran: Ran) -> float | None:
-    """The reward that a scorer's run tells; None if it tells none, or broke a limit."""
+    """The reward that a scorer's run tells; None if it tells none, one that is not finite, or broke a limit."""
     if ran.broken is not None:
         return None
     last = ran.output.strip().rpartition("\n")[2]
     try:
-        said = json.loads(last)
-    except ValueError:
-        said = None
+        said = json.loads(last, parse_int=float)  # an integer of any length, then
+    except (ValueError, RecursionError):
+        said = math.nan if last.lower() in NOT_FINITE else None
     value = said.get("reward") if isinstance(said, dict) else said
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if ran.status == 0 else None
+    if isinstance(value, float):
+        return value if ran.status == 0 and math.isfinite(value) else None
     return {0: 1.0, 1: 0.0}.get(ran.status)
 
 
