@@ -17,9 +17,11 @@ anew, it first finishes what it had begun, and the calls that an agent made befo
 """
 
 import asyncio
+import codecs
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -46,6 +48,7 @@ from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.dispatching.request_seeds import current_sample, with_seed
+from atroposlib.errors import reading
 from atroposlib.grading import last_number
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 TASK = "{task}"
+NOT_FINITE = ("nan", "inf", "-inf")  # as Python prints them
 DAY_S = 86400.0  # after which a session whose environment has gone ends; agents have limits of their own
 
 
@@ -347,8 +351,10 @@ def read_tasks(path: Path) -> list[AgentTask]:
     """The tasks of a file, or Harbor's. Raises DataError, with the line or the directory."""
     if path.is_dir():
         return [AgentTask(task.instruction, harbor=task) for task in read_harbor_tasks(path)]
+    with reading(f"cannot read --env.tasks_path {path}", DataError):
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()  # a text also ends lines inside a string
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -378,17 +384,17 @@ def work_folder(area: str, task: AgentTask) -> Path:
 
 
 def reward_of(ran: Ran) -> float | None:
-    """The reward that a scorer's run tells; None if it tells none, or broke a limit."""
+    """The reward that a scorer's run tells; None if it tells none, one that is not finite, or broke a limit."""
     if ran.broken is not None:
         return None
     last = ran.output.strip().rpartition("\n")[2]
     try:
-        said = json.loads(last)
-    except ValueError:
-        said = None
+        said = json.loads(last, parse_int=float)  # an integer of any length, then
+    except (ValueError, RecursionError):
+        said = math.nan if last.lower() in NOT_FINITE else None
     value = said.get("reward") if isinstance(said, dict) else said
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if ran.status == 0 else None
+    if isinstance(value, float):
+        return value if ran.status == 0 and math.isfinite(value) else None
     return {0: 1.0, 1: 0.0}.get(ran.status)
 
 

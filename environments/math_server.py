@@ -6,9 +6,11 @@ r"""Mathematics with results of any form: fractions, roots, sets, expressions; c
 
 A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is
 the last \boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; an answer on
-which it fails has no score.
+which it fails has no score. A generated problem equals its result, so there the result must also be worked out: one
+number, a polynomial without brackets, or one root.
 """
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -29,6 +31,8 @@ from atroposlib.envs.data.problems import (
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed
+from atroposlib.grading.at_once import mathematics
+from atroposlib.grading.normal_form import normal_form
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 
@@ -37,6 +41,20 @@ log = get_logger(__name__)
 GENERATED = "generated"
 GENERATED_PROBLEMS = 4000
 SYSTEM_PROMPT = r"Solve the problem step by step, then write the final result inside \boxed{}."
+
+# The forms that generated problems ask for, without blanks.
+DIGITS = r"(?:\d+(?:[.,]\d*)?|[.,]\d+)"
+SIGNED = rf"[-+]?\(?[-+]?{DIGITS}\)?"
+PART = rf"(?:\{{{SIGNED}\}}|\d)"
+ONE_NUMBER = rf"{SIGNED}(?:(?:/|\\over){SIGNED})?(?:\\%)?|[-+]?\(?\\frac{PART}{PART}\)?"
+TIMES = r"(?:\\cdot|\\times|\*)?"
+TERM = rf"(?:(?:{DIGITS}{TIMES})?x(?:\^(?:\d|\{{\d\}}))?|{DIGITS})"
+ROOT = rf"\\sqrt(?:\{{{DIGITS}\}}|\d)"
+NUMBER = re.compile(ONE_NUMBER)
+EXPANDED = re.compile(rf"[-+]?{TERM}(?:[-+]{TERM})*")
+ONE_ROOT = re.compile(rf"[-+]?(?:{DIGITS}{TIMES})?{ROOT}|[-+]?{ROOT}{TIMES}{DIGITS}|{ONE_NUMBER}")
+NAME = re.compile(r"\A\s*[A-Za-z]?\s*\\(?:approx|in)(?![A-Za-z])")
+BRACKETS = re.compile(r"(?:\\\{|[(\[{])(.*?)(?:\\\}|[)\]}])")
 
 
 class MathConfig(QuestionEnvConfig):
@@ -71,11 +89,12 @@ class MathEnv(QuestionEnv):
         super().__init__(config, server_configs, slurm, testing)
         self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
         self.stream = ProblemStream([], config.seed)
+        self.generated = config.dataset_path is None and config.dataset == GENERATED
 
     async def setup(self) -> None:
         """Load the problems."""
         problems = await self._load()
-        if self.config.dataset_path is not None or self.config.dataset != GENERATED:
+        if not self.generated:
             problems = await gradable(problems, self.grader)
         self.stream, self.held_out = ProblemStream(problems.train, self.config.seed), problems.held_out
         log.info("Problems: %d to train on, %d held out", len(problems.train), len(self.held_out))
@@ -92,7 +111,7 @@ class MathEnv(QuestionEnv):
                 fields,
                 config.overlap,
             )
-        if config.dataset != GENERATED:
+        if not self.generated:
             return await hub_problem_set(
                 config.dataset,
                 config.dataset_config,
@@ -116,6 +135,8 @@ class MathEnv(QuestionEnv):
     async def score(self, item: Problem, answer: str) -> float | None:
         """1 for the right result, None when the grader failed."""
         outcome = await self.grader.grade(extract_boxed(answer), item.result)
+        if outcome is Outcome.RIGHT and self.generated:
+            return float(is_worked_out(extract_boxed(answer) or "", item.result))
         return None if outcome is Outcome.GRADER_FAILED else float(outcome is Outcome.RIGHT)
 
     async def close(self) -> None:
@@ -134,6 +155,17 @@ def make_problem(generator: Random) -> Problem:
     if kind == 2:
         return Problem(f"Expand $({a}x + {b})({c}x + {d})$.", f"{a * c}x^2 + {a * d + b * c}x + {b * d}")
     return Problem(rf"Simplify $\sqrt{{{a * a * b}}} + {c}\sqrt{{{b}}}$.", rf"{a + c}\sqrt{{{b}}}")
+
+
+def is_worked_out(answer: str, result: str) -> bool:
+    """Whether an answer that equals a generated problem's result has its form, too: the problem's own terms have not.
+    Of a chain of equations the last value counts, as it does for the grader.
+    """
+    said = NAME.sub("", normal_form(answer)).partition(r"\approx")[0].rpartition("=")[2].strip()
+    if match := BRACKETS.fullmatch(said):
+        said = match[1]
+    form = ONE_ROOT if r"\sqrt" in result else EXPANDED if "x" in result else NUMBER
+    return form.fullmatch("".join(mathematics(said).split())) is not None
 
 
 def latex(value: Fraction) -> str:

@@ -151,13 +151,11 @@ def _reward_in(logs: Path) -> float | None:
         if (text := logs / "reward.txt").is_file():
             value: Any = float(text.read_text(encoding="utf-8"))
         else:
-            said = json.loads((logs / "reward.json").read_text(encoding="utf-8"))
+            said = json.loads((logs / "reward.json").read_text(encoding="utf-8"), parse_int=float)
             value = said.get("reward", next(iter(said.values())) if len(said) == 1 else None)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def _last_words(ran: Ran) -> str:

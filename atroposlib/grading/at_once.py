@@ -10,7 +10,8 @@ WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 WORD = re.compile(r"[^\W\d_]+")
 CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).]?")
 REPLIES = frozenset({"yes", "no", "odd", "all"})
-CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::\d{2})?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+RATIO = re.compile(r"[^:,;<>|=]+(?::[^:,;<>|=]+){2,}")
 UNIT_BEHIND = re.compile(
     r"(?:(?<=[\d)}\]!])|(?<=\\pi(?![A-Za-z])))((?=[\sA-Za-z\\])(?:[A-Za-z\s/^{}.\\-]|(?<=\^)\d|(?<=\^\{)\d)+)\Z"
 )
@@ -22,7 +23,8 @@ FUNCTION = re.compile(r"\\(?!text|math|mbox|frac)[A-Za-z]")
 def at_once(gold: str, answer: str) -> bool | None:
     """Return whether `answer` equals `gold`, both in normal form, or None if only algebra can tell.
 
-    Two quantities, two numerals with their bases, clock times, and words are compared here.
+    Two quantities, two numerals with their bases, clock times, and words are compared here. A ratio of more than two
+    parts, which algebra would take for a quotient, equals nothing but another one.
     """
     if (bases := _by_base(gold, answer)) is not None:
         return bases
@@ -30,14 +32,16 @@ def at_once(gold: str, answer: str) -> bool | None:
     if known is not None:
         read = quantity(_without_brackets(answer), as_answer=True)
         return None if read is None else same_quantity(known, read)
-    if CLOCK.fullmatch(gold):
-        return _clock(gold) == _clock(answer) if CLOCK.fullmatch(answer) else None
+    if CLOCK.fullmatch(gold) and CLOCK.fullmatch(answer):
+        return _clock(gold) == _clock(answer)
+    if bool(_ratio(gold)) != bool(_ratio(answer)):
+        return False
     return _by_words(unwrapped(gold), unwrapped(answer), said=WRAPPED.search(gold) is not None)
 
 
 def mathematics(text: str) -> str:
     """Return `text`, which is in normal form, as math-verify reads it: a quantity as its value, numerals in base ten,
-    and without currency and unit.
+    a ratio of more than two parts as their tuple, and without currency and unit.
     """
     if (known := quantity(text)) is not None:
         return known.latex
@@ -49,10 +53,12 @@ def mathematics(text: str) -> str:
     text = text.removesuffix(r"\$").removesuffix("$").strip()
     number, pi, _ = text.rpartition(r"\pi")
     behind = UNIT_BEHIND.search(text, len(number + pi))
-    if behind is None or FUNCTION.search(behind[1]):
-        return text
-    unit = unwrapped(behind[1])
-    return text[: behind.start()] if unit and is_unit(unit, any_letter=WRAPPED.search(behind[1]) is not None) else text
+    if behind is not None and not FUNCTION.search(behind[1]):
+        unit = unwrapped(behind[1])
+        if unit and is_unit(unit, any_letter=WRAPPED.search(behind[1]) is not None):
+            text = text[: behind.start()]
+    parts = _ratio(text)
+    return f"({','.join(parts)})" if parts else text
 
 
 def _by_base(gold: str, answer: str) -> bool | None:
@@ -76,7 +82,15 @@ def _without_brackets(text: str) -> str:
 def _clock(text: str) -> tuple[int, ...]:
     match = CLOCK.fullmatch(text)
     assert match is not None
-    return (int(match[1]), int(match[2]), *(() if not match[3] else (match[3].lower() == "p",)))
+    seconds, half = int(match[3] or 0), match[4]
+    return (int(match[1]), int(match[2]), seconds, *(() if not half else (half.lower() == "p",)))
+
+
+def _ratio(text: str) -> list[str]:
+    """The parts of a ratio of more than two, as in 3:4:5 and a:b:c = 3:4:5; none if `text` is no such ratio."""
+    text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
+    text = _without_brackets(text.rpartition("=")[2].strip())
+    return text.split(":") if RATIO.fullmatch(text) else []
 
 
 def _by_words(gold: str, answer: str, said: bool) -> bool | None:

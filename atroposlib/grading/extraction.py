@@ -8,10 +8,11 @@ from collections import deque
 
 BOXED = "\\boxed{"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
-# 12, -3, -$3, 1,234 and 0.5. A hyphen after a digit or letter is a dash, not a sign: "3-4" ends with 4.
+# 12, -3, -$3, 1,234, 0.5 and .5. A hyphen after a digit or letter is a dash, not a sign: "3-4" ends with 4. A dot after
+# a word or what closes one ends a sentence: "at the end.5 apples" ends with 5.
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-\u2212\u2013\uff0d][$€£]?)?"
-    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.%)\]}\u2019\u201d])\.\d+)"
 )
 # What stands before digits that only end a longer number: 1e5, 1/5, 2^5, 2**5, 2^{-5}, 3.4.5, 1_000, 1'000.
 LONGER = re.compile(r"\d(?:[eE][-+]?|[/._'\u2019\u2044\u2215\u066b\u2009\u202f][-+]?|(?:\^|\*\*)\{?[-+]?)\Z")
@@ -27,7 +28,8 @@ def last_number(text: str) -> str | None:
         return None
     if LONGER.search(text, max(0, match.start() - 5), match.start()):
         return None
-    return ("-" if match["sign"] else "") + match["digits"].replace(",", "")
+    digits = match["digits"].replace(",", "")
+    return ("-" if match["sign"] else "") + ("0" if digits.startswith(".") else "") + digits
 
 
 def extract_boxed(text: str) -> str | None:
@@ -47,7 +49,8 @@ def extract_boxed(text: str) -> str | None:
 def extract_tagged(text: str, tag: str = "answer") -> str | None:
     """Return what stands in the last closed <tag>...</tag> of `text`, blanks stripped; None when that is nothing."""
     before, closed, _ = text.rpartition(f"</{tag}>")
-    _, opened, content = before.rpartition(f"<{tag}>")
+    _, opened, rest = before.rpartition(f"<{tag}>")
+    content, _, _ = rest.partition(f"</{tag}>")
     return content.strip() or None if closed and opened else None
 
 

@@ -59,6 +59,11 @@ SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₍₎]+")
 ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\pi))?")
 OVERLINED = re.compile("((?:\\d\u0305)+)")
+# 2**3, x ** -1 and 2**(1/2), but neither the marks around the bold 8 in "2 **8**" nor a tower of powers.
+POWER = re.compile(
+    r"(?<=[\w)}\]])\s*\\?\*\\?\*\s*(?:\{([^{}]*)\}|([-+]?(?:\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z])|\([^()]*\))))"
+    r"(?!\.?\d|\s*\\?\*\\?\*)"
+)
 LATEX_SPELLINGS = (
     (re.compile(r"\\(?:left|right|[bB]ig+[lr]?)(?![A-Za-z])\s*\.?(?=[()\[\]{}|\\.])"), ""),
     (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
@@ -84,8 +89,9 @@ LATEX_SPELLINGS = (
     ),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (POWER, r"^{\1\2}"),
     (re.compile(r"(?<=\d)\s*[xX\*]\s*(?=10\s*\^)"), r" \\times "),
-    (re.compile(r"(?<=\d)\s*\\?\*\*?\s*(?=[\d(\\])(?!\*)"), r" \\times "),
+    (re.compile(r"(?<=\d)\s*\\?\*\s*(?=[\d(\\])(?!\\?\*)"), r" \\times "),
     (re.compile(r"\\tbinom|\\dbinom"), r"\\binom"),
 )
 DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]|\$\$(.*)\$\$|\$([^$]*[^$\\])\$", re.DOTALL)

@@ -112,8 +112,9 @@ class Right:
 def read_answers(path: Path) -> list[str]:
     """One answer per line; in a .jsonl file, each line is a JSON string. Raises ConfigError."""
     with reading(f"--answers {path}", ConfigError):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        content = path.read_bytes()
+        is_json = path.suffix == ".jsonl"  # in which a string may hold what else ends a line
+        texts = list(map(json.loads, content.splitlines())) if is_json else content.decode().splitlines()
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"--answers {path}: expected one answer per line (in a .jsonl file, a JSON string per line)")
     return texts

@@ -8,6 +8,7 @@ The answers are a model's: whatever is written, reading takes time linear in the
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,8 +193,8 @@ def _code_block(answer: str) -> str:
     _, opened, block = before.rpartition(FENCE)
     if not closed or not opened:
         raise Unreadable(f"there is no code block between {FENCE} lines")
-    first, _, rest = block.partition("\n")
-    return rest if WORD.fullmatch(first.strip() or "x") else block
+    first, ended, rest = block.partition("\n")
+    return rest if ended and WORD.fullmatch(first.strip() or "x") else block
 
 
 def _value(text: str, kind: str | None, field: Schema) -> object:
@@ -215,7 +216,7 @@ def _number(text: str, kind: str) -> float | int:
     if written is None:
         raise Unreadable("there is no number in the answer")
     try:
-        return int(written) if kind == "integer" else float(written)
+        return int(written) if kind == "integer" else _finite(written)
     except ValueError:
         raise Unreadable("the number is not a whole one, or too long") from None
 
@@ -252,7 +253,7 @@ def _call(answer: str) -> dict[str, object] | None:
 
 def _last_object(answer: str) -> dict[str, object]:
     """The last JSON object of the answer, in a code block or not."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
     last: dict[str, object] | None = None
     start = answer.find("{")
     for _ in range(TRIES):
@@ -271,13 +272,20 @@ def _last_object(answer: str) -> dict[str, object]:
 def _json(text: str) -> object:
     """The value; None where it is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if math.isinf(number):
+        raise ValueError(f"{written} is too large")
+    return number
 
 
 def _line(value: object) -> str:

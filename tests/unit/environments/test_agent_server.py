@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from atroposlib.agents.client import EndpointClient
+from atroposlib.agents.program import Ran
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost, attempt
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.agent_server import AgentEnv, read_tasks
+from environments.agent_server import AgentEnv, read_tasks, reward_of
 from tests.unit.agents.support import Running, running
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -182,6 +183,33 @@ async def test_the_sessions_of_a_group_that_is_thrown_away_end(tmp_path: Path) -
             assert await endpoint.unended("agent~train~") == []
 
 
+@pytest.mark.parametrize(
+    ("output", "status", "reward"),
+    [
+        ("0.5\n", 0, 0.5),
+        ("so:\n1\n", 0, 1.0),
+        ('{"reward": -2}', 0, -2.0),
+        ("fine", 0, 1.0),
+        ("fine", 1, 0.0),
+        ("[" * 100_000, 1, 0.0),
+        ("true", 0, 1.0),
+        ("0.5", 1, None),
+        ("fine", 2, None),
+        ("NaN", 0, None),
+        ("nan", 0, None),
+        ("-inf", 0, None),
+        ("-Infinity", 0, None),
+        ("1e999", 0, None),
+        ("1" + "0" * 400, 0, None),
+        ("9" * 5000, 0, None),
+        ('{"reward": NaN}', 0, None),
+        ('{"reward": 1' + "0" * 400 + "}", 0, None),
+    ],
+)
+def test_a_scorers_reward_is_a_finite_number_or_its_exit_status(output: str, status: int, reward: float | None) -> None:
+    assert reward_of(Ran(status, output, "", None)) == reward
+
+
 FILLS = "[open(f'f{n}', 'wb').write(bytes(2**19)) for n in range(9)]"
 FORKS = "import subprocess; [subprocess.Popen(['sleep', '60']) for _ in range(30)]"
 WAITS = "import time; time.sleep(60)"
@@ -241,3 +269,16 @@ def test_tasks_are_read_or_refused_with_their_line(tmp_path: Path) -> None:
     for row in ({}, {"task": "?", "files": {"../up": ""}}, {"task": "?", "files": {"/etc/x": ""}}):
         with pytest.raises(DataError, match=r"tasks.jsonl:1"):
             read_tasks(Path(tasks(tmp_path, row)))
+
+
+def test_a_line_of_tasks_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    path, task = tmp_path / "tasks.jsonl", "a\u2028b\u0085c"
+    path.write_text(
+        "\ufeff" + f"{json.dumps({'task': task}, ensure_ascii=False)}\r\n" * 2, encoding="utf-8", newline=""
+    )
+    assert [each.task for each in read_tasks(path)] == [task] * 2
+
+
+def test_a_file_of_tasks_that_is_missing_is_named_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read --env.tasks_path .*none.jsonl: No such file"):
+        read_tasks(tmp_path / "none.jsonl")

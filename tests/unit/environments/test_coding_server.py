@@ -95,6 +95,11 @@ async def test_generated_tasks_are_held_out_and_their_tests_are_not_shown(tmp_pa
         (True, 1, False),
         (0.1 + 0.2, 0.3, True),
         (10**400, 1.5, False),
+        (1.5, 10**400, False),
+        (10**400, 10**400, True),
+        (float("nan"), 10**400, False),
+        (1.5, float("nan"), False),
+        (1.5, float("inf"), False),
         ([1, [2]], [1, [2]], True),
         ([1], [1, 2], False),
         ({"a": 1}, {"a": 1}, True),
@@ -136,6 +141,13 @@ def test_a_task_that_is_none_is_named(line: str, said: str, tmp_path: Path) -> N
     with pytest.raises(DataError) as raised:
         read_tasks(path)
     assert said in str(raised.value)
+
+
+def test_a_line_of_tasks_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    path, question = tmp_path / "tasks.jsonl", "a\u2028b\u0085c"
+    row = {"question": question, "function": "f", "examples": [], "tests": [[[1], 1]]}
+    path.write_text("\ufeff" + f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2, encoding="utf-8", newline="")
+    assert [task.question for task in read_tasks(path)] == [question] * 2
 
 
 def test_a_file_of_tasks_that_is_missing_is_named_by_its_flag(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ python -c 'import json; print(json.dumps({{"reward": '$reward', "other": 0}}))' 
         ("echo no luck; exit 1", "wrote no reward: .*1"),
         ("echo many > /logs/verifier/reward.txt", "wrote no reward"),
         ("echo nan > /logs/verifier/reward.txt", "wrote no reward"),
+        ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "wrote no reward"),
         ("echo 1 > /logs/verifier/reward.txt; sleep 60", "longer than 2 s"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from atroposlib.child_processes.math_child import judge
 from atroposlib.envs.data.problems import Problem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.math_server import MathEnv, make_problem
+from environments.math_server import MathEnv, is_worked_out, make_problem
 from tests.unit.environments.support import running_env
 
 pytestmark = pytest.mark.timeout(240)
@@ -17,6 +17,36 @@ def test_known_results_of_generated_problems_are_understood_by_the_grader() -> N
     for number in range(40):
         result = make_problem(Random(number)).result
         assert judge(result, result) == {"verdict": "right"}, result
+        assert is_worked_out(result, result), result
+
+
+NUMBER, ROOT, POLYNOMIAL = r"\frac{23}{20}", r"11\sqrt{2}", "8x^2 + 22x + 15"
+
+
+@pytest.mark.parametrize(
+    ("result", "answers"),
+    [
+        (NUMBER, [r"\dfrac{23}{20}", "23/20", "1.15", "1,15", r"\frac{46}{40}", r"1\frac{3}{20}", "1 3/20", r"115\%"]),
+        (NUMBER, [r"x = \frac{23}{20}", r"x \approx 1.15", r"x \in \{1.15\}", "(23/20)", r"{23 \over 20}"]),
+        (NUMBER, [r"\frac34 + \frac25 = \frac{23}{20}", r"\frac{23}{20} \approx 1.2", "Answer: 23/20."]),
+        (
+            r"-\frac{3}{4}",
+            [r"\frac{-3}{4}", r"\frac{3}{-4}", r"-\left(\frac{3}{4}\right)", "(-3)/4", "x = - 3/4", "−0.75"],
+        ),
+        (r"\frac{1}{3}", [r"0.\overline{3}", r"0.333\ldots"]),
+        ("3", ["3", "+3", "3.0", "x = 3", "(3)", r"\text{3}", r"x = \mathbf{3}", "6/2"]),
+        (POLYNOMIAL, ["8x²+22x+15", r"15 + 22 \cdot x + 8 \times x^{2}", "8*x^2+22*x+15", "8.0x^2 + 22x + 15"]),
+        (POLYNOMIAL, ["(2x+3)(4x+5) = 8x^2+22x+15", "y = 8x^2+22x+15", "(8x^2+22x+15)", "8x^2+10x+12x+15"]),
+        (
+            ROOT,
+            [r"11 \sqrt 2", "11√2", "11*sqrt(2)", r"11 \cdot \sqrt{2}", r"\sqrt2\cdot11", r"\sqrt{242}", "15.5563492"],
+        ),
+        (ROOT, [r"\sqrt{72} + 5\sqrt{2} = 11\sqrt{2}", r"11\sqrt{2} \approx 15.56"]),
+        (r"11\sqrt{4}", ["22"]),
+    ],
+)
+def test_every_spelling_of_a_result_is_worked_out(result: str, answers: list[str]) -> None:
+    assert [answer for answer in answers if not is_worked_out(answer, result)] == []
 
 
 @pytest.mark.services

@@ -1,6 +1,6 @@
 import pytest
 
-from atroposlib.grading import after_thoughts, extract_boxed, last_number
+from atroposlib.grading import after_thoughts, extract_boxed, extract_tagged, last_number
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,27 @@ from atroposlib.grading import after_thoughts, extract_boxed, last_number
         ("3-4", "4"),
         ("from 3 to -4", "-4"),
         ("0.50", "0.50"),
+        (".5", "0.5"),
+        ("It costs $.50.", "0.50"),
+        ("-.5", "-0.5"),
+        ("-$.50", "-0.50"),
+        ("3 - .5 = **2.5** or (.5)", "0.5"),
+        ("**.5**", "0.5"),
+        ("x=.25", "0.25"),
+        ("3-.5", "0.5"),
+        ("at the end.5 apples", "5"),
+        ("(see above).5 apples", "5"),
+        ("he said “no”.5 apples", "5"),
+        ('{"answer":".5"}', "0.5"),
+        ("answer:.5", "0.5"),
+        ("(1,.5)", "0.5"),
+        ("wait...5", "5"),
+        ("so 3.5", "3.5"),
+        ("1/.5", None),
+        ("2^.5", None),
+        ("2^-.5", None),
+        (".5.5", None),
+        (".\u0665", None),
         ("1,2", "2"),
         ("12,3456", "3456"),
         ("(2)-1", "1"),
@@ -61,3 +82,21 @@ def test_extract_boxed(text: str, content: str | None) -> None:
 )
 def test_after_thoughts(text: str, said: str | None) -> None:
     assert after_thoughts(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer> 5 </answer>", "5"),
+        ("<answer>5</answer> so </answer>", "5"),
+        ("<answer>4</answer> no <answer>5</answer></answer></answer>", "5"),
+        ("<answer>4</answer> no <answer>5", "4"),
+        ("<answer>4 or <answer>5</answer>", "5"),
+        ("</answer><answer>5</answer>", "5"),
+        ("<answer></answer> 5</answer>", None),
+        ("<answer>5", None),
+        ("5</answer>", None),
+    ],
+)
+def test_extract_tagged(text: str, content: str | None) -> None:
+    assert extract_tagged(text) == content

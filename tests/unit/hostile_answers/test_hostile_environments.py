@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from atroposlib.compat.message_history_utils import strip_thinking
+from atroposlib.envs.data.problems import Problem
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCallTranslator
@@ -55,12 +56,8 @@ SCORES = [count_letters, calculate, count_down, larger]
 
 def tagged(answer: str) -> str:
     """Another reading of the last <answer> tags than the project's."""
-    pieces = answer.split("</answer>")
-    return (
-        pieces[-2].split("<answer>")[-1].strip()
-        if len(pieces) > 1 and "<answer>" in "</answer>".join(pieces[:-1])
-        else ""
-    )
+    pieces = [piece.rpartition("<answer>") for piece in answer.split("</answer>")[:-1]]
+    return next((content.strip() for _, opened, content in reversed(pieces) if opened), "")
 
 
 def is_three(text: str) -> bool:
@@ -90,6 +87,7 @@ def value_of_equation(text: str) -> Fraction | None:
 @example("<answer>٣</answer>")
 @example("<answer>2 + 1</answer>")
 @example("<answer>3</answer><answer>4</answer>")
+@example("<answer>3</answer> so </answer>")
 @example("<answer>3 4 5</answer>")
 @example("3e0 1/3")
 def test_a_reward_above_0_is_for_an_answer_that_is_right(answer: str) -> None:
@@ -109,6 +107,7 @@ def test_a_reward_above_0_is_for_an_answer_that_is_right(answer: str) -> None:
     [
         (count_letters, "<answer>3</answer>", 1.0),
         (count_letters, "<answer>03</answer>", 1.0),
+        (count_letters, "<answer>3</answer> so </answer>", 1.0),
         (count_letters, "<answer>000000003999</answer>", 0.0),
         (count_letters, "<answer>３</answer>", 0.0),
         (calculate, "<answer>3</answer>", 1.0),
@@ -218,6 +217,51 @@ async def test_calls_are_paid_for_though_a_later_turn_thinks(tmp_path: Any) -> N
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------
+
+# Each restated answer equals its result, and leaves the work to the grader.
+RESTATED = {
+    r"\frac{23}{20}": [
+        *(r"\frac34+\frac25", r"\frac{3}{4}+\frac{2}{5}", "3/4+2/5", "0.75 + 0.4", r"\frac{15}{20} + \frac{8}{20}"),
+        *(r"\frac{15+8}{20}", "(15+8)/20", r"\frac{3 \cdot 5 + 2 \cdot 4}{20}", r"\frac{\frac34+\frac25}{1}"),
+        *(r"\frac34+\frac25 \approx 1.14", r"\frac{23}{20} = \frac34+\frac25", r"x = \frac34+\frac25"),
+    ],
+    "3": [r"\frac{9-3}{2}", "(9-3)/2", "9/2 - 3/2", r"\sqrt{9}", r"\frac{6}{2}\frac{2}{2}"],
+    "8x^2 + 22x + 15": [
+        *("(2x+3)(4x+5)", "(2x + 3) (4x + 5)", r"(2x+3)\cdot(4x+5)", r"\left(2x+3\right)\left(4x+5\right)"),
+        *("2x(4x+5)+3(4x+5)", "{2x+3}{4x+5}", "8(x+1.5)(x+1.25)", r"\frac{2x+3}{\frac{1}{4x+5}}"),
+        *(r"2x \cdot 4x + 2x \cdot 5 + 3 \cdot 4x + 3 \cdot 5", "8x^2+22x+15 = (2x+3)(4x+5)"),
+    ],
+    r"11\sqrt{2}": [
+        *(
+            r"\sqrt{72} + 5\sqrt{2}",
+            r"6\sqrt{2}+5\sqrt{2}",
+            r"(6+5)\sqrt{2}",
+            r"\sqrt{2}(6+5)",
+            r"\sqrt{(6+5)^2 \cdot 2}",
+        ),
+        *(r"\sqrt{72}+\sqrt{50}", r"72^{1/2} + 5\sqrt{2}", r"\sqrt{2}(\sqrt{36}+5)", r"11\sqrt2 = \sqrt{72}+5\sqrt2"),
+    ],
+}
+
+
+@pytest.mark.services
+async def test_a_generated_problem_is_not_solved_by_restating_it(tmp_path: Any) -> None:
+    async with FakeInferenceServer() as server, running_env(MathEnv, tmp_path, server, grader_timeout=60) as env:
+        for result, answers in RESTATED.items():
+            problem = Problem("?", result)
+            assert await env.score(problem, rf"So \boxed{{{result}}}.") == 1.0
+            paid = [answer for answer in answers if await env.score(problem, rf"\boxed{{{answer}}}")]
+            assert paid == []
+
+
+@pytest.mark.services
+async def test_a_file_of_problems_may_ask_for_any_form(tmp_path: Any) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(f'{{"question": "Factor {n}.", "answer": "(x+{n})(x+2)"}}\n' for n in range(9)))
+    fields = {"dataset_path": str(path), "grader_timeout": 60}
+    async with FakeInferenceServer() as server, running_env(MathEnv, tmp_path, server, **fields) as env:
+        assert await env.score(Problem("Factor.", "(x+1)(x+2)"), r"\boxed{(x+1)(x+2)}") == 1.0
+
 
 HEDGES = [
     *(

@@ -87,6 +87,9 @@ def test_a_value_is_read_from_the_answer(field: Any, answer: str, value: Any) ->
         (WHOLE, "three", "no number"),
         (WHOLE, "3.5", "not a whole one"),
         (WHOLE, "9" * 5000, "too long"),
+        ({"type": "number"}, "9" * 400, "too long"),
+        ({"type": "number"}, "-" + "9" * 400, "too long"),
+        ({"type": "number"}, '{"value": 1e999}', "no number"),
         ({"type": "boolean"}, "true or false?", "must be one of true, false"),
         (MOVE, "up", "must be one of left, right"),
         (MOVE, "left or right", "must be one of left, right"),
@@ -102,6 +105,10 @@ def test_a_part_of_the_answer_may_be_the_value() -> None:
     assert block.read("First:\n```\nx\n```\nthen\n```python\nprint(1)\n```\nDone.") == {"code": "print(1)\n"}
     assert block.read("```\n\ny = 1\n```") == {"code": "\ny = 1\n"}
     assert block.read("```a b\nc\n```") == {"code": "a b\nc\n"}
+    assert block.read("I guess ```crane```.") == {"code": "crane"}
+    for empty in ("``````", "```python\n```"):
+        with pytest.raises(Unreadable, match="the answer is empty"):
+            block.read(empty)
     with pytest.raises(Unreadable, match="no code block"):
         block.read("print(1)\n```")
     tag = form_of(schema(message=TEXT), part="answer_tag")
@@ -114,7 +121,16 @@ def test_the_last_json_object_is_the_action() -> None:
     form = Form("json", schema(row=WHOLE, column=WHOLE))
     assert form.read('I {think} so:\n```json\n{"row": 1, "column": {"a": 2}}\n```') == {"row": 1, "column": {"a": 2}}
     assert form.read('{"row": 1} or {"row": 2}') == {"row": 2}
-    for answer in ("", "[1]", '{"row": NaN}', '{"row": 1', "{" * 50_000, '{"a":' * 50_000, '{"a": ' + "9" * 5000 + "}"):
+    for answer in (
+        "",
+        "[1]",
+        '{"row": NaN}',
+        '{"row": -1e999}',
+        '{"row": 1',
+        "{" * 50_000,
+        '{"a":' * 50_000,
+        '{"a": ' + "9" * 5000 + "}",
+    ):
         with pytest.raises(Unreadable, match="no JSON object"):
             form.read(answer)
 
@@ -130,6 +146,7 @@ def test_a_tool_call_is_the_action_and_without_one_there_is_none() -> None:
         "<tool_call>{}",
         '<tool_call>{"name": 1}',
         '<tool_call>{"name": "a", "arguments": 1}',
+        '<tool_call>{"name": "a", "arguments": {"x": 1e999}}',
     ):
         with pytest.raises(Unreadable, match="a tool call is a JSON object"):
             form.read(answer)
