@@ -2,11 +2,15 @@
 after that; an older one is removed last.
 """
 
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.optim import AdamW
 
+from atroposlib.processes.identity import first_ticks
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
 from example_trainer.weights.manifest import MANIFEST
@@ -55,6 +59,31 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(
     remove_leftovers(tmp_path)
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
+
+
+@pytest.fixture
+def thread() -> Iterator[int]:
+    """The id of a thread of this process, which /proc knows too."""
+    ended = threading.Event()
+    waiting = threading.Thread(target=ended.wait)
+    waiting.start()
+    assert waiting.native_id is not None
+    yield waiting.native_id
+    ended.set()
+    waiting.join()
+
+
+def test_what_a_process_left_is_removed_though_its_pid_is_in_use_again(tmp_path: Path, thread: int) -> None:
+    """In a container the trainer that starts again has the pid of the one that was killed."""
+    mine, parent = os.getpid(), os.getppid()
+    lives = f".step_9.partial-{parent}.{first_ticks(parent)}"
+    left = [f"{mine}", f"{mine}.7", f"{mine}.{first_ticks(mine)}", f"{parent}.7", f"{thread}.7", "word"]
+    for name in [*(f".step_4.partial-{owner}" for owner in left), f".step_2.replaced-{mine}.7", lives]:
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lives, "step_2"]
+    write_folder(tmp_path / "step_4", write_two_files, 100)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lives, "step_2", "step_4"]
 
 
 @pytest.fixture
