@@ -63,7 +63,7 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         batches_file = open_batches(config, done.step + 1, resources)
         if config.overlap and not config.overlaps:
             log.info("Not computing before a batch is whole: it makes several updates, or recomputes log-probabilities")
-        saves = Saves(config, learner, partial(sleep_beside, tuple(watched)))
+        saves = Saves(config, learner, partial(sleep_beside, [learner.ranks]))  # the ranks write them, without vLLM
         resources.push(saves.leave)
         watched.append(saves)
         needs = requirements(config, model)
