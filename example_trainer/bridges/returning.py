@@ -5,8 +5,8 @@
 
 A server that the launcher started again refuses to generate until the trainer has synced (--await-sync), within seconds
 of its start if the trainer waits for a batch. One that was started without the flag serves its --model meanwhile, as
-policy version 0. Modes with `survives_vllm` only: in a single copy the weights that train are vLLM's own memory, and
-end with it.
+the policy version that this directory names, else 0. Modes with `survives_vllm` only: in a single copy the weights that
+train are vLLM's own memory, and end with it.
 """
 
 import time
@@ -15,6 +15,7 @@ from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, TellsActivity, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
 from example_trainer.memory.malloc import give_back_freed_memory
@@ -148,6 +149,6 @@ class ReturningBridge(WeightBridge):
             return HANGS if isinstance(silent.__cause__, NoReply) and silent.__cause__.timed_out else GONE
         except Refused:  # its engine died, and it is about to end; or its engine hangs
             return HANGS
-        if status.session is not None or status.policy_version != 0:
+        if status.session is not None or status.policy_version != read_policy_version(status.model):
             raise error  # the process of before, or one that another trainer holds
         return FRESH

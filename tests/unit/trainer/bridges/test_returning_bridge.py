@@ -1,12 +1,13 @@
 """A bridge whose server dies and is started again: what is sent again, what is not, and what ends training."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.clients.one_request import NoReply
-from atroposlib.wire.bridge import ServerStatus
+from atroposlib.wire.bridge import ServerStatus, write_policy_version
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused
@@ -22,16 +23,17 @@ class Server:
         self.looks = looks
         self.error = error
         self.session: str | None = None
-        self.version = 0
+        self.model, self.version = "m", 0
+        self.starts_as = 0  # what its model names
 
     def status(self) -> ServerStatus:
         self.looks -= 1
         if self.looks >= 0:
             raise self.error("connection refused")
-        return ServerStatus("m", self.version, session=self.session)
+        return ServerStatus(self.model, self.version, session=self.session)
 
     def die(self, looks: int = 3) -> None:
-        self.looks, self.session, self.version = looks, None, 0
+        self.looks, self.session, self.version = looks, None, self.starts_as
 
 
 class Inner(WeightBridge):
@@ -130,6 +132,16 @@ def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> Non
     inner.server.error = Refused  # 503 of the API process
     bridge.check()
     assert inner.events[-1] == ("served", 1)
+
+
+def test_a_server_that_starts_again_from_a_policy_of_a_run_answers_as_its_version(tmp_path: Path) -> None:
+    write_policy_version(tmp_path, 8)
+    bridge, inner, _ = returning()
+    inner.server.model, inner.server.starts_as = str(tmp_path), 8
+    bridge.sync(3, lambda: None)
+    inner.fails.append("check")
+    bridge.check()
+    assert inner.events == [("served", 3), "reconnect", ("served", 3)]
 
 
 def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed(
