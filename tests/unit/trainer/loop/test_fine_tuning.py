@@ -77,6 +77,19 @@ def test_a_model_learns_what_a_file_shows_without_api_and_vllm_and_resumes_with_
         fine_tune(talker, tmp_path / "two", data, **settings, resume="latest")
 
 
+@pytest.mark.parametrize("kind", ["demonstrations", "pairs"])
+def test_a_run_without_its_trained_model_writes_it(
+    talker: str, tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    data, settings = request.getfixturevalue(kind), dict(training_steps=1, checkpoint_interval=1)
+    fine_tune(talker, tmp_path, data, **settings)
+    final = tmp_path / "checkpoints/final_model"
+    made = final.rename(tmp_path / "made")
+    fine_tune(talker, tmp_path, data, **settings, resume="latest")
+    expected, found = weights(made), weights(final)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_better_answers_can_be_learned_alone(talker: str, tmp_path: Path, pairs: Path, demonstrations: Path) -> None:
     found = fine_tune(talker, tmp_path / "one", pairs, offline_objective="sft", training_steps=1)
     same = fine_tune(talker, tmp_path / "two", demonstrations, training_steps=1)
