@@ -306,6 +306,20 @@ def test_a_damaged_checkpoint_is_refused_and_a_finished_run_says_what_to_raise(m
         path.write_bytes(content)
 
 
+@pytest.mark.parametrize(
+    ("mode", "left"), [("shared_vllm", ["step_3", "step_4"]), ("none", ["step_2", "step_3", "step_4"])]
+)
+def test_a_run_that_resumes_often_keeps_no_more_checkpoints(
+    model: str, tmp_path: Path, mode: str, left: list[str]
+) -> None:
+    """But the one from which vLLM may be started again, where the trainer does that."""
+    settings: dict[str, Any] = {"checkpoint_interval": 1, "keep_checkpoints": 2, "resume": "auto"}
+    settings |= {"weight_bridge_mode": mode, "use_shared_memory": mode != "none"}
+    for steps in (1, 2, 4):
+        train(model, tmp_path, training_steps=steps, **settings)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == left
+
+
 @pytest.mark.parametrize("left", ["nothing", "the model of a shorter run"])
 def test_a_run_that_ended_between_its_last_step_and_the_trained_model_is_finished(
     model: str, tmp_path: Path, left: str

@@ -3,6 +3,7 @@ after that; an older one is removed last.
 """
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.optim import AdamW
 
 from atroposlib.processes.identity import first_ticks
 from atroposlib.wire.bridge import read_policy_version
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore, written_before
 from example_trainer.weights.manifest import MANIFEST
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
@@ -120,6 +121,22 @@ def test_the_checkpoint_before_goes_when_latest_no_longer_names_it(saved: tuple[
     folder, acts = saved
     _, pointed = expect_durable(acts, folder / "latest")
     assert b"step_1" in acts[pointed].content.split(b"\0")
+
+
+def test_checkpoints_of_the_same_run_before_a_resume_count_and_no_other_run_s(tmp_path: Path) -> None:
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    for step, run in {2: "ours", 10: "ours", 12: "ours", 4: "theirs"}.items():
+        Checkpoints(tmp_path, 0).save(Progress(step, step, step, run=run), trained, optimizer)
+    (tmp_path / "step_6").mkdir()  # which cannot be read
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_77")  # which somebody keeps
+    (tmp_path / "step_8").symlink_to(tmp_path / "step_77")
+    resumed = Progress(10, 10, 10, run="ours")
+    written = written_before(tmp_path, "step_", resumed)
+    assert written == [tmp_path / "step_2", tmp_path / "step_10"]
+    Checkpoints(tmp_path, 1, written).save(Progress(11, 11, 11, run="ours"), trained, optimizer)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["latest", "step_11", "step_12", "step_4", "step_6", "step_77", "step_8"]
 
 
 def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(tmp_path: Path) -> None:
