@@ -294,7 +294,8 @@ def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module |
         moments = from_whole(state["moments"], optimizer)
         torch.set_rng_state(state["generators"]["torch"])
         if torch.cuda.is_available() and state["generators"]["cuda"]:
-            torch.cuda.set_rng_state_all(state["generators"]["cuda"])
+            # the process that wrote it may have seen more GPUs
+            torch.cuda.set_rng_state_all(state["generators"]["cuda"][: torch.cuda.device_count()])
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     return _progress(state)
 
