@@ -5,8 +5,8 @@
 
 A server that the launcher started again refuses to generate until the trainer has synced (--await-sync), within seconds
 of its start if the trainer waits for a batch. One that was started without the flag serves its --model meanwhile, as
-policy version 0. Modes with `survives_vllm` only: in a single copy the weights that train are vLLM's own memory, and
-end with it.
+the policy version that this directory names, else 0. Modes with `survives_vllm` only: in a single copy the weights that
+train are vLLM's own memory, and end with it.
 """
 
 import time
@@ -15,6 +15,7 @@ from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, TellsActivity, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
 from example_trainer.memory.malloc import give_back_freed_memory
@@ -32,7 +33,8 @@ ENOUGH = 4  # returns within one act: what fails so often fails for another reas
 
 class ReturningBridge(WeightBridge):
     """`inner`, whose `servers` may take `return_s` seconds to return. `sync_in_check`: a loss may be repaired while the
-    trainer waits for a batch, which several ranks do only between their acts.
+    trainer waits for a batch, which several ranks do only between their acts. `give_back` has every rank give the
+    system what it has freed.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ReturningBridge(WeightBridge):
         return_s: float,
         *,
         sync_in_check: bool = True,
+        give_back: Callable[[], None] = give_back_freed_memory,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,6 +52,7 @@ class ReturningBridge(WeightBridge):
         self._servers = servers
         self._return_s = return_s
         self._sync_in_check = sync_in_check
+        self._give_back = give_back
         self._sleep, self._now = sleep, now
         self._version: int | None = None  # that was synced last
         self.served_dtype = inner.served_dtype
@@ -126,7 +130,7 @@ class ReturningBridge(WeightBridge):
             if not is_told:
                 log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
                 is_told = True
-                give_back_freed_memory()  # vLLM takes a share of what is free
+                self._give_back()  # vLLM takes a share of what is free
             now = self._now()
             last_gone = last_gone if HANGS in states else now
             if now - last_gone > HANGS_S:
@@ -148,6 +152,6 @@ class ReturningBridge(WeightBridge):
             return HANGS if isinstance(silent.__cause__, NoReply) and silent.__cause__.timed_out else GONE
         except Refused:  # its engine died, and it is about to end; or its engine hangs
             return HANGS
-        if status.session is not None or status.policy_version != 0:
+        if status.session is not None or status.policy_version != read_policy_version(status.model):
             raise error  # the process of before, or one that another trainer holds
         return FRESH

@@ -14,7 +14,7 @@ from example_trainer.data.batching import make_batch
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData, examples_of, sides_of
-from example_trainer.loop.opening import expect_steps_left, resolved, sleep_beside
+from example_trainer.loop.opening import expect_work_left, resolved, sleep_beside
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
@@ -33,7 +33,7 @@ def fine_tune(learner: Learner) -> None:
     log.info("Loading %s on %s", source, learner.device)
     learner.load_into(None, source)
     learner.begin(resumed)
-    expect_steps_left(learner, resumed)
+    expect_work_left(learner, resumed)
     config, first = learner.config, learner.progress.step + 1
     with ExitStack() as resources:
         metrics = open_metrics(config, first, resources, learner.progress.kernels)

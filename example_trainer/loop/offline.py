@@ -69,7 +69,7 @@ class OfflineData:
         if pairs:
             last = config.training_steps * config.updates_per_step
             used = {index for update in range(done, last) for index in self._of(update)}
-            self._start = self._ask_start_model(sorted(used))
+            self._start = self._ask_start_model(sorted(used)) if used else {}
 
     def add_gradient(self, update: int) -> Metrics:
         """Add the gradient of the examples of update number `update` (from 0) to the parameters' `.grad`; `loss` is

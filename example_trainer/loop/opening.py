@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import GroupRequirements, Registration
+from atroposlib.wire.folders import MANIFEST
 from example_trainer.bridges import Prepare, WeightBridge
 from example_trainer.bridges.returning import ReturningBridge
 from example_trainer.bridges.vllm_client import vllm_clients
@@ -56,14 +58,14 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         exactness = Exactness(config, bridge.served_dtype, done.kernels)
         if exactness.served is not None:
             learner.compute_as(exactness.served)
-        expect_steps_left(learner, resumed)
+        expect_work_left(learner, resumed)
         offline = sides_of(examples, config, learner.trained.tokenizer) if examples else []
         metrics = open_metrics(config, done.step + 1, resources, done.kernels)
         trained_file = open_trained(config, done.step + 1, resources)
         batches_file = open_batches(config, done.step + 1, resources)
         if config.overlap and not config.overlaps:
             log.info("Not computing before a batch is whole: it makes several updates, or recomputes log-probabilities")
-        saves = Saves(config, learner, partial(sleep_beside, tuple(watched)))
+        saves = Saves(config, learner, partial(sleep_beside, [learner.ranks]))  # the ranks write them, without vLLM
         resources.push(saves.leave)
         watched.append(saves)
         needs = requirements(config, model)
@@ -110,11 +112,20 @@ def resolved(learner: Learner) -> str:
     return str(checkpoint or "")
 
 
-def expect_steps_left(learner: Learner, resumed: str) -> None:
-    """Raise TrainerError if the checkpoint has done all steps."""
-    done, steps = learner.progress.step, learner.config.training_steps
-    if done >= steps:
-        raise TrainerError(f"{resumed} has done {done} of {steps} steps: raise --training-steps to continue")
+def expect_work_left(learner: Learner, resumed: str) -> None:
+    """Raise TrainerError if the checkpoint has done all steps, and the trained model is on the disk. A process that
+    ended in between has left a run to finish.
+    """
+    config, done = learner.config, learner.progress.step
+    if done < config.training_steps:
+        return
+    final, checkpoint = config.save_path / learner.trained.form.final / MANIFEST, Path(resumed) / MANIFEST
+    if done > config.training_steps or (final.exists() and final.stat().st_mtime >= checkpoint.stat().st_mtime):
+        raise TrainerError(
+            f"{resumed} has done {done} of {config.training_steps} steps: raise --training-steps (--steps of"
+            " `atropos train`) to continue"
+        )
+    log.info("%s has done all %d steps, and the trained model is not written yet", resumed, done)
 
 
 @contextmanager
@@ -130,7 +141,9 @@ def connected(learner: Learner, prepare: Prepare, source: str) -> Iterator[Weigh
         bridge = prepared.connect(learner.trained)
         if config.vllm_return_s and config.bridge.survives_vllm:
             servers, alone = vllm_clients(config), learner.ranks.size == 1
-            bridge = ReturningBridge(bridge, servers, config.vllm_return_s, sync_in_check=alone)
+            bridge = ReturningBridge(
+                bridge, servers, config.vllm_return_s, sync_in_check=alone, give_back=learner.give_back
+            )
         yield resources.enter_context(closing(bridge))
 
 

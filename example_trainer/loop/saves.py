@@ -30,7 +30,7 @@ from example_trainer.loop.learner import Learner
 from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about, written_before
 from example_trainer.weights.gathered import write_about_model
 from example_trainer.weights.optimizer_state import rest
 from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing
@@ -64,7 +64,7 @@ class Saves:
         self._config = config
         self._learner = learner
         self._pause = pause
-        self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, former(config, learner))
         self._current: Save | None = None
         self._looked = 0.0
 
@@ -186,6 +186,16 @@ class Saves:
         self._current = None
         self._learner.close()
         shutil.rmtree(save.partial, ignore_errors=True)
+
+
+def former(config: TrainerConfig, learner: Learner) -> list[Path]:
+    """List the checkpoints that earlier processes of this run wrote, and that give way to new ones."""
+    done = learner.progress
+    if not done.step or not config.keep_checkpoints:
+        return []
+    written = written_before(config.save_path, learner.trained.form.step_prefix, done)
+    # where the trainer starts vLLM, it may have to start it again from the one that the run continues
+    return written[:-1] if config.bridge.owns_vllm else written
 
 
 def writes_shards(config: TrainerConfig, learner: Learner) -> bool:

@@ -19,7 +19,7 @@ before that leaves the previous checkpoint and `latest` unchanged. A LoRA run ke
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,13 +70,14 @@ class Progress:
 
 
 class Checkpoints:
-    """The step directories one process writes under `save_path`. It keeps the `keep` newest of its own (0 keeps
-    all)."""
+    """The step directories that a run writes under `save_path`. It keeps the `keep` newest of its own (0 keeps all), of
+    which `written` are there already.
+    """
 
-    def __init__(self, save_path: Path, keep: int) -> None:
+    def __init__(self, save_path: Path, keep: int, written: Iterable[Path] = ()) -> None:
         self._save_path = save_path
         self._keep = keep
-        self._written: list[Path] = []
+        self._written = list(written)
 
     def save(
         self, progress: Progress, trained: TrainedModel, optimizer: Optimizer, moments: State | None = None
@@ -121,6 +122,26 @@ class Checkpoints:
         if self._keep:
             while len(self._written) > self._keep:
                 remove_folder(self._written.pop(0), f"remove it by hand, then use --resume {target}")
+
+
+def written_before(save_path: Path, prefix: str, progress: Progress) -> list[Path]:
+    """Return the step directories under `save_path` that the run of `progress` wrote up to its step, the oldest first.
+    Later ones, which it would make again, and those of other runs are not its to remove.
+    """
+    found = {}
+    for folder in save_path.glob(f"{prefix}[0-9]*"):
+        if folder.is_symlink():  # to what somebody moved
+            continue
+        try:
+            state: Any = _state(folder, mapped=True)
+            with _expecting_ours(folder):
+                saved = _progress(state)
+        except CheckpointError as error:
+            log.warning("%s is not counted among the checkpoints of this run: %s", folder, error)
+            continue
+        if saved.run == progress.run and saved.step <= progress.step and folder.name == f"{prefix}{saved.step}":
+            found[saved.step] = folder
+    return [found[step] for step in sorted(found)]
 
 
 def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:
@@ -273,7 +294,8 @@ def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module |
         moments = from_whole(state["moments"], optimizer)
         torch.set_rng_state(state["generators"]["torch"])
         if torch.cuda.is_available() and state["generators"]["cuda"]:
-            torch.cuda.set_rng_state_all(state["generators"]["cuda"])
+            # the process that wrote it may have seen more GPUs
+            torch.cuda.set_rng_state_all(state["generators"]["cuda"][: torch.cuda.device_count()])
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     return _progress(state)
 

@@ -1,6 +1,6 @@
 """Weights as a directory in the Hugging Face format that trainers and vLLM load: complete or absent.
 
-    model (or adapter), tokenizer ──▶ .NAME.partial-PID/ ──manifest.json──flush──rename──▶ NAME/
+    model (or adapter), tokenizer ──▶ .NAME.partial-PID.START/ ──manifest.json──flush──rename──▶ NAME/
 
 `manifest.json` holds the size and SHA-256 of every file. A failure before the rename changes nothing. A `Form` decides
 what a directory contains of the model: the whole model here, the adapter alone in example_trainer/weights/lora.py.
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from atroposlib.errors import MakeError, reading
 from atroposlib.files import sync
 from atroposlib.logs import get_logger
+from atroposlib.processes.identity import first_ticks, is_alive
 from atroposlib.wire.bridge import Manifest, write_policy_version
 from atroposlib.wire.folders import FileRecord
 from example_trainer.errors import TrainerError
@@ -154,7 +155,7 @@ def writing(target: Path, remedy: str = REMEDY) -> AbstractContextManager[None]:
 
 def make_partial(target: Path, expected_bytes: int) -> Path:
     """An empty directory beside `target`, to become it. Raises OSError if there is no space for `expected_bytes`."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{_owner()}")
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < expected_bytes:
@@ -173,7 +174,7 @@ def put_in_place(partial: Path, target: Path, on_disk: Mapping[str, FileRecord] 
         if str(path.relative_to(partial)) not in known:
             sync(path)
     # a directory already there, from an earlier run, steps aside first and is removed after
-    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    aside = target.with_name(f".{target.name}.replaced-{_owner()}")
     if target.exists():
         target.rename(aside)
     partial.rename(target)
@@ -184,12 +185,12 @@ def put_in_place(partial: Path, target: Path, on_disk: Mapping[str, FileRecord] 
 
 def remove_leftovers(save_path: Path) -> None:
     """Remove half-written directories and files (`latest`) of processes that no longer run. A directory that had
-    stepped aside for another, which has not come, gets its name again.
+    stepped aside for another, which has not come, gets its name again. Call it before this process writes there.
     """
     remedy = "remove it by hand, then start the trainer again"
     for folder in [*save_path.glob(".*.partial-*"), *save_path.glob(".*.replaced-*")]:
-        name, _, pid = folder.name[1:].rpartition("-")
-        if Path(f"/proc/{pid}").exists():
+        name, _, owner = folder.name[1:].rpartition("-")
+        if _still_runs(owner):
             continue
         target = folder.with_name(name.rpartition(".")[0])
         if name.endswith(".replaced") and not target.exists():
@@ -203,6 +204,21 @@ def remove_leftovers(save_path: Path) -> None:
             else:
                 with reading(f"cannot remove {folder}", CheckpointError, remedy=remedy):
                     folder.unlink()
+
+
+def _owner() -> str:
+    """Return this process as names have it: pid and start, in ticks. In a container the next trainer has the same pid,
+    and a thread may have it.
+    """
+    return f"{os.getpid()}.{first_ticks(os.getpid()) or 0}"
+
+
+def _still_runs(owner: str) -> bool:
+    """Return whether the owner in a name is another process that runs. The name of a file has its pid alone."""
+    pid, _, start = owner.partition(".")
+    if not pid.isdecimal() or int(pid) == os.getpid():
+        return False
+    return is_alive(int(pid), int(start) if start.isdecimal() else None)
 
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:

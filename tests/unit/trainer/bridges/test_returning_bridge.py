@@ -1,16 +1,24 @@
 """A bridge whose server dies and is started again: what is sent again, what is not, and what ends training."""
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from atroposlib.clients.one_request import NoReply
-from atroposlib.wire.bridge import ServerStatus
+from atroposlib.wire.bridge import ServerStatus, write_policy_version
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.opening import connected
 from example_trainer.settings.bridges import MODES
+from example_trainer.weights.written import TrainedModel
+from tests.unit.trainer.fakes import RecordingBridge, tiny_model
+from tests.unit.trainer.whole_runs import config
 
 
 class Server:
@@ -22,16 +30,17 @@ class Server:
         self.looks = looks
         self.error = error
         self.session: str | None = None
-        self.version = 0
+        self.model, self.version = "m", 0
+        self.starts_as = 0  # what its model names
 
     def status(self) -> ServerStatus:
         self.looks -= 1
         if self.looks >= 0:
             raise self.error("connection refused")
-        return ServerStatus("m", self.version, session=self.session)
+        return ServerStatus(self.model, self.version, session=self.session)
 
     def die(self, looks: int = 3) -> None:
-        self.looks, self.session, self.version = looks, None, 0
+        self.looks, self.session, self.version = looks, None, self.starts_as
 
 
 class Inner(WeightBridge):
@@ -132,18 +141,41 @@ def test_an_engine_that_died_is_waited_for_until_its_process_is_another() -> Non
     assert inner.events[-1] == ("served", 1)
 
 
-def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given_back: list[int] = []
-    monkeypatch.setattr("example_trainer.bridges.returning.give_back_freed_memory", lambda: given_back.append(1))
+def test_a_server_that_starts_again_from_a_policy_of_a_run_answers_as_its_version(tmp_path: Path) -> None:
+    write_policy_version(tmp_path, 8)
     bridge, inner, _ = returning()
+    inner.server.model, inner.server.starts_as = str(tmp_path), 8
+    bridge.sync(3, lambda: None)
+    inner.fails.append("check")
+    bridge.check()
+    assert inner.events == [("served", 3), "reconnect", ("served", 3)]
+
+
+def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed() -> None:
+    given_back: list[int] = []
+    bridge, inner, _ = returning(give_back=lambda: given_back.append(1))
     bridge.sync(1, lambda: None)
     assert not given_back
     inner.fails.append("check")
     inner.server.error = Refused
     bridge.check()
     assert given_back == [1]
+
+
+def test_every_rank_of_the_trainer_gives_that_memory_back(model: str, tmp_path: Path) -> None:
+    asked: list[str] = []
+    ranks: Any = SimpleNamespace(size=2, together=lambda method, owner, *given: asked.append(method.__name__))
+    settings = {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "vllm_return_s": 0.01, "vllm_port": 9}
+    learner = Learner(config(model, tmp_path, "http://127.0.0.1:9", **settings), torch.device("cpu"), ranks)
+    learner.trained = TrainedModel(tiny_model())
+
+    class Dead(RecordingBridge):
+        def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+            raise NoAnswer("it is gone")
+
+    with connected(learner, Dead(), model) as bridge, pytest.raises(BridgeError, match="was not started again"):
+        bridge.sync(0, lambda: None)
+    assert asked == ["load", "give_back"]
 
 
 @pytest.mark.parametrize("error", [Refused("503: the engine does not answer"), NoAnswer("silent")])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from example_trainer import grpo
 from example_trainer.data.offline import OfflineDataError
 from example_trainer.errors import TrainerError
+from example_trainer.loop import learner
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loss.metric import Metrics
+from example_trainer.model.policy import Policy
 from tests.unit.trainer.fakes import FakeApi, item, model_folder
 from tests.unit.trainer.whole_runs import config, rows, train, weights
 
@@ -75,6 +78,37 @@ def test_a_model_learns_what_a_file_shows_without_api_and_vllm_and_resumes_with_
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     with pytest.raises(TrainerError, match="has done 6 of 6 steps: raise --training-steps"):
         fine_tune(talker, tmp_path / "two", data, **settings, resume="latest")
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "pairs"])
+def test_a_run_without_its_trained_model_writes_it(
+    talker: str, tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    data, settings = request.getfixturevalue(kind), dict(training_steps=1, checkpoint_interval=1)
+    fine_tune(talker, tmp_path, data, **settings)
+    final = tmp_path / "checkpoints/final_model"
+    made = final.rename(tmp_path / "made")
+    fine_tune(talker, tmp_path, data, **settings, resume="latest")
+    expected, found = weights(made), weights(final)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_resumed_run_gives_the_memory_of_the_start_model_back(
+    talker: str, tmp_path: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which malloc would keep for the trainer, whose steps need less."""
+    fine_tune(talker, tmp_path, pairs, training_steps=1, checkpoint_interval=1)
+    loaded, is_gone, load = list[weakref.ref[object]](), list[bool](), learner.start_policy
+
+    def start_policy(*given: Any) -> Policy:
+        policy = load(*given)
+        loaded.append(weakref.ref(policy.model))
+        return policy
+
+    monkeypatch.setattr(learner, "start_policy", start_policy)
+    monkeypatch.setattr(learner, "give_back_freed_memory", lambda: is_gone.extend(each() is None for each in loaded))
+    fine_tune(talker, tmp_path, pairs, training_steps=2, resume="latest")
+    assert is_gone == [True]
 
 
 def test_better_answers_can_be_learned_alone(talker: str, tmp_path: Path, pairs: Path, demonstrations: Path) -> None:

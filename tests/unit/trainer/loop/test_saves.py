@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from atropos_launcher.plan.site import find_model
 from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
+from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.restart import servable
 from example_trainer.errors import TrainerError
 from example_trainer.loop.learner import HOST_RESERVE, Learner
@@ -25,8 +26,10 @@ from example_trainer.weights.checkpoint import Progress, expect_same_model, find
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
-from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, model_folder
 from tests.unit.trainer.rank_child import sequences
+from tests.unit.trainer.whole_runs import feed
+from tests.unit.trainer.whole_runs import train as train_run
 from tests.waiting import wait_until
 
 MODEL = {"tie_word_embeddings": True}
@@ -205,6 +208,32 @@ def test_a_run_that_fails_completes_its_checkpoint_and_one_that_is_ended_drops_i
     threading.Timer(0.2, gate.set).start()
     saves.leave(type(error), error, None)
     assert names(tmp_path / "saved") == left
+
+
+class LosesVllm(RecordingBridge):
+    """Whose vLLM is gone after its first update, while `gate` still holds the checkpoint up."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+        report = super().sync(policy_version, update)
+        if policy_version == 1:
+            self.lost = True
+            threading.Timer(0.5, self.gate.set).start()
+        return report
+
+
+def test_a_checkpoint_and_the_trained_model_need_no_vllm(model: str, gate: threading.Event, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint_format": "sharded", "checkpoint_interval": 1}
+    train_run(model, tmp_path / "ends", bridge=LosesVllm(gate), training_steps=1, **settings)
+    assert {"final_model", "latest", "step_1"} <= set(names(tmp_path / "ends/checkpoints"))
+    gate.clear()
+    api = FakeApi(lambda delivered: feed(0) if delivered == 0 else None)
+    with pytest.raises(BridgeError, match="vLLM is lost"):
+        train_run(model, tmp_path / "waits", api=api, bridge=LosesVllm(gate), training_steps=2, **settings)
+    assert names(tmp_path / "waits/checkpoints") == ["latest", "step_1"]
 
 
 def test_the_format_follows_the_model_unless_it_is_given(make: Make) -> None:

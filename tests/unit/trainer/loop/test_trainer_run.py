@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -303,6 +304,42 @@ def test_a_damaged_checkpoint_is_refused_and_a_finished_run_says_what_to_raise(m
         with pytest.raises(CheckpointError, match="SHA-256 differs"):
             find_checkpoint(str(path.parent), tmp_path)
         path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("mode", "left"), [("shared_vllm", ["step_3", "step_4"]), ("none", ["step_2", "step_3", "step_4"])]
+)
+def test_a_run_that_resumes_often_keeps_no_more_checkpoints(
+    model: str, tmp_path: Path, mode: str, left: list[str]
+) -> None:
+    """But the one from which vLLM may be started again, where the trainer does that."""
+    settings: dict[str, Any] = {"checkpoint_interval": 1, "keep_checkpoints": 2, "resume": "auto"}
+    settings |= {"weight_bridge_mode": mode, "use_shared_memory": mode != "none"}
+    for steps in (1, 2, 4):
+        train(model, tmp_path, training_steps=steps, **settings)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == left
+
+
+@pytest.mark.parametrize("left", ["nothing", "the model of a shorter run"])
+def test_a_run_that_ended_between_its_last_step_and_the_trained_model_is_finished(
+    model: str, tmp_path: Path, left: str
+) -> None:
+    train(model, tmp_path, training_steps=2, checkpoint_interval=1)
+    checkpoints = tmp_path / "checkpoints"
+    made = weights(checkpoints / "final_model")
+    if left == "nothing":
+        shutil.rmtree(checkpoints / "final_model")
+    else:
+        (checkpoints / "final_model/model.safetensors").unlink()
+        os.utime(checkpoints / "final_model/manifest.json", (1, 1))
+    api = train(model, tmp_path, training_steps=2, checkpoint_interval=1, resume="latest")
+    assert api.delivered == 0
+    assert api.steps[-1] == {"step": 2, "policy_version": 2, "done": True}
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    found = weights(checkpoints / "final_model")
+    assert all(torch.equal(found[name], made[name]) for name in made)
+    with pytest.raises(TrainerError, match="has done 2 of 2 steps"):
+        train(model, tmp_path, training_steps=2, resume="latest")
 
 
 def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:

@@ -121,6 +121,25 @@ def test_a_state_of_a_later_release_is_read_as_far_as_it_is_known(tmp_path: Path
     assert restore(tmp_path / "step_1", optimizer).step == 3
 
 
+def test_a_state_of_a_process_with_more_gpus_is_read_as_far_as_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, state, generators = AdamW([torch.nn.Parameter(torch.zeros(2))]), io.BytesIO(), [torch.get_rng_state()]
+    now: list[torch.Tensor] = [torch.zeros(1)]  # by GPU, of which there is one here
+
+    def set_state(value: torch.Tensor, device: int) -> None:
+        now[device] = value
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(now))
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", set_state)
+    whole = {**about(Progress(step=3), optimizer), "moments": {}}
+    torch.save({**whole, "generators": {"torch": generators[0], "cuda": generators * 2}}, state)
+    write_folder(tmp_path / "step_1", partial(write_state, state.getvalue()), 100)
+    assert restore(tmp_path / "step_1", optimizer).step == 3
+    assert torch.equal(now[0], generators[0])
+
+
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 def test_steps_without_a_pointer_are_no_fresh_start(saved: Path, resume: str) -> None:
     (saved / "latest").unlink()

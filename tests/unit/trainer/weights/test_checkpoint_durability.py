@@ -2,13 +2,18 @@
 after that; an older one is removed last.
 """
 
+import os
+import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.optim import AdamW
 
+from atroposlib.processes.identity import first_ticks
 from atroposlib.wire.bridge import read_policy_version
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore, written_before
 from example_trainer.weights.manifest import MANIFEST
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
@@ -58,6 +63,31 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(
 
 
 @pytest.fixture
+def thread() -> Iterator[int]:
+    """The id of a thread of this process, which /proc knows too."""
+    ended = threading.Event()
+    waiting = threading.Thread(target=ended.wait)
+    waiting.start()
+    assert waiting.native_id is not None
+    yield waiting.native_id
+    ended.set()
+    waiting.join()
+
+
+def test_what_a_process_left_is_removed_though_its_pid_is_in_use_again(tmp_path: Path, thread: int) -> None:
+    """In a container the trainer that starts again has the pid of the one that was killed."""
+    mine, parent = os.getpid(), os.getppid()
+    lives = f".step_9.partial-{parent}.{first_ticks(parent)}"
+    left = [f"{mine}", f"{mine}.7", f"{mine}.{first_ticks(mine)}", f"{parent}.7", f"{thread}.7", "word"]
+    for name in [*(f".step_4.partial-{owner}" for owner in left), f".step_2.replaced-{mine}.7", lives]:
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lives, "step_2"]
+    write_folder(tmp_path / "step_4", write_two_files, 100)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lives, "step_2", "step_4"]
+
+
+@pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Act]]:
     """Two steps of a model, kept one at a time, and how they came to the disk."""
     trained = TrainedModel(tiny_model())
@@ -91,6 +121,22 @@ def test_the_checkpoint_before_goes_when_latest_no_longer_names_it(saved: tuple[
     folder, acts = saved
     _, pointed = expect_durable(acts, folder / "latest")
     assert b"step_1" in acts[pointed].content.split(b"\0")
+
+
+def test_checkpoints_of_the_same_run_before_a_resume_count_and_no_other_run_s(tmp_path: Path) -> None:
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    for step, run in {2: "ours", 10: "ours", 12: "ours", 4: "theirs"}.items():
+        Checkpoints(tmp_path, 0).save(Progress(step, step, step, run=run), trained, optimizer)
+    (tmp_path / "step_6").mkdir()  # which cannot be read
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_77")  # which somebody keeps
+    (tmp_path / "step_8").symlink_to(tmp_path / "step_77")
+    resumed = Progress(10, 10, 10, run="ours")
+    written = written_before(tmp_path, "step_", resumed)
+    assert written == [tmp_path / "step_2", tmp_path / "step_10"]
+    Checkpoints(tmp_path, 1, written).save(Progress(11, 11, 11, run="ours"), trained, optimizer)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["latest", "step_11", "step_12", "step_4", "step_6", "step_77", "step_8"]
 
 
 def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(tmp_path: Path) -> None:
