@@ -336,7 +336,7 @@ class OpenEnv(QuestionEnv):
         if (taken := self._taken(play, "")) + self.config.max_new_tokens > self._context:
             raise RolloutFailed(
                 f"the first prompt has {taken} tokens, which with max_new_tokens {self.config.max_new_tokens} is more"
-                f" than {self._context}: raise --env.max_token_length and the trainer's --seq-len, or lower"
+                f" than {self._context}, {self._env_run.conversation_limit[1]}: raise that, or lower"
                 " --env.observation_limit",
                 "environment",
             )
@@ -419,8 +419,7 @@ class OpenEnv(QuestionEnv):
     @property
     def _context(self) -> int:
         """Tokens of an episode, at most: what this environment was told, and what the trainer takes."""
-        asked: int = self.config.max_token_length
-        return min(asked, self.max_token_len) if self.max_token_len > 0 else asked
+        return self._env_run.conversation_limit[0]
 
     async def _score_of(self, session: Session, play: Play) -> float:
         """By the settings. Raises RolloutFailed where the environment ended the episode and gave no reward."""

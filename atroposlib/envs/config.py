@@ -46,7 +46,8 @@ class BaseEnvConfig(BaseModel):
         default=False, description="Also evaluate policy version 0, before training data is sampled."
     )
     max_token_length: int = Field(
-        default=2048, description="Tokens of context that this environment needs; the API weights environments by it."
+        default=2048,
+        description="Most tokens of a conversation of several turns, where given; the API weights environments by it.",
     )
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN, description="Whether training data is sampled while evaluating."

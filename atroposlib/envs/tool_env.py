@@ -1,7 +1,7 @@
 """`ToolEnv`: a `QuestionEnv` whose model may call tools, over several turns. The author writes the task and the tools.
 
     prompt(item) ─▶ model ─▶ calls? ─▶ Toolbox ─▶ results as messages ─▶ model ─▶ ... ─▶ answer ─▶ score(item, answer)
-                                └ none, or `max_turns`, or `max_token_length` reached: the conversation ends
+                                └ none, or `max_turns`, or no room left: the conversation ends
 
 What the model wrote is trained on, over all turns. The results of tools, and what the template puts around them, are
 not. `state` of the rollout has `tool_calls` and `tool_errors` (how many) and `last_results` (a CallResult for each call
@@ -121,7 +121,8 @@ class ToolEnv(QuestionEnv):
                 messages += await self._results(box, messages[-1], calls, self._unread(managed, calls), state)
             sequences = managed.get_state()["nodes"]
         if not sequences:
-            raise RolloutFailed("the prompt alone reaches max_token_length; raise --env.max_token_length")
+            limit, whose = self._env_run.conversation_limit
+            raise RolloutFailed(f"the prompt alone reaches {limit} tokens, {whose}: raise that, or shorten the prompt")
         if split == "train":
             self._counts.update(rollouts=1, calls=state["tool_calls"], errors=state["tool_errors"])
         return Rollout(text, messages, sequences, state=state)
@@ -141,10 +142,8 @@ class ToolEnv(QuestionEnv):
     def _room(self, managed: "ManagedServer", messages: Messages, box: Toolbox) -> int:
         """Most tokens of the next turn, none where the conversation has come to its limit."""
         length = managed.prompt_length(messages, box.schemas)
-        limits = [limit for limit in (self.config.max_token_length, self.max_token_len) if limit > 0]
-        if length is None or not limits:
-            return int(self.config.max_new_tokens)
-        return int(min(self.config.max_new_tokens, min(limits) - length))
+        limit, _ = self._env_run.conversation_limit
+        return int(min(self.config.max_new_tokens, limit - (length or 0)))
 
     def _holds_a_call(self, text: str, box: Toolbox) -> bool:
         """Return whether `text`, in which no call was found, was meant to hold one."""

@@ -17,17 +17,17 @@ from atroposlib.wire.batching import GroupRequirements
 log = get_logger(__name__)
 
 TRAINER = GroupRequirements(trainable_only=True)  # what a trainer with default settings asks of a group
-NO_LIMIT = 10**9  # tokenizers without a limit name one above this
+NO_LIMIT = 10**9  # tokenizers without a limit name one above this, too
 
 
 def context_tokens(env: Environment) -> tuple[int, str]:
-    """Return the context in tokens, and whose it is: the server's, else the tokenizer's, else that of the settings."""
+    """Return the context in tokens, and whose it is: the server's, else the tokenizer's; NO_LIMIT if none is known."""
     if env._env_run.context_tokens is not None:
         return env._env_run.context_tokens, "the server's context"
     told = getattr(env.tokenizer, "model_max_length", None)
     if isinstance(told, (int, float)) and 0 < told < NO_LIMIT:
         return int(told), "the tokenizer's limit (model_max_length)"
-    return env.config.max_token_length, "--env.max_token_length"
+    return NO_LIMIT, ""
 
 
 def remarks_on_settings(env: Environment, context: tuple[int, str]) -> Iterator[str]:

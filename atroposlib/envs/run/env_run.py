@@ -70,6 +70,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 LENGTHS_KEPT = 10_000
+NO_LIMIT = 10**9
 
 _item_number: ContextVar[int | None] = ContextVar("item_number", default=None)  # in a BatchFilling
 
@@ -588,6 +589,19 @@ class EnvRun(Generic[E]):
             timeout_s=self.env.config.startup_timeout,
             remedy=f"start the {what}, or correct {flag}",
         )
+
+    @property
+    def conversation_limit(self) -> tuple[int, str]:
+        """Return the most tokens that a conversation may have, and what limits it: `max_token_length` only where it is
+        given, since its default is a weight at the API. NO_LIMIT where nothing is known.
+        """
+        given = self.env.config.max_token_length if "max_token_length" in self.env.config.model_fields_set else 0
+        limits = (
+            (given, "--env.max_token_length"),
+            (self.context_tokens or 0, "the server's context (--max-model-len)"),
+            (self.env.max_token_len, "the trainer's --seq-len"),
+        )
+        return min((limit for limit in limits if limit[0] > 0), default=(NO_LIMIT, ""))
 
     @property
     def joined_link(self) -> "ApiLink":

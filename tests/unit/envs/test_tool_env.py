@@ -191,6 +191,19 @@ async def test_turns_are_bounded_and_the_calls_of_the_last_one_are_run(tmp_path:
     assert rollout.text == ""
 
 
+async def test_the_default_of_max_token_length_cuts_no_conversation(tmp_path: Path) -> None:
+    """It is a weight at the API; a limit is what somebody gives, or what the server and the trainer take."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_token_length"} | {
+        "max_new_tokens": 9000
+    }
+    async with FakeInferenceServer(turns("12")) as server, running_env(SquareEnv, tmp_path, server, **settings) as env:
+        await converse(env)
+        assert server.requests[-1][1]["max_tokens"] == 9000
+        env._env_run.context_tokens = 4000
+        await converse(env)
+        assert 3000 < server.requests[-1][1]["max_tokens"] < 4000
+
+
 async def test_a_conversation_ends_below_max_token_length(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer(turns(call(number=2))) as server,
@@ -203,7 +216,7 @@ async def test_a_conversation_ends_below_max_token_length(tmp_path: Path) -> Non
         env.max_token_len = 1000  # the trainer's
         assert max(len(node.tokens) for node in (await converse(env)).sequences) <= 1000
         env.max_token_len = 100
-        with pytest.raises(RolloutFailed, match=r"raise --env.max_token_length"):
+        with pytest.raises(RolloutFailed, match=r"reaches 100 tokens, the trainer's --seq-len: raise that"):
             await converse(env)
 
 
