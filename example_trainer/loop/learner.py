@@ -29,7 +29,7 @@ from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
-from example_trainer.memory.malloc import keep_freed_memory
+from example_trainer.memory.malloc import give_back_freed_memory, keep_freed_memory
 from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_products, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config
@@ -203,12 +203,16 @@ class Learner:
     def with_start_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
         """The same by the start model, which is loaded for it where the run has been resumed."""
         start = self._reference or (self._policy if self.progress.updates == 0 else None)
-        if start is None:
-            start = start_policy(self.config, self.device, self.ranks.mesh)
-            use_kernels(start, self._kernels)
-            if self._served is not None:
-                _compute_as(self._served, start)
-        return self._with_logprobs_of(start, sequences)[0]
+        if start is not None:
+            return self._with_logprobs_of(start, sequences)[0]
+        start = start_policy(self.config, self.device, self.ranks.mesh)
+        use_kernels(start, self._kernels)
+        if self._served is not None:
+            _compute_as(self._served, start)
+        completed, _ = self._with_logprobs_of(start, sequences)
+        del start
+        give_back_freed_memory()
+        return completed
 
     def _with_logprobs_of(self, policy: Policy, sequences: list[Sequence]) -> tuple[list[Sequence], Comparison]:
         """The sequences with the log-probabilities that a policy gives their trained tokens, and these beside the

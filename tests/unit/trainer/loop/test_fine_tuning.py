@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from example_trainer import grpo
 from example_trainer.data.offline import OfflineDataError
 from example_trainer.errors import TrainerError
+from example_trainer.loop import learner
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loss.metric import Metrics
+from example_trainer.model.policy import Policy
+from example_trainer.weights.load import start_policy
 from tests.unit.trainer.fakes import FakeApi, item, model_folder
 from tests.unit.trainer.whole_runs import config, rows, train, weights
 
@@ -88,6 +92,24 @@ def test_a_run_without_its_trained_model_writes_it(
     fine_tune(talker, tmp_path, data, **settings, resume="latest")
     expected, found = weights(made), weights(final)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_resumed_run_gives_the_memory_of_the_start_model_back(
+    talker: str, tmp_path: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which malloc would keep for the trainer, whose steps need less."""
+    fine_tune(talker, tmp_path, pairs, training_steps=1, checkpoint_interval=1)
+    loaded, is_gone, load = list[weakref.ref[object]](), list[bool](), start_policy
+
+    def start(*given: Any) -> Policy:
+        policy = load(*given)
+        loaded.append(weakref.ref(policy.model))
+        return policy
+
+    monkeypatch.setattr(learner, "start_policy", start)
+    monkeypatch.setattr(learner, "give_back_freed_memory", lambda: is_gone.extend(each() is None for each in loaded))
+    fine_tune(talker, tmp_path, pairs, training_steps=2, resume="latest")
+    assert is_gone == [True]
 
 
 def test_better_answers_can_be_learned_alone(talker: str, tmp_path: Path, pairs: Path, demonstrations: Path) -> None:
