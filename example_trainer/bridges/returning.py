@@ -33,7 +33,8 @@ ENOUGH = 4  # returns within one act: what fails so often fails for another reas
 
 class ReturningBridge(WeightBridge):
     """`inner`, whose `servers` may take `return_s` seconds to return. `sync_in_check`: a loss may be repaired while the
-    trainer waits for a batch, which several ranks do only between their acts.
+    trainer waits for a batch, which several ranks do only between their acts. `give_back` has every rank give the
+    system what it has freed.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ReturningBridge(WeightBridge):
         return_s: float,
         *,
         sync_in_check: bool = True,
+        give_back: Callable[[], None] = give_back_freed_memory,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,6 +52,7 @@ class ReturningBridge(WeightBridge):
         self._servers = servers
         self._return_s = return_s
         self._sync_in_check = sync_in_check
+        self._give_back = give_back
         self._sleep, self._now = sleep, now
         self._version: int | None = None  # that was synced last
         self.served_dtype = inner.served_dtype
@@ -127,7 +130,7 @@ class ReturningBridge(WeightBridge):
             if not is_told:
                 log.warning("[Bridge] Waiting %.0f s at most for vLLM to be started again: %s", self._return_s, error)
                 is_told = True
-                give_back_freed_memory()  # vLLM takes a share of what is free
+                self._give_back()  # vLLM takes a share of what is free
             now = self._now()
             last_gone = last_gone if HANGS in states else now
             if now - last_gone > HANGS_S:

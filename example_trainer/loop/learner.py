@@ -295,6 +295,11 @@ class Learner:
         divide_gradients(self.optimizer, divisor)
 
     @collective
+    def give_back(self) -> None:
+        """Give the system the memory that steps have freed."""
+        give_back_freed_memory()
+
+    @collective
     def discard(self) -> None:
         """Drop the gradients: the weights stay."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -141,7 +141,9 @@ def connected(learner: Learner, prepare: Prepare, source: str) -> Iterator[Weigh
         bridge = prepared.connect(learner.trained)
         if config.vllm_return_s and config.bridge.survives_vllm:
             servers, alone = vllm_clients(config), learner.ranks.size == 1
-            bridge = ReturningBridge(bridge, servers, config.vllm_return_s, sync_in_check=alone)
+            bridge = ReturningBridge(
+                bridge, servers, config.vllm_return_s, sync_in_check=alone, give_back=learner.give_back
+            )
         yield resources.enter_context(closing(bridge))
 
 

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.wire.bridge import ServerStatus, write_policy_version
 from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.bridges.returning import ENOUGH, HANGS_S, ReturningBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused
+from example_trainer.loop.learner import Learner
+from example_trainer.loop.opening import connected
 from example_trainer.settings.bridges import MODES
+from example_trainer.weights.written import TrainedModel
+from tests.unit.trainer.fakes import RecordingBridge, tiny_model
+from tests.unit.trainer.whole_runs import config
 
 
 class Server:
@@ -144,18 +151,31 @@ def test_a_server_that_starts_again_from_a_policy_of_a_run_answers_as_its_versio
     assert inner.events == [("served", 3), "reconnect", ("served", 3)]
 
 
-def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed() -> None:
     given_back: list[int] = []
-    monkeypatch.setattr("example_trainer.bridges.returning.give_back_freed_memory", lambda: given_back.append(1))
-    bridge, inner, _ = returning()
+    bridge, inner, _ = returning(give_back=lambda: given_back.append(1))
     bridge.sync(1, lambda: None)
     assert not given_back
     inner.fails.append("check")
     inner.server.error = Refused
     bridge.check()
     assert given_back == [1]
+
+
+def test_every_rank_of_the_trainer_gives_that_memory_back(model: str, tmp_path: Path) -> None:
+    asked: list[str] = []
+    ranks: Any = SimpleNamespace(size=2, together=lambda method, owner, *given: asked.append(method.__name__))
+    settings = {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "vllm_return_s": 0.01, "vllm_port": 9}
+    learner = Learner(config(model, tmp_path, "http://127.0.0.1:9", **settings), torch.device("cpu"), ranks)
+    learner.trained = TrainedModel(tiny_model())
+
+    class Dead(RecordingBridge):
+        def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+            raise NoAnswer("it is gone")
+
+    with connected(learner, Dead(), model) as bridge, pytest.raises(BridgeError, match="was not started again"):
+        bridge.sync(0, lambda: None)
+    assert asked == ["load", "give_back"]
 
 
 @pytest.mark.parametrize("error", [Refused("503: the engine does not answer"), NoAnswer("silent")])
