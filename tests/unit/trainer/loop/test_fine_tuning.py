@@ -18,6 +18,7 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData
 from example_trainer.loss.metric import Metrics
 from example_trainer.model.policy import Policy
+from example_trainer.weights.load import start_policy
 from tests.unit.trainer.fakes import FakeApi, item, model_folder
 from tests.unit.trainer.whole_runs import config, rows, train, weights
 
@@ -98,14 +99,14 @@ def test_a_resumed_run_gives_the_memory_of_the_start_model_back(
 ) -> None:
     """Which malloc would keep for the trainer, whose steps need less."""
     fine_tune(talker, tmp_path, pairs, training_steps=1, checkpoint_interval=1)
-    loaded, is_gone, load = list[weakref.ref[object]](), list[bool](), learner.start_policy
+    loaded, is_gone, load = list[weakref.ref[object]](), list[bool](), start_policy
 
-    def start_policy(*given: Any) -> Policy:
+    def start(*given: Any) -> Policy:
         policy = load(*given)
         loaded.append(weakref.ref(policy.model))
         return policy
 
-    monkeypatch.setattr(learner, "start_policy", start_policy)
+    monkeypatch.setattr(learner, "start_policy", start)
     monkeypatch.setattr(learner, "give_back_freed_memory", lambda: is_gone.extend(each() is None for each in loaded))
     fine_tune(talker, tmp_path, pairs, training_steps=2, resume="latest")
     assert is_gone == [True]
