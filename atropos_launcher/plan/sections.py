@@ -3,6 +3,7 @@ trainer and batching API by their Config classes, an environment by its `serve -
 """
 
 import importlib.util
+import math
 import shlex
 import subprocess
 import sys
@@ -308,12 +309,19 @@ def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[s
 
 
 def expect_filled_batches(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
-    """Raise ConfigError unless the environments of a run that can be repeated give each batch as many groups as it
-    takes: whichever of them is faster must not give more.
+    """Raise ConfigError where no groups of the environments fill a batch; and, for a run that can be repeated, unless
+    they give each batch as many groups as it takes: whichever of them is faster must not give more.
     """
+    size = trainer.batch_size * trainer.gradient_accumulation_steps
+    sizes = sorted({int(plan.resolved["env"]["group_size"]) for plan in environments.values()})
+    if sizes and size % math.gcd(*sizes):
+        raise ConfigError(
+            f"env.group_size {', '.join(map(str, sizes))}: whole groups never fill a batch of {size} rollouts"
+            f" (trainer.batch_size {trainer.batch_size} x trainer.gradient_accumulation_steps"
+            f" {trainer.gradient_accumulation_steps}): give a group size that divides it, or another batch"
+        )
     if not run.deterministic:
         return
-    size = trainer.batch_size * trainer.gradient_accumulation_steps
     given = {}
     for name, plan in environments.items():
         env = plan.resolved["env"]

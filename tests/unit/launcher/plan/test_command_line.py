@@ -322,3 +322,14 @@ def test_a_server_is_not_to_serve_more_than_the_models_context(
         return
     with pytest.raises(ConfigError, match=r"vllm\.max_model_len 4096 is above the 2048 tokens of context of "):
         train.main(argv)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("words", "fits"), [("5", False), ("12", False), ("128", False), ("16", True), ("64", True)])
+def test_a_group_size_that_never_fills_a_batch_is_refused(words: str, fits: bool) -> None:
+    argv = ["arithmetic", "--env.group_size", words, "--dry-run"]
+    if fits:
+        assert train.main(argv) == 0
+        return
+    with pytest.raises(ConfigError, match=f"env.group_size {words}: whole groups never fill a batch of 64 rollouts"):
+        train.main(argv)
