@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.testing.tiny_tokenizer import CHATML, make_tiny_tokenizer
 from tests.unit.agents.support import PARAMETERS, running
+from tests.waiting import until
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -69,6 +71,46 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
             assert (reply.status_code, kind_of(path, reply)) == (status, kind), reply.text
         assert (await started.post(path, body, x_api_key=key)).status_code == 200
         assert (await started.http.get(f"/sessions/{session}/nodes", headers={"x-api-key": key})).status_code == 401
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_has_no_key_has_no_body_read(path: str) -> None:
+    async with running(token="secret", body_bytes=4000) as started:
+        for body in (" " * 5000, '{"messages": ['):
+            for headers in ({"x_api_key": "wrong"}, {"x_session_id": "any"}):
+                reply = await started.post(path, body, **headers)
+                assert reply.status_code == 401, reply.text
+                assert kind_of(path, reply) in ("authentication_error", "invalid_api_key")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_bodies_that_are_read_together_have_a_limit_and_who_waits_is_served(path: str) -> None:
+    async with running(body_bytes=4000, bodies=1) as started:
+        _, key = await started.session()
+        body = json.dumps(BODIES[path] | {"metadata": {"k": "x" * 2500}})
+        may_end, has_begun = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:2000].encode()
+            has_begun.set()
+            await may_end.wait()
+            yield body[2000:].encode()
+
+        slow = asyncio.create_task(started.http.post(path, content=slowly(), headers={"x-api-key": key}))
+        await has_begun.wait()
+
+        async def is_refused() -> bool:
+            refused = await started.post(path, body, x_api_key=key)
+            if refused.status_code == 200:  # the other one was not read yet
+                return False
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), refused.text
+            assert kind_of(path, refused) in ("api_error", "server_error")
+            return True
+
+        await until(is_refused)
+        may_end.set()
+        assert (await slow).status_code == 200
+        assert (await started.post(path, body, x_api_key=key)).status_code == 200
 
 
 @pytest.mark.parametrize(
