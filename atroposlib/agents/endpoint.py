@@ -170,14 +170,14 @@ class Endpoint:
         return await self._reply(messages, session, messages.read(body), nbytes)
 
     async def _count_messages(self, request: Request) -> Response:
-        body, _ = await self._body(request)
+        body, nbytes = await self._body(request)
         session = await self._session(request, body)
-        return JSONResponse({"input_tokens": session.prompt_tokens(messages.read(body, counts=True))})
+        return JSONResponse({"input_tokens": await session.count(messages.read(body, counts=True), nbytes)})
 
     async def _count_responses(self, request: Request) -> Response:
-        body, _ = await self._body(request)
+        body, nbytes = await self._body(request)
         session = await self._session(request, body)
-        counted = session.prompt_tokens(responses.read(body, session.conversation_of))
+        counted = await session.count(responses.read(body, session.conversation_of), nbytes)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
 
     async def _reply(self, dialect: ModuleType, session: Session, call: ModelCall, nbytes: int) -> Response:
