@@ -24,6 +24,13 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
 FLAT = {"type": "function", "name": "search"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
 
+USED = {"type": "tool_use", "id": "1", "name": "search"}
+
+
+def called(arguments: object) -> dict[str, Any]:
+    function = {"name": "search", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
 
 def kind_of(path: str, reply: httpx.Response) -> str:
     """The error's type, once its form is that of the API."""
@@ -121,6 +128,10 @@ async def test_bodies_that_are_read_together_have_a_limit_and_who_waits_is_serve
         (CHAT, {"messages": [{"role": "king", "content": ""}]}, "king"),
         (CHAT, {"messages": ["hi"]}, "expected an object"),
         (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": 1}]}]}, "a function with a name"),
+        (CHAT, {"messages": [HI, called(["cats"])]}, "arguments is ['cats']"),
+        (CHAT, {"messages": [HI, called(7)]}, "arguments is 7"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "search", "arguments": 7}]}, "arguments is 7"),
+        (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [USED | {"input": "cats"}]}]}, "input is 'cats'"),
         (CHAT, {"tools": [{"type": "function"}]}, "no name"),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TOOL]}, "'x'"),
         (CHAT, {"tool_choice": 4}, "tool_choice"),
@@ -161,6 +172,26 @@ async def test_what_cannot_be_done_is_refused_by_name(path: str, change: dict[st
         assert reply.status_code == 400, reply.text
         assert words in reply.json()["error"]["message"]
         assert await started.nodes(session) == []
+
+
+CATS: dict[str, Any] = {"query": "cats"}
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"messages": [HI, called(CATS)]}),
+        (CHAT, {"messages": [HI, called(json.dumps(CATS))]}),
+        (RESPONSES, {"input": [HI, {"type": "function_call", "call_id": "1", "name": "search", "arguments": CATS}]}),
+        (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [USED | {"input": CATS}]}]}),
+    ],
+)
+async def test_the_model_sees_the_arguments_of_its_calls_in_either_form(path: str, change: dict[str, Any]) -> None:
+    async with running() as started:
+        session, key = await started.session()
+        reply = await started.post(path, BODIES[path] | change, x_api_key=key)
+        assert reply.status_code == 200, reply.text
+        assert '"arguments": {"query": "cats"}' in (await started.nodes(session))[0]["full_text"]
 
 
 @pytest.mark.parametrize(
