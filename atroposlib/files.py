@@ -1,7 +1,9 @@
-"""Writes files that a flag names, and only where there is a regular file or nothing yet.
+"""Writes files that a flag names, and only where there is a regular file or nothing yet; reads what programs that we
+did not write have left, and only regular files.
 
 Otherwise root, for example in a container, would rename /dev/null for `--metrics-path /dev/null`, and a link in a
-directory that others can write to would choose the file. Directories on the way may be links.
+directory that others can write to would choose the file. A pipe or /dev/zero in the place of a file of a program would
+keep its reader for ever. Directories on the way may be links.
 """
 
 import errno
@@ -47,6 +49,18 @@ def open_regular(path: Path, mode: str, **options: Any) -> IO[Any]:
     return open(
         expect_regular(path), mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options
     )
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a file whose place another program may write to: it follows no link and waits for no pipe. Raises
+    OSError, also for a longer file.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if len(content := file.read(most_bytes + 1)) > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return content
 
 
 def make_private(path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.child_processes.pool import ChildFailed, ChildPool
+from atroposlib.child_processes.pool import ChildFailed, ChildPool, ProgramFailed
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -64,7 +64,7 @@ class CodingConfig(QuestionEnvConfig):
     programs_at_once: int = Field(default=2, ge=1, description="Sandboxes, each of which runs one program at a time.")
     cpu_limit_s: float = Field(default=2.0, gt=0, description="CPU seconds of one program over all tests.")
     program_limit_s: float = Field(
-        default=20.0, gt=0, description="Seconds after which a program that does not end has no score."
+        default=20.0, gt=0, description="Seconds after which a program that does not end is killed, and passes nothing."
     )
 
 
@@ -150,7 +150,10 @@ class CodingEnv(QuestionEnv):
         return passed / len(item.tests)
 
     async def tried(self, function: str, program: str, tests: Sequence[Test]) -> tuple[int, list[str]]:
-        """How many of `tests` the program passes, and what is wrong where it does not. Raises ChildFailed."""
+        """How many of `tests` the program passes, and what is wrong where it does not. One that ends its process or is
+        killed for what it does passes none: it must not do better than one that is wrong. Raises ChildFailed where the
+        sandbox or the machine is to blame.
+        """
         asked = {
             "program": program,
             "function": function,
@@ -158,7 +161,10 @@ class CodingEnv(QuestionEnv):
             "cpu_s": self.config.cpu_limit_s,
         }
         async with self._sandbox() as pool:
-            reply: dict[str, Any] = dict(await pool.ask(asked))
+            try:
+                reply: dict[str, Any] = dict(await pool.ask(asked))
+            except ProgramFailed as error:
+                return 0, [f"The program failed: {error}"]
         outcomes = reply.get("outcomes")
         if not isinstance(outcomes, list) or len(outcomes) != len(tests):  # a program may write what it likes
             return 0, [f"The program failed: {reply.get('error') or 'it gave no results'}"]

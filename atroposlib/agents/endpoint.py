@@ -58,6 +58,8 @@ log = get_logger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES = BODY_MB << 20
+BODIES = 16
+RETRY_S = 1
 EXPIRED_EVERY_S = 1.0
 ANY_MODEL = "*"
 NOT_ALLOWED, BAD_GATEWAY, UNAVAILABLE, INTERNAL = 405, 502, 503, 500
@@ -76,6 +78,7 @@ class EndpointSettings:
     token: str = ""
     hosts: OwnHosts = field(default_factory=OwnHosts)
     body_bytes: int = BODY_BYTES
+    bodies: int = BODIES  # of that size, which are read at a time
     keep_alive_s: float = KEEP_ALIVE_S
 
 
@@ -107,6 +110,7 @@ class Endpoint:
     sessions: Sessions
     settings: EndpointSettings
     process: str = field(default_factory=lambda: uuid.uuid4().hex)
+    reading: dict[Request, int] = field(default_factory=dict)  # the bytes of each body that is not whole yet
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -166,14 +170,14 @@ class Endpoint:
         return await self._reply(messages, session, messages.read(body), nbytes)
 
     async def _count_messages(self, request: Request) -> Response:
-        body, _ = await self._body(request)
+        body, nbytes = await self._body(request)
         session = await self._session(request, body)
-        return JSONResponse({"input_tokens": session.prompt_tokens(messages.read(body, counts=True))})
+        return JSONResponse({"input_tokens": await session.count(messages.read(body, counts=True), nbytes)})
 
     async def _count_responses(self, request: Request) -> Response:
-        body, _ = await self._body(request)
+        body, nbytes = await self._body(request)
         session = await self._session(request, body)
-        counted = session.prompt_tokens(responses.read(body, session.conversation_of))
+        counted = await session.count(responses.read(body, session.conversation_of), nbytes)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
 
     async def _reply(self, dialect: ModuleType, session: Session, call: ModelCall, nbytes: int) -> Response:
@@ -266,8 +270,7 @@ class Endpoint:
         own = self.sessions.by_key.get(key)
         at = request.path_params.get("session")
         named = at or _named(request.headers, body)
-        if own is None and self.settings.token and not _same(key, self.settings.token):
-            raise Refused(UNAUTHORISED, "the API key is neither a session's nor the endpoint's token")
+        self._check_key(request)
         if own is None and named is None:
             raise Refused(
                 UNAUTHORISED,
@@ -291,6 +294,11 @@ class Endpoint:
             raise Refused(FORBIDDEN, f"this key opens session {own.record.id} alone")
         return session
 
+    def _check_key(self, request: Request) -> None:
+        key = _key(request.headers)
+        if self.settings.token and key not in self.sessions.by_key and not _same(key, self.settings.token):
+            raise Refused(UNAUTHORISED, "the API key is neither a session's nor the endpoint's token")
+
     def _check_token(self, request: Request) -> None:
         if self.settings.token and not self.opens_anything(request.scope):
             raise Refused(UNAUTHORISED, "only the endpoint's token opens this")
@@ -308,20 +316,30 @@ class Endpoint:
             )
 
     async def _body(self, request: Request, may_be_empty: bool = False) -> tuple[JsonObject, int]:
-        """A body of JSON, and its bytes. Raises Refused."""
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > self.settings.body_bytes:
-                raise Refused(TOO_LARGE, f"the body is larger than {self.settings.body_bytes:,} bytes: shorten it")
-        if may_be_empty and not content:
-            return {}, 0
+        """A body of JSON, and its bytes. Nobody's body is read who has no key. Raises Refused."""
+        self._check_key(request)
         try:
+            content = await self._content(request)
+            if may_be_empty and not content:
+                return {}, 0
             body = require(msgspec.json.decode(content))
             msgspec.msgpack.encode(body)  # an integer that no journal holds, before anything is sampled
         except (ValueError, OverflowError, RecursionError) as error:
             raise Refused(BAD_REQUEST, f"the body is not JSON that can be read: {error}") from error
+        finally:
+            self.reading.pop(request, None)
         return body, len(content)
+
+    async def _content(self, request: Request) -> bytearray:
+        content, most = bytearray(), self.settings.body_bytes
+        async for chunk in request.stream():
+            content += chunk
+            self.reading[request] = len(content)
+            if len(content) > most:
+                raise Refused(TOO_LARGE, f"the body is larger than {most:,} bytes: shorten it")
+            if sum(self.reading.values()) > most * self.settings.bodies:
+                raise Refused(UNAVAILABLE, "the endpoint is reading as many bodies as it can hold: send it again")
+        return content
 
     async def _expire(self) -> None:
         while True:
@@ -342,7 +360,7 @@ def answered_in(dialect: ModuleType, handler: Handler) -> Handler:
             return Response(status_code=BAD_REQUEST)
         except Exception as error:
             status, body = _error(dialect, error)
-            return JSONResponse(body, status)
+            return JSONResponse(body, status, {"Retry-After": str(RETRY_S)} if status == UNAVAILABLE else None)
 
     return answered
 

@@ -24,11 +24,13 @@ from atroposlib.agents.program import NAMESPACES, ProgramLimits, Ran, run_progra
 from atroposlib.child_processes.sandbox import NEW_NAMESPACES, bubblewrap, interpreter_paths
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
+from atroposlib.files import read_regular
 
 WORK, TESTS, LOGS = "/app", "/tests", "/logs/verifier"
 SETTINGS, INSTRUCTION, SCRIPT = "task.toml", "instruction.md", "test.sh"
 IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 DEFAULT_S = 600.0
+REWARD_BYTES = 1 << 16
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 OF_ITS_OWN = frozenset({"proc", "dev", "app", "tests", "logs"})  # of the root, which are not this machine's
 DEVICES = ("--dev", "/dev", "--proc", "/proc")
@@ -146,12 +148,12 @@ def _at_work(work: Path) -> Sequence[str]:
 
 
 def _reward_in(logs: Path) -> float | None:
-    """The number that the tests wrote; None if there is none."""
+    """The number that the tests wrote; None if there is none. What they ran, the agent may have written."""
     try:
-        if (text := logs / "reward.txt").is_file():
-            value: Any = float(text.read_text(encoding="utf-8"))
-        else:
-            said = json.loads((logs / "reward.json").read_text(encoding="utf-8"), parse_int=float)
+        try:
+            value: Any = float(read_regular(logs / "reward.txt", REWARD_BYTES))
+        except FileNotFoundError:
+            said = json.loads(read_regular(logs / "reward.json", REWARD_BYTES), parse_int=float)
             value = said.get("reward", next(iter(said.values())) if len(said) == 1 else None)
     except (OSError, ValueError, RecursionError, AttributeError):
         return None

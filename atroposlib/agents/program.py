@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.processes import exec_child
@@ -73,7 +74,7 @@ async def run_program(
     path = os.pathsep.join([os.path.dirname(sys.executable), shown.get("PATH", os.defpath)])
     whole = {**shown, "PATH": path, "HOME": str(folder), "TMPDIR": str(folder), **environment}
     out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
-    with out.open("wb") as output, err.open("wb") as errors:
+    with out.open("w+b") as output, err.open("w+b") as errors:
         process, group = await start_group(
             *exec_child.words(signal.SIGKILL, words),
             stdin=asyncio.subprocess.PIPE,
@@ -91,7 +92,7 @@ async def run_program(
         finally:
             await asyncio.to_thread(end_groups, [group], GRACE_S)
             status = await process.wait()
-    return Ran(status, _tail(out), _tail(err), broken)
+        return Ran(status, _tail(output), _tail(errors), broken)
 
 
 def _release(process: asyncio.subprocess.Process) -> None:
@@ -142,7 +143,7 @@ def _size(folder: Path, enough: int) -> int:
     return total
 
 
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - OUTPUT_BYTES))
-        return file.read().decode(errors="replace")
+def _tail(file: IO[bytes]) -> str:
+    """The last of what it printed. `file` is as it was opened: another may be at its path by now."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
+    return file.read(OUTPUT_BYTES).decode(errors="replace")

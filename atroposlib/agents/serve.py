@@ -172,23 +172,20 @@ async def _serve(config: AgentEndpointConfig) -> None:
         body_bytes=int(config.max_body_mb * 2**20),
         keep_alive_s=config.keep_alive_s,
     )
+    kept = contextlib.closing(journal) if journal is not None else contextlib.nullcontext()
     async with contextlib.aclosing(manager):
         context = await _context_of(manager.servers[0], config.wait_s)
         tokenizer = load_tokenizer(manager.servers[0].tokenizer_id)
         if config.chat_template is not None or config.chat_template_kwargs:
             tokenizer = with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
         sessions = Sessions(manager, tokenizer, journal, context)
-        with modules_uncollected():
+        with kept, modules_uncollected():  # calls under way end in the journal, so it is closed last
             async with (
                 listening(sessions, settings, config.host, config.port) as endpoint,
                 following(manager, config.api, config.api_token.get_secret_value()),
             ):
                 log.info("The agent endpoint for %s listens on %s", ", ".join(config.server), endpoint.url)
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    if journal is not None:
-                        await asyncio.to_thread(journal.close)
+                await asyncio.Event().wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

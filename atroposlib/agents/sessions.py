@@ -150,6 +150,16 @@ class Session:
         finally:
             rollout.used_at = time.monotonic()
 
+    async def count(self, call: ModelCall, nbytes: int) -> int:
+        """The tokens of the prompt that a call would send, which uses no turn of the session, but time and bytes as a
+        call does. Raises Refused, ValueError.
+        """
+        rollout = self.line[-1]
+        rollout.used_at = time.monotonic()
+        self.nbytes += nbytes
+        await rollout.check_limits(samples=False)
+        return await asyncio.to_thread(self.prompt_tokens, call)
+
     def conversation_of(self, response_id: str) -> Messages:
         """The messages up to and with a response, without its instructions. Raises Refused."""
         for turn in self.turns.values():
@@ -218,9 +228,9 @@ class Session:
             "failed": self.record.failed,
         }
 
-    async def check_limits(self) -> None:
+    async def check_limits(self, *, samples: bool = True) -> None:
         """Fail before a call that its rollout may not make. Raises Refused for it."""
-        cause = self._broken_time(time.monotonic()) or self._broken_use()
+        cause = self._broken_time(time.monotonic()) or self._broken_bytes() or (self._broken_use() if samples else None)
         if cause is not None:
             await self.fail(cause)
         if (cause := self.record.failed or cause) is not None:
@@ -254,9 +264,11 @@ class Session:
             return f"it made more than {limits.turns} calls"
         if sum(each.sampled for each in family) >= limits.tokens:
             return f"it sampled {limits.tokens} tokens"
-        if sum(each.nbytes for each in family) > limits.megabytes * 1e6:
-            return f"it sent more than {limits.megabytes:g} MB"
         return None
+
+    def _broken_bytes(self) -> str | None:
+        most = self.settings.limits.megabytes
+        return f"it sent more than {most:g} MB" if sum(each.nbytes for each in self.family) > most * 1e6 else None
 
     async def _turn(self, call: ModelCall, key: str, nbytes: int) -> ModelReply:
         self._begun += 1

@@ -63,10 +63,13 @@ def _outcome(function: Callable[..., object], call: list[object], cpu_s: float) 
 
 
 def _described(error: BaseException, cpu_s: float) -> str:
-    if isinstance(error, _OutOfTime):
+    if type(error) is _OutOfTime:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return f"it took more than {cpu_s:g} s of CPU time ({used.ru_utime + used.ru_stime:.1f} s)"
-    return f"{type(error).__name__}: {error}"[:SHOWN]
+    try:
+        return f"{type(error).__name__}: {error}"[:SHOWN]
+    except BaseException:  # its class is the program's own
+        return "an exception that cannot be shown"
 
 
 if __name__ == "__main__":

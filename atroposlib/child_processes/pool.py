@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atroposlib.child_processes.sandbox import Sandbox
+from atroposlib.child_processes.warden import Ended
 from atroposlib.logs import get_logger
 from atroposlib.processes.async_child import start_group
 from atroposlib.processes.groups import Group
@@ -38,6 +39,15 @@ LAST_WORDS_S = 1.0
 
 class ChildFailed(Exception):
     """A child died, kept silent or garbled its reply; it has been killed, and the next request starts another."""
+
+
+class ProgramFailed(ChildFailed):
+    """A child that was ready failed at its request, by what it ran: it ended by itself, broke a bound of time, files or
+    bytes, or garbled its reply. The machine's doing is a ChildFailed alone: it was killed from outside (no memory left
+    on the machine, somebody's signal), or was gone before it had the request. The end of this process cancels a
+    request, which then has no outcome at all. A machine that is too busy for a program's seconds cannot be told from a
+    program that waits, so being late is the program's.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,7 @@ class _Child:
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
     _group: Group | None = field(default=None, init=False)
     _sandbox: Sandbox | None = field(default=None, init=False)
+    _may_signal: bool = field(default=True, init=False)  # itself or its warden
     # The child's stderr, bounded by its limit of file size.
     _errors: IO[bytes] = field(
         default_factory=lambda: tempfile.TemporaryFile("ab+", buffering=0),  # noqa: SIM115  closes with this object
@@ -135,7 +146,7 @@ class _Child:
         request = {"id": secrets.token_hex(8), "time_limit_s": self.time_limit_s, **content}
         process = await self.started()
         # the child's own alarm comes first, then its warden's
-        async with self._killed_when_it_fails(), asyncio.timeout(self.time_limit_s + 1.0):
+        async with self._killed_when_it_fails(at_work=True), asyncio.timeout(self.time_limit_s + 1.0):
             self._errors.truncate(0)
             reply = await _exchange(process, request)
             if reply.get("id") != request["id"]:
@@ -160,6 +171,7 @@ class _Child:
             )
             self._process = process
             answer = await _exchange(process, sandbox.orders())
+            self._may_signal = "seccomp" not in answer["means"]
             namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
             self.note(SandboxReport(tuple(namespaces + answer["means"]), tuple(answer["escapes"])))
             await _read(process)  # it is ready
@@ -177,19 +189,27 @@ class _Child:
             self._sandbox = None
 
     @contextlib.asynccontextmanager
-    async def _killed_when_it_fails(self) -> AsyncIterator[None]:
+    async def _killed_when_it_fails(self, *, at_work: bool = False) -> AsyncIterator[None]:
         try:
             yield
         except (TimeoutError, OSError, EOFError, ValueError, RecursionError) as error:
-            why = str(error) or "no reply in time"
+            why, code = str(error) or "no reply in time", None
             if isinstance(error, EOFError) and self._process is not None and self._sandbox is not None:
                 with contextlib.suppress(TimeoutError):  # it is ending, and may still write why
-                    why = self._sandbox.why_ended(await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)) or why
+                    code = await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+                    why = self._sandbox.why_ended(code) or why
             await self.kill()
-            raise ChildFailed(f"{why}{self._last_words()}") from error
+            kind = ProgramFailed if at_work and self._is_its_own(error, code) else ChildFailed
+            raise kind(f"{why}{self._last_words()}") from error
         except (asyncio.CancelledError, ChildFailed):
             await self.kill()  # its late reply must not be taken for the next request's
             raise
+
+    def _is_its_own(self, error: Exception, code: int | None) -> bool:
+        """Return whether what it ran is to blame for the error, not the machine; see ProgramFailed."""
+        if isinstance(error, EOFError):
+            return self._may_signal or code is None or (code in list(Ended) and code != Ended.KILLED)
+        return isinstance(error, TimeoutError) or not isinstance(error, OSError)
 
     def _last_words(self) -> str:
         """The last line of the child's stderr, shortened and in ASCII: the model may have chosen it."""

@@ -39,6 +39,7 @@ class Ended(IntEnum):
     BYTES = 103
     UNCOUNTABLE = 104
     LONG_REPLY = 105
+    KILLED = 106
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Bounds:
             Ended.BYTES: f"it had more than {self.folder_bytes:,} bytes in the files of its directory",
             Ended.UNCOUNTABLE: "it made directories that cannot be listed, so that its files cannot be counted",
             Ended.LONG_REPLY: f"its reply had more than {self.reply_bytes:,} bytes",
+            Ended.KILLED: "it was killed from outside, as when the machine has no memory left",
         }
         return reasons.get(code)
 
@@ -75,6 +77,8 @@ def guarded(folder: Path, bounds: Bounds) -> None:
         code = Ended.BY_ITSELF
         with suppress(BrokenPipeError):
             code = Warden(program, requests[1], replies[0], folder, bounds).watch()
+            if code is Ended.BY_ITSELF and _was_killed(program):
+                code = Ended.KILLED
         os.kill(program, signal.SIGKILL)  # not reaped yet, so the number is still its own
         _, status = os.waitpid(program, 0)
         os._exit(Ended.LATE if os.waitstatus_to_exitcode(status) == -signal.SIGALRM else code)
@@ -82,6 +86,12 @@ def guarded(folder: Path, bounds: Bounds) -> None:
     os.dup2(replies[1], 1)
     for end in (*requests, *replies):
         os.close(end)
+
+
+def _was_killed(program: int) -> bool:
+    """Return whether another process has ended it, which cannot send a signal itself where seccomp is in force."""
+    ended = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    return ended is not None and (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
 
 
 def end_with_parent() -> None:

@@ -5,6 +5,7 @@ what is sampled under a constraint is not what it would have said, and cannot be
 shown as the system's, which all chat templates know.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -182,8 +183,15 @@ def _call(call: JsonObject, where: str) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(BAD_REQUEST, f"{where} has {call!r:.80}: expected a function with a name", param=where)
-    arguments = function.get("arguments", "{}")
-    return as_call(call.get("id"), function["name"], arguments if isinstance(arguments, str) else "{}")
+    return as_call(call.get("id"), function["name"], arguments_of(function))
+
+
+def arguments_of(call: JsonObject) -> str:
+    """The arguments of a call that a client sends back, an object among them as its text. Raises Refused."""
+    arguments = checked(call, "arguments", str, dict)
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return "{}" if arguments is None else str(arguments)
 
 
 def as_call(identity: object, name: str, arguments: str) -> JsonObject:

@@ -195,7 +195,8 @@ def _call(block: JsonObject, where: str) -> JsonObject:
     name = block.get("name")
     if not isinstance(name, str):
         raise Refused(BAD_REQUEST, f"{where}: a tool_use block needs a name", param=where)
-    return as_call(block.get("id"), name, json.dumps(block.get("input") or {}, ensure_ascii=False))
+    given = checked(block, "input", dict) or {}
+    return as_call(block.get("id"), name, json.dumps(given, ensure_ascii=False))
 
 
 def _text(content: Any, where: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from atroposlib.agents.dialects import chat
-from atroposlib.agents.dialects.chat import Event, as_call
+from atroposlib.agents.dialects.chat import Event, arguments_of, as_call
 from atroposlib.agents.model_call import (
     BAD_REQUEST,
     Answer,
@@ -233,10 +233,10 @@ def _item(item: JsonObject, at: int) -> JsonObject:
                 raise Refused(BAD_REQUEST, f"{where}.role is {role!r:.80}: expected a role of a message", param=where)
             return {"role": "system" if role == "developer" else role, "content": _text(item.get("content"), where)}
         case "function_call":
-            name, arguments = item.get("name"), item.get("arguments", "{}")
-            if not isinstance(name, str) or not isinstance(arguments, str):
-                raise Refused(BAD_REQUEST, f"{where} needs a name and arguments as text", param=where)
-            return {"role": "assistant", "content": "", "tool_calls": [as_call(item.get("call_id"), name, arguments)]}
+            if not isinstance(name := item.get("name"), str):
+                raise Refused(BAD_REQUEST, f"{where} needs a name", param=where)
+            call = as_call(item.get("call_id"), name, arguments_of(item))
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
             result = _text(item.get("output"), where)
             return {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": result}

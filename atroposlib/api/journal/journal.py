@@ -50,6 +50,8 @@ class Journal:
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Lock()  # `close` may run in another thread than `write`
+        self._is_closed = False
         self._broken: JournalError | None = None
         self._db: sqlite3.Connection | None = None
         with contextlib.ExitStack() as undo:
@@ -120,12 +122,16 @@ class Journal:
         letters: Sequence[DeadLetter] = (),
     ) -> None:
         """Queue a write; `done` is called from the writer's thread once it is on disk, in the order of the writes, or
-        has failed.
+        has failed. After `close` it has failed at once.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
-            self._thread.start()
-        self._writes.put(_Write(number, change, bodies, done, replaces, letters))
+        with self._closing:
+            if not self._is_closed:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+                    self._thread.start()
+                self._writes.put(_Write(number, change, bodies, done, replaces, letters))
+                return
+        done(JournalError(f"the journal {self.path} is closed: this process ends; send it again to the next one"))
 
     def forget(self, ids: Iterable[int]) -> None:
         """Let the bodies of these groups be removed, together with some later write."""
@@ -134,6 +140,8 @@ class Journal:
 
     def close(self) -> None:
         """Finish all writes and close the file. One that was only read stays as it was found."""
+        with self._closing:
+            self._is_closed = True
         if self._thread is not None:
             self._writes.put(None)
             self._thread.join()

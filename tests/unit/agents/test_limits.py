@@ -1,10 +1,14 @@
 """What a rollout may use, with all of its sub-agents: calls, tokens, seconds, bytes; and what happens beyond it."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer
 from tests.unit.agents.support import running
 from tests.waiting import until
 
@@ -39,6 +43,32 @@ async def test_limits_end_a_session_with_a_cause_and_without_a_reward() -> None:
         for child, status in (("one", 200), ("two", 403)):
             headers = {"x_api_key": key, "x_parent_session_id": session, "x_session_id": child}
             assert (await started.post(CHAT, BODY, **headers)).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages/count_tokens", said("hi")), ("/v1/responses/input_tokens", {"input": said("hi")["messages"]})],
+)
+async def test_counting_tokens_uses_bytes_and_no_turn_and_ends_with_the_session(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    length = ManagedServer.prompt_length
+
+    def noted(*arguments: Any) -> int:
+        threads.append(threading.current_thread())
+        return length(*arguments)
+
+    async with running() as started:
+        _, key = await started.session(limits={"turns": 1})
+        assert (await started.post(CHAT, BODY, x_api_key=key)).status_code == 200
+        monkeypatch.setattr(ManagedServer, "prompt_length", noted)
+        assert (await started.post(path, body, x_api_key=key)).status_code == 200
+        assert threading.main_thread() not in threads
+        session, key = await started.session(limits={"megabytes": 0.0001})
+        answers = [await started.post(path, body, x_api_key=key) for _ in range(4)]
+        assert [each.status_code for each in answers[-2:]] == [403, 403]
+        assert "MB" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
 
 
 async def test_an_idle_session_has_failed_and_a_rewarded_one_keeps_its_reward() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.testing.tiny_tokenizer import CHATML, make_tiny_tokenizer
 from tests.unit.agents.support import PARAMETERS, running
+from tests.waiting import until
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -21,6 +23,13 @@ BODIES: dict[str, dict[str, Any]] = {
 PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
 FLAT = {"type": "function", "name": "search"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
+
+USED = {"type": "tool_use", "id": "1", "name": "search"}
+
+
+def called(arguments: object) -> dict[str, Any]:
+    function = {"name": "search", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
 def kind_of(path: str, reply: httpx.Response) -> str:
@@ -71,6 +80,46 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
         assert (await started.http.get(f"/sessions/{session}/nodes", headers={"x-api-key": key})).status_code == 401
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_has_no_key_has_no_body_read(path: str) -> None:
+    async with running(token="secret", body_bytes=4000) as started:
+        for body in (" " * 5000, '{"messages": ['):
+            for headers in ({"x_api_key": "wrong"}, {"x_session_id": "any"}):
+                reply = await started.post(path, body, **headers)
+                assert reply.status_code == 401, reply.text
+                assert kind_of(path, reply) in ("authentication_error", "invalid_api_key")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_bodies_that_are_read_together_have_a_limit_and_who_waits_is_served(path: str) -> None:
+    async with running(body_bytes=4000, bodies=1) as started:
+        _, key = await started.session()
+        body = json.dumps(BODIES[path] | {"metadata": {"k": "x" * 2500}})
+        may_end, has_begun = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:2000].encode()
+            has_begun.set()
+            await may_end.wait()
+            yield body[2000:].encode()
+
+        slow = asyncio.create_task(started.http.post(path, content=slowly(), headers={"x-api-key": key}))
+        await has_begun.wait()
+
+        async def is_refused() -> bool:
+            refused = await started.post(path, body, x_api_key=key)
+            if refused.status_code == 200:  # the other one was not read yet
+                return False
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), refused.text
+            assert kind_of(path, refused) in ("api_error", "server_error")
+            return True
+
+        await until(is_refused)
+        may_end.set()
+        assert (await slow).status_code == 200
+        assert (await started.post(path, body, x_api_key=key)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
@@ -79,6 +128,10 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
         (CHAT, {"messages": [{"role": "king", "content": ""}]}, "king"),
         (CHAT, {"messages": ["hi"]}, "expected an object"),
         (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": 1}]}]}, "a function with a name"),
+        (CHAT, {"messages": [HI, called(["cats"])]}, "arguments is ['cats']"),
+        (CHAT, {"messages": [HI, called(7)]}, "arguments is 7"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "search", "arguments": 7}]}, "arguments is 7"),
+        (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [USED | {"input": "cats"}]}]}, "input is 'cats'"),
         (CHAT, {"tools": [{"type": "function"}]}, "no name"),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TOOL]}, "'x'"),
         (CHAT, {"tool_choice": 4}, "tool_choice"),
@@ -119,6 +172,26 @@ async def test_what_cannot_be_done_is_refused_by_name(path: str, change: dict[st
         assert reply.status_code == 400, reply.text
         assert words in reply.json()["error"]["message"]
         assert await started.nodes(session) == []
+
+
+CATS: dict[str, Any] = {"query": "cats"}
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"messages": [HI, called(CATS)]}),
+        (CHAT, {"messages": [HI, called(json.dumps(CATS))]}),
+        (RESPONSES, {"input": [HI, {"type": "function_call", "call_id": "1", "name": "search", "arguments": CATS}]}),
+        (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [USED | {"input": CATS}]}]}),
+    ],
+)
+async def test_the_model_sees_the_arguments_of_its_calls_in_either_form(path: str, change: dict[str, Any]) -> None:
+    async with running() as started:
+        session, key = await started.session()
+        reply = await started.post(path, BODIES[path] | change, x_api_key=key)
+        assert reply.status_code == 200, reply.text
+        assert '"arguments": {"query": "cats"}' in (await started.nodes(session))[0]["full_text"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """The coding environment: programs run in a sandbox, and none can have a score that its results do not earn."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from atroposlib.envs.errors import DataError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from environments import coding_server
 from environments.coding_server import CodingEnv, Task, program_of, read_tasks, same
 from tests.unit.environments.support import running_env
+from tests.waiting import until
 
 pytestmark = pytest.mark.services
 
@@ -54,15 +58,59 @@ async def test_no_program_has_a_score_that_it_does_not_earn(tmp_path: Path) -> N
     equal = "class A(int):\n    __eq__ = lambda s, o: True\ndef solve(a, b):\n    return A(0)\n"
     patched = "import json\njson.dumps = lambda *a, **b: '9'\ndef solve(a, b):\n    return 0\n"
     found = await scores(tmp_path, FORGED, equal, patched, RIGHT)
-    assert [score or 0.0 for score in found[:3]] == [0.0, 0.0, 0.0]
+    assert found[:3] == [0.0, 0.0, 0.0]
     assert found[3] == 1.0, "what one program broke, the next one does not see"
 
 
-async def test_an_endless_program_is_wrong_and_a_sandbox_that_fails_is_no_zero(tmp_path: Path) -> None:
-    endless = "def solve(a, b):\n    while True:\n        pass\n"
-    ended = "import os\ndef solve(a, b):\n    os._exit(0)\n"
-    found = await scores(tmp_path, endless, ended, cpu_limit_s=0.3, program_limit_s=10.0)
-    assert found == [0.0, None]
+ESCAPES = {
+    "endless": "def solve(a, b):\n    while True:\n        pass\n",
+    "ends": "import os\ndef solve(a, b):\n    os._exit(0)\n",
+    "ends at once": "import os\nos._exit(0)\n",
+    "late": "import time\ndef solve(a, b):\n    time.sleep(60)\n",
+    "unshown": "class E(Exception):\n    def __str__(self):\n        raise self\ndef solve(a, b):\n    raise E\n",
+    "closes": "import os\ndef solve(a, b):\n    os.closerange(0, 99)\n",
+    "long": "def solve(a, b):\n    while True:\n        print('x' * 9999)\n",
+    "files": "def solve(a, b):\n    for n in range(9999):\n        open(str(n), 'w').close()\n    return a + b\n",
+}
+
+
+@pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES)
+async def test_no_way_to_end_is_better_than_a_wrong_result(program: str, tmp_path: Path) -> None:
+    assert await scores(tmp_path, program, cpu_limit_s=0.3, program_limit_s=2.0) == [0.0]
+
+
+async def test_a_program_that_ended_its_process_is_told_so_and_may_be_corrected(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(conversation(block(ESCAPES["ends"]), block(RIGHT))) as server,
+        running_env(CodingEnv, tmp_path, server, max_new_tokens=200, group_size=2) as env,
+    ):
+        group, _ = await env.collect_trajectories(ADD)
+        assert group is not None
+        assert "The program failed: the process ended" in env.tokenizer.decode(group["tokens"][0])
+    assert list(group["scores"]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("victim", [0, -1], ids=["sandbox", "program"])
+async def test_a_program_that_the_machine_kills_has_no_score(victim: int, tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer() as server,
+        running_env(CodingEnv, tmp_path, server, programs_at_once=1) as env,
+    ):
+        pool = env._pools.get_nowait()
+        await pool.sandbox_report()
+        assert pool._children[0]._process is not None
+        first = psutil.Process(pool._children[0]._process.pid)
+        processes = [first, *first.children(recursive=True)]
+        env._pools.put_nowait(pool)
+        scoring = asyncio.create_task(env.score(ADD, block(ESCAPES["late"])))
+        await until(lambda: processes[-1].status() != psutil.STATUS_STOPPED)  # it has the program
+        processes[victim].kill()
+        assert await scoring is None
+
+
+async def test_a_sandbox_that_does_not_start_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coding_server, "CHILD", "tests.unit.common.no_such_child")
+    assert await scores(tmp_path, RIGHT) == [None]
 
 
 async def test_a_wrong_program_is_told_what_it_gave_and_may_be_corrected(tmp_path: Path) -> None:

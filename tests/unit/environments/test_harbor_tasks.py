@@ -92,6 +92,14 @@ python -c 'import json; print(json.dumps({{"reward": '$reward', "other": 0}}))' 
         ("echo nan > /logs/verifier/reward.txt", "wrote no reward"),
         ("printf '{\"reward\": 1%0400d}' 0 > /logs/verifier/reward.json", "wrote no reward"),
         ("echo 1 > /logs/verifier/reward.txt; sleep 60", "longer than 2 s"),
+        ("mkfifo /logs/verifier/reward.json", "wrote no reward"),
+        ("mkdir /logs/verifier/reward.txt", "wrote no reward"),
+        ("mkfifo /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json", "wrote no reward"),
+        ("ln -s /dev/zero /logs/verifier/reward.txt", "wrote no reward"),
+        ("ln -s /dev/zero /logs/verifier/reward.json", "wrote no reward"),
+        ("echo 1 > /app/1; ln -s ../work/1 /logs/verifier/reward.txt", "wrote no reward"),
+        ("truncate -s 100M /logs/verifier/reward.json", "wrote no reward"),
+        ("printf '1%070000d' 0 | sed 's/^1/1./' > /logs/verifier/reward.txt", "wrote no reward"),
     ],
 )
 async def test_tests_without_a_reward_are_a_failed_rollout_and_not_0(tmp_path: Path, script: str, words: str) -> None:

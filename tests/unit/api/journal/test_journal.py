@@ -229,6 +229,19 @@ def test_a_change_is_in_the_file_and_named_by_the_head_before_anybody_is_told(pa
     assert told == [(None, 1, 1), (None, 2, 2), (None, 3, 3)]
 
 
+def test_a_write_to_a_closed_journal_fails_and_does_not_wait(path: Path) -> None:
+    journal = opened(path)
+    told: list[JournalError | None] = []
+    journal.write(1, b"change", (), told.append)
+    journal.close()
+    journal.write(2, b"change", (), told.append)
+    assert told[0] is None
+    assert isinstance(told[1], JournalError)
+    assert "is closed" in str(told[1])
+    with closing(Journal(path)) as again:
+        assert list(again.reader.changes()) == [(1, b"change")]
+
+
 def test_a_new_journal_is_named_by_its_head_on_the_disk_before_it_has_its_name(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
