@@ -158,6 +158,12 @@ def expect_disk(plan: Plan, asked: Asked) -> None:
         )
 
 
+def new_tokens(plan: Plan) -> int | None:
+    """Most tokens of an answer or a turn, of the environment with the longest; None where none says it."""
+    limits = [environment.resolved["env"].get("max_new_tokens") for environment in plan.environments.values()]
+    return max((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
 def taken_by(folder: Path) -> int:
     """Bytes of the files in a directory and below, each counted once."""
     found = [path.lstat() for path in folder.rglob("*")]
@@ -228,7 +234,7 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
-    notes += [] if need is None else ["", *speed_lines(need, site.placement)]
+    notes += [] if need is None else ["", *speed_lines(need, site.placement, new_tokens(plan))]
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)

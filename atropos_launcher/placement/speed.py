@@ -126,8 +126,10 @@ def training_s(need: Need, placement: Placement, card: Card) -> float:
 
 
 def sync_s(need: Need, placement: Placement, card: Card) -> float | None:
-    """Seconds of a broadcast of all weights, at least; None for a bridge that sends none over a link."""
-    if not isinstance(need.config.bridge, Grouped):
+    """Seconds of a broadcast of all weights, at least; None for a bridge that sends none over a link, and over a
+    network, whose speed no data sheet of a card has.
+    """
+    if not isinstance(need.config.bridge, Grouped) or placement.one_server_each:
         return None
     return need.size.count * DTYPE_BYTES[need.dtype] / card.link
 
@@ -155,21 +157,22 @@ def best_layout(ways: Mapping[int, Sampling]) -> int:
     return min(count for count, way in ways.items() if way.tokens_per_s * CLEARLY >= most)
 
 
-def speed_lines(need: Need, placement: Placement) -> list[str]:
+def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None) -> list[str]:
     """Say for --dry-run what a step takes by arithmetic, and what other layouts of vLLM's GPUs would sample; nothing
-    where a card is not known.
+    where a card is not known. `new_tokens` of an answer, at most, where that is known.
     """
     chosen = sampling(need, placement)
     if chosen is None:
         return []
     config, card = need.config, chosen.card
-    rounds = -(-chosen.answers // (chosen.servers * chosen.rows))
-    sampled, trained = rounds * config.seq_len * chosen.token_s, training_s(need, placement, card)
-    told, peak = f"{chosen.answers} answers of {config.seq_len} tokens", f"{TRAINED_SHARE:.0%} of the peak"
+    length = min(new_tokens or config.seq_len, config.seq_len)
+    sampled, trained = chosen.answers * length / chosen.tokens_per_s, training_s(need, placement, card)
+    told, peak = f"{chosen.answers} answers of {length} tokens", f"{TRAINED_SHARE:.0%} of the peak"
+    sequences = f"training on {chosen.answers} sequences of {config.seq_len}"
     lines = [
         f"Time of a step by arithmetic, not measured (GPUs with this memory are taken for {card.name}):",
         f"  {f'sampling {told}':<46} at least {sampled:>8.3f} s: at most {chosen.tokens_per_s:,.0f} tokens/s",
-        f"  {f'training on {told}':<46} about    {trained:>8.3f} s: {peak}, as 1.7B on one H100",
+        f"  {sequences:<46} about    {trained:>8.3f} s: {peak}, as 1.7B on one H100",
     ]
     if (sent := sync_s(need, placement, card)) is not None:
         lines.append(f"  {'broadcast of all weights':<46} at least {sent:>8.3f} s, while sampling continues")

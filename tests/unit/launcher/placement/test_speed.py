@@ -121,6 +121,28 @@ def test_the_lines_say_that_nothing_was_measured_and_which_layout_the_run_has() 
     assert "not measured" in said
     assert "1 of 4 GPUs: 27,397 (this run); 2 of 2 GPUs" in said
     assert "broadcast" not in "\n".join(speed_lines(need("Qwen/Qwen3-8B", bridge={"kind": "lora"}), FOUR))
+    elsewhere = replace(FOUR_SERVERS, apart=True)
+    assert "broadcast" not in "\n".join(speed_lines(need("Qwen/Qwen3-8B"), elsewhere)), "a network's speed is not known"
+
+
+def test_answers_are_as_long_as_the_environment_lets_them_become() -> None:
+    long = need("Qwen/Qwen3-8B", seq_len=16384)
+    found = sampling(long, FOUR)
+    assert found is not None
+    seconds = found.answers * 100 / found.tokens_per_s
+    line = speed_lines(long, FOUR, 100)[1]
+    assert line.split()[:9] == f"sampling {found.answers} answers of 100 tokens at least {seconds:.3f}".split()
+
+
+def test_a_second_round_of_few_answers_takes_no_whole_round() -> None:
+    """The bound and the rate beside it are one figure."""
+    one = replace(FOUR, servers=(ServerPlace(("0",)),))
+    many = need("Qwen/Qwen3-8B", seq_len=16384, batch_size=4, gradient_accumulation_steps=75)
+    found = sampling(many, one)
+    assert found is not None
+    assert found.rows < found.answers
+    line = speed_lines(many, one)[1]
+    assert f"at least {300 * 16384 / found.tokens_per_s:>8.3f} s" in line
 
 
 @pytest.mark.parametrize(
