@@ -102,7 +102,7 @@ class Key:
             return enums[0][text]
         origins = [get_origin(kind) or kind for kind in self.kinds]
         if text[:1] in ("[", "{") and any(origin in (*COLLECTIONS, dict, Mapping) for origin in origins):
-            with reading(f"{'.'.join(self.path)}: not a JSON list", ConfigError):
+            with reading(f"{'.'.join(self.path)}: not JSON", ConfigError):
                 return json.loads(text)
         if any(origin in COLLECTIONS for origin in origins):
             items = {getattr(item, "__origin__", item) for kind in self.kinds for item in get_args(kind)}

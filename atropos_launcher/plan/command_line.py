@@ -92,7 +92,9 @@ class RunFlags(Config):
     )
     steps: int | None = Field(None, ge=1, le=10**9, description="training steps")
     dataset: str | None = Field(
-        None, min_length=1, description="dataset of the environment; for gsm8k: arithmetic, generated or gsm8k"
+        None,
+        min_length=1,
+        description="dataset of the environment; for gsm8k: arithmetic or gsm8k, for math: generated",
     )
     dataset_path: Path | None = Field(
         None, description="JSONL file with question and answer, or a directory with train.jsonl and test.jsonl"

@@ -326,13 +326,11 @@ class QuestionEnv(BaseEnv):
     def _why_none(self) -> str:
         """How often the author's `score` gives None, and where it stands; empty where another scorer is to blame."""
         where = location(self.score)
-        if self._none_count == self._judged_count > 0:
-            return f"score has returned None for every answer so far; does it return anything? ({where})"
         if not where or not self._none_count:
             return ""
         return (
-            f"score has returned None for {self._none_count} of {self._judged_count} answers; return a number for each"
-            f" that can be scored ({where})"
+            f"score has returned None for {self._none_count} of {self._judged_count} answers so far; return a number"
+            f" for each that can be scored ({where})"
         )
 
     def _length_reward(self, rollout: Rollout) -> float:

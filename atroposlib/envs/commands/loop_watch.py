@@ -97,7 +97,7 @@ class LoopWatch:
             log.warning(
                 "The event loop has stood still for %.1f s of the last minute at %s:%s in %s: nothing is sampled and no"
                 " heartbeat sent meanwhile. Code that computes or waits for long belongs in"
-                " `await asyncio.to_thread(...)`",
+                " `await asyncio.to_thread(...)` of an `async def`",
                 told_s,
                 line.filename,
                 line.lineno,

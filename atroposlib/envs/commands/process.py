@@ -80,6 +80,6 @@ async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeS
     last, giver = run.outcomes.last_drop, run.errors.giver
     raise ProcessError(
         f"{limit} items in a row gave no group (limit --env.max_fruitless_items):"
-        f" {run.counts['items_without_group']} had none, {run.counts['items_rejected']} groups were dropped."
+        f" {run.counts['items_without_group']} gave none, and {run.counts['items_rejected']} groups were of no use."
         f" The last one: {last}{f' ({giver})' if giver and giver not in last else ''}"
     )

@@ -4,6 +4,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +26,7 @@ from atroposlib.envs.errors import DataError
 from atroposlib.grading.extraction import extract_boxed
 
 ANSWER_MARK = "####"
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 ARITHMETIC_SEED = 0
 WORDINGS = ("What is {}?", "How much is {}?", "Calculate {}.", "{} = ?")
 HELD_OUT_FACTS = 64
@@ -52,7 +54,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The names that question and answer have in a record, and whether the answer must have its result after `####`."""
+    """The names that question and answer have in a record, and whether an answer that is no number must have its result
+    after `####`.
+    """
 
     question: str = "question"
     answer: str = "answer"
@@ -61,7 +65,9 @@ class Fields:
     @property
     def shape(self) -> str:
         """Show what a record looks like, for people who wrote another."""
-        return f'{{"{self.question}": ..., "{self.answer}": "...{" #### 12" if self.marked else ""}"}}'
+        mark, more = (" #### 12", " (without #### a number alone; for other answers take the environment math)")
+        shape = f'{{"{self.question}": ..., "{self.answer}": "...{mark if self.marked else ""}"}}'
+        return f"{shape}{more}" if self.marked else shape
 
 
 GSM8K_FIELDS = Fields()
@@ -148,10 +154,14 @@ def _problem(row: Row, fields: Fields) -> Problem | Flaw:
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         return Flaw("with an empty answer")
     is_text = isinstance(answer, str)
-    if not isinstance(question, str) or (is_text and fields.marked and ANSWER_MARK not in answer):
+    if not isinstance(question, str) or (is_text and fields.marked and not _has_result(answer)):
         raise DataError(f"{row.where} is not a problem: expected {fields.shape}, found {_found(row.values)}")
     problem = Problem(question, answer if is_text else _number(answer, row, fields))
     return problem if problem.result else Flaw("with an empty answer")
+
+
+def _has_result(answer: str) -> bool:
+    return ANSWER_MARK in answer or NUMBER.fullmatch(answer.strip()) is not None
 
 
 def _value(row: Row, column: str) -> Any:

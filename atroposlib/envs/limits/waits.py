@@ -1,5 +1,6 @@
 """Waiting for a peer, with an error that names the remedy."""
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ async def wait_for_peer(
     """
 
     def failed(reason: str) -> PeerError:
-        return PeerError(f"no {what} from {peer} within {timeout_s:g} s ({reason}); {remedy}")
+        missing = re.sub(r"\A(?:an?|the) ", "", what)
+        return PeerError(f"no {missing} from {peer} within {timeout_s:g} s ({reason}); {remedy}")
 
     return await wait_for_async(attempt, Wait(what, peer, timeout_s, failed, every_s, every_s))

@@ -48,8 +48,8 @@ class DropLog:
             return
         limits = ", ".join(self._scorers_limits)
         log.warning(
-            "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer waits until "
-            "the policy gives other answers. The warnings above show the answers%s",
+            "%d groups in a row could not be scored and nothing was sent, the last because %s. Nothing is trained until"
+            " answers can be scored%s",
             self._unscored_in_row,
             error,
             f"; if they are reasonable, raise its time limit ({limits})" if limits else "",

@@ -104,7 +104,7 @@ class FruitlessEnv(FailingEnv):
             FruitlessEnv,
             {"backlog": list(range(100))},
             ProcessError,
-            r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped\."
+            r"100 items in a row gave no group \(.*max_fruitless_items\): 100 gave none, and 0 groups were of no use\."
             r" The last one: the environment gave no group \(.* in collect_tr",
         ),
         (

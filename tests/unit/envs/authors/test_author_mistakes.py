@@ -253,7 +253,11 @@ MISTAKES = {
     "score forgets return": (
         changed(QUESTION, (SCORE_DEF, marked(SCORE_DEF)), (SCORE_RETURN, "float(len(answer))")),
         "{} in score",
-        ["3 items in a row gave no group", "score has returned None for every answer", "does it return anything?"],
+        [
+            "3 items in a row gave no group",
+            "score has returned None for 1 of 1 answers so far",
+            "return a number for each",
+        ],
     ),
     "score forgets return in one branch": (
         changed(

@@ -103,7 +103,8 @@ def test_folder_has_its_own_test_file(tmp_path: Path) -> None:
     [
         ("{", r"p.jsonl:1 is not JSON"),
         ('{"question": "q", "solution": "1"}', r"p.jsonl:1 has no column 'answer'; it has question, solution"),
-        ('{"question": "q", "answer": "12"}', r"p.jsonl:1 is not a problem: expected .*#### 12"),
+        ('{"question": "q", "answer": "x = 12"}', r"p.jsonl:1 is not a problem: expected .*#### 12"),
+        ('{"question": "q", "answer": "12"}\n[]', r"p.jsonl:2 is not an object with columns: found \[\]"),
         ('{"question": "q", "answer": "#### 1"}\n[]', r"p.jsonl:2 is not an object with columns: found \[\]"),
         ("", r"p.jsonl contains no rows"),
         (None, "No such file"),

@@ -113,7 +113,9 @@ async def test_a_group_whose_every_rollout_failed_has_a_row_with_its_prompt(tmp_
     async with served(tmp_path, ["?"]) as env:
         await env.handle_env("7")
     (row,) = rows(tmp_path)
-    assert row["dropped"].startswith("4 of its 4 answers could not be scored: score has returned None for every answer")
+    assert row["dropped"].startswith(
+        "4 of its 4 answers could not be scored: score has returned None for 1 of 1 answers so far"
+    )
     assert (row["group"], row["scores"], row["tokens"], row["failed"]) == (None, None, [], {"scorer": 4})
     assert row["prompt"] == [{"role": "user", "content": "Say 7."}]
     assert [failure["messages"][-1]["content"] for failure in row["failures"]] == ["?"] * 4
