@@ -203,7 +203,11 @@ def _digest(data: wire.PostedData) -> bytes:
     register again posts the same groups under another one.
     """
     content = msgspec.structs.replace(data, env_id=None, idempotency_key=None)
-    return blake2b(msgspec.msgpack.encode(content), digest_size=8).digest()
+    try:
+        encoded = msgspec.msgpack.encode(content)
+    except OverflowError:  # of an integer of more than 64 bits, which came as JSON and is delivered as JSON
+        encoded = msgspec.json.encode(content)
+    return blake2b(encoded, digest_size=8).digest()
 
 
 async def _post(request: Request, *, in_list: bool) -> list[int | None]:

@@ -67,7 +67,7 @@ def read_yaml(content: bytes) -> Tree:
                 raise ValueError("it has an alias, which could stand for any amount of text")
             return super().compose_node(parent, index)
 
-        def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
             text = str(super().construct_scalar(node))
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise ValueError("it has half of a surrogate pair, which no text has")
