@@ -293,6 +293,15 @@ def test_a_key_that_is_used_for_other_groups_is_refused_and_for_the_same_is_not(
     assert client.get("/status").json()["queue_size"] == 1
 
 
+def test_a_repeated_post_is_not_counted_as_groups(client: TestClient) -> None:
+    for _ in range(2):
+        assert client.post("/scored_data", json=group(4), headers={"Idempotency-Key": "a"}).status_code == 200
+    found = client.get("/metrics").text
+    for name, total in (("groups", 1), ("rollouts", 4), ("sequences", 4), ("tokens", 8)):
+        assert f"atropos_{name}_posted_total {total}.0" in found
+    assert "atropos_posts_repeated_total 1.0" in found
+
+
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
 def test_a_post_with_an_integer_of_more_than_64_bits_is_stored_once_and_delivered(
     client: TestClient, path: str
@@ -300,8 +309,8 @@ def test_a_post_with_an_integer_of_more_than_64_bits_is_stored_once_and_delivere
     register(client)
     for seed, status in ((2**70, 200), (2**70, 200), (2**70 + 1, 422)):
         body = group(8, generation_params={"seed": seed}, group_overrides={"a": seed})
-        body = body if path == "/scored_data" else [body]
-        assert client.post(path, json=body, headers={"Idempotency-Key": "a"}).status_code == status
+        content = body if path == "/scored_data" else [body]
+        assert client.post(path, json=content, headers={"Idempotency-Key": "a"}).status_code == status
     packed = client.post("/scored_data", content=msgspec.msgpack.encode(group(8)), headers={"Content-Type": MSGPACK})
     assert packed.status_code == 200
     (item,) = client.get("/batch", headers={"Accept": MSGPACK}).json()["batch"]
