@@ -465,9 +465,9 @@ class RolloutService(JournalledState):
         key: str | None,
         checked: GroupRequirements | None = None,
         digest: int = 0,
-    ) -> list[int | None]:
-        """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the
-        first post, if `digest`, of what is posted, is the same.
+    ) -> tuple[list[int | None], bool]:
+        """Store groups, all or none; for each what `BatchQueue.accept` says, and whether they were stored. A repeated
+        `key` gets the answer of the first post, if `digest`, of what is posted, is the same.
 
         `checked` is what they were found to meet.
 
@@ -478,12 +478,12 @@ class RolloutService(JournalledState):
                 if len(answer) == len(groups) and self.state.digests.get(key, digest) != digest:
                     raise KeyReused(key)
                 self.counters.repeated_posts += 1
-                return answer
+                return answer, False
             if key in self._posting:
                 posting, of_first = self._posting[key]
                 if of_first != digest:
                     raise KeyReused(key)
-                return list(await asyncio.shield(posting))
+                return list(await asyncio.shield(posting)), False
         self._expect_room(groups, contents)
         first = self._next_id
         self._next_id += len(groups)
@@ -492,10 +492,10 @@ class RolloutService(JournalledState):
             [Body(first + index, data, packed, checked) for index, (data, packed) in enumerate(contents)],
         )
         if key is None:
-            return list(await posting)
+            return list(await posting), True
         self._posting[key] = posting, digest
         try:
-            return list(await asyncio.shield(posting))
+            return list(await asyncio.shield(posting)), True
         finally:
             self._posting.pop(key, None)
 

@@ -8,6 +8,7 @@ Everything in a row was written by a model or by somebody else: lists may have o
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -234,7 +235,8 @@ def _failures(row: Sample) -> list[FailedRollout]:
     """The rollouts without a score: what is known of each, or how many there were by cause."""
     if row.failures:
         return row.failures[:MAX_FAILED]
-    return [FailedRollout(cause) for cause, count in row.failed.items() for _ in range(min(count, MAX_FAILED))]
+    each = (FailedRollout(cause) for cause, count in row.failed.items() for _ in range(count))
+    return list(islice(each, MAX_FAILED))
 
 
 def _failed(number: int, failure: FailedRollout) -> dict[str, object]:
@@ -267,8 +269,8 @@ def _said(row: HeldOut) -> list[dict[str, object]] | None:
 
 
 def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
-    """Messages whose `content` is a string, and `images` those of its parts; null if there are none. What else a
-    message has stays as it is.
+    """Messages whose `content` is a string, `parts` what an answer is made of, and `images` those of its parts; null if
+    there are none. What else a message has stays as it is.
     """
     value = decoded(raw, object)
     if isinstance(value, str):
@@ -280,8 +282,7 @@ def _conversation(raw: Raw | None) -> list[dict[str, object]] | None:
         message = message if isinstance(message, Mapping) else {"role": "text", "content": message}
         given = message.get("content")
         known: dict[str, object] = {"role": str(message.get("role") or "text"), "content": _text(given)}
-        if known["role"] == "assistant":
-            known["parts"] = parts_of(str(known["content"]))
+        known["parts"] = parts_of(str(known["content"])) if known["role"] == "assistant" else None
         images = [url for part in given if (url := image_of_part(part))] if isinstance(given, list) else []
         found.append({**message, **known, **({"images": images} if images or "images" in message else {})})
     return found

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from atroposlib.view.run_data.accuracy import best_of, by_environment, by_version
+from atroposlib.view.run_data.rows import finite
 
 Summary = dict[str, object]
 SEARCHED = ("run", "notes", "model", "recipe", "bridge", "environments", "state", "reason")
@@ -93,12 +94,12 @@ def _known(pairs: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
 def _machine(machine: object) -> str | None:
     if not isinstance(machine, dict):
         return None
-    memory, cores, gpus = machine.get("memory_bytes"), machine.get("cores"), machine.get("gpus")
+    memory, cores, gpus = finite(machine.get("memory_bytes")), machine.get("cores"), machine.get("gpus")
     parts = [
         machine.get("host"),
         machine.get("processor"),
         f"{cores} cores" if cores else None,
-        f"{memory / 2**30:.0f} GiB of memory" if isinstance(memory, int | float) else None,
+        f"{memory / 2**30:.0f} GiB of memory" if memory is not None else None,
         *(gpus if isinstance(gpus, list) else []),
     ]
     return ", ".join(str(part) for part in parts if part)

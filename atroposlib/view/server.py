@@ -15,6 +15,7 @@ threads; between requests nothing runs, unless a file is still being indexed.
 
 import functools
 import gzip
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -142,7 +143,13 @@ def _file(data: bytes, media_type: str, request: Request) -> Response:
 
 
 def _json(value: object, status: int = 200) -> Response:
-    return Response(encode(value, default=_text, any_keys=True), status, media_type="application/json")
+    """What files of others hold is checked where it is read; a path may have bytes that are no text, shown as `?`."""
+    try:
+        content = encode(value, default=_text, any_keys=True)
+    except TypeError:
+        readable = json.dumps(value, ensure_ascii=False, default=_text).encode(errors="replace")
+        content = encode(json.loads(readable), default=_text)
+    return Response(content, status, media_type="application/json")
 
 
 def _text(value: object) -> str:

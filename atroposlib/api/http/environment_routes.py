@@ -203,11 +203,15 @@ def _digest(data: wire.PostedData) -> bytes:
     register again posts the same groups under another one.
     """
     content = msgspec.structs.replace(data, env_id=None, idempotency_key=None)
-    return blake2b(msgspec.msgpack.encode(content), digest_size=8).digest()
+    try:
+        encoded = msgspec.msgpack.encode(content)
+    except OverflowError:  # of an integer of more than 64 bits, which came as JSON and is delivered as JSON
+        encoded = msgspec.json.encode(content)
+    return blake2b(encoded, digest_size=8).digest()
 
 
 async def _post(request: Request, *, in_list: bool) -> list[int | None]:
-    """Store the groups of one post, all or none: for each what `RolloutService.post` says. Raises RefusedBody.
+    """Store the groups of one post, all or none: for each what `BatchQueue.accept` says. Raises RefusedBody.
 
     They are read on a thread if they are large or many.
     """
@@ -234,7 +238,7 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
             raise RefusedBody(
                 422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large"
             ) from None
-    answer = await service.post(
+    answer, were_stored = await service.post(
         [group.posted for group in groups], [(group.item, packed) for group in groups], key, needs, digest
     )
     if len(answer) != len(groups):
@@ -243,8 +247,9 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
         )
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
-    service.counters.groups += len(groups)
-    service.counters.rollouts += sum(group.posted.size for group in groups)
-    service.counters.sequences += sum(group.sequences for group in groups)
-    service.counters.tokens += sum(group.tokens for group in groups)
+    if were_stored:
+        service.counters.groups += len(groups)
+        service.counters.rollouts += sum(group.posted.size for group in groups)
+        service.counters.sequences += sum(group.sequences for group in groups)
+        service.counters.tokens += sum(group.tokens for group in groups)
     return answer

@@ -10,9 +10,13 @@ from collections.abc import Iterable
 from atroposlib.api.state.changes import StoredGroup
 from atroposlib.api.state.selection import Group
 
+SPARE = 64  # entries that the heap may have beyond two for each waiting group
+
 
 class WaitingVersions:
-    """Finds the waiting groups that were sampled before a policy version, in time that grows with their number only."""
+    """Finds the waiting groups that were sampled before a policy version, in time and memory that grow with their
+    number only.
+    """
 
     def __init__(self) -> None:
         self._version_of: dict[int, int] = {}  # order of a group -> its version
@@ -29,6 +33,9 @@ class WaitingVersions:
         """Remove groups that no longer wait."""
         for group in groups:
             self._version_of.pop(group.order, None)
+        if len(self._oldest_first) > 2 * len(self._version_of) + SPARE:
+            self._oldest_first = [(version, order) for order, version in self._version_of.items()]
+            heapq.heapify(self._oldest_first)
 
     def before(self, version: int) -> list[int]:
         """Orders of the waiting groups that were sampled before `version`, oldest first."""

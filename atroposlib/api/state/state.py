@@ -7,7 +7,7 @@ state. Posts may come between changes that were decided one after the other; pos
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import astuple
 
@@ -56,9 +56,7 @@ class RolloutState:
             case changes.LeasesReturned():
                 self._wait_again(self.leases.give_back(change.leases), step=True)
             case changes.LeasesAcknowledged():
-                acknowledged = self.leases.close(change.leases)
-                self._versions.discard(acknowledged)
-                self._forget(acknowledged)
+                self._forget(self.leases.close(change.leases))
             case changes.GroupsDropped():
                 return self._on_dropped(change.orders)
             case changes.GroupsRejected():
@@ -222,7 +220,6 @@ class RolloutState:
         ]
         self.queue.put_back(self.leases.close(broken))
         dropped = self.queue.drop(orders)
-        self._versions.discard(dropped)
         self._forget(dropped)
         return dropped
 
@@ -265,5 +262,6 @@ class RolloutState:
             self.queue.current_step -= step
             self._versions.add(lease.groups)
 
-    def _forget(self, groups: Iterable[Group[StoredGroup]]) -> None:
+    def _forget(self, groups: Sequence[Group[StoredGroup]]) -> None:
+        self._versions.discard(groups)  # those of a returned batch have waited
         self._gone += [group.record.id for group in groups]

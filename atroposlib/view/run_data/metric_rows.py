@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from atroposlib.view.run_data.files import opened, read_at
+from atroposlib.view.run_data.rows import finite
 from atroposlib.wire.step_seconds import StepSeconds
 
 REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
@@ -90,9 +91,8 @@ def json_object(line: bytes) -> dict[str, object] | None:
 
 def finite_number(value: object) -> Number | None:
     """A number that every reader of JSON can hold; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value if abs(value) < 2**53 else float(value)
+    number = finite(value)
+    return value if isinstance(value, int) and number is not None and abs(value) < 2**53 else number
 
 
 def _timed(line: bytes) -> TimedRow | None:

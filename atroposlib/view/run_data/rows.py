@@ -4,6 +4,7 @@ What a group holds per sequence stays `Raw` until somebody looks at that sequenc
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -287,9 +288,11 @@ def mean_and_spread(scores: list[float | None]) -> tuple[float, float]:
 
 
 def finite(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    """A finite number; None for anything else, and for an integer that is larger than every float."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return number if math.isfinite(number := float(value)) else None
+    return None
 
 
 def _time(seconds: float | None) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atroposlib.view.run_data.files import note, read_small, reason_of
+from atroposlib.view.run_data.rows import finite
 
 YAML_BYTES = 64 << 10  # of a file; the launcher writes a few
 MAX_SETTINGS = 2000
@@ -66,6 +67,19 @@ def read_yaml(content: bytes) -> Tree:
                 raise ValueError("it has an alias, which could stand for any amount of text")
             return super().compose_node(parent, index)
 
+        def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+            text = str(super().construct_scalar(node))
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("it has half of a surrogate pair, which no text has")
+            return text
+
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            number = super().construct_yaml_int(node)
+            if finite(number) is None:
+                raise ValueError("it has an integer that is larger than every float")
+            return int(number)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
         found = yaml.load(content, Loader)
     except yaml.YAMLError as error:

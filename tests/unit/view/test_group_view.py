@@ -87,10 +87,9 @@ def test_sequences_of_one_rollout_stand_together_and_failed_rollouts_are_shown(r
 
 
 def test_rollouts_that_failed_in_an_older_run_are_counted_by_cause(run: Path) -> None:
-    write_rows(run / "samples.jsonl", [sample(0, 0, failures=None, failed={"scorer": 2, "timeout": 10**9})])
+    write_rows(run / "samples.jsonl", [sample(0, 0, failures=None, failed={"scorer": 2, "timeout": 10**9, "other": 1})])
     failed = [rollout["failed"] for rollout in opened(client(run))["rollouts"][2:]]
-    assert failed[:3] == ["scorer", "scorer", "timeout"]
-    assert len(failed) == 2 + group_view.MAX_FAILED
+    assert failed == ["scorer", "scorer", *["timeout"] * (group_view.MAX_FAILED - 2)]
 
 
 def test_a_group_that_gave_nothing_shows_its_prompt(run: Path) -> None:
@@ -120,6 +119,13 @@ def test_tools_thoughts_and_parts_of_messages_are_kept(run: Path) -> None:
         "hm",
     )
     assert (tool["content"], tool["name"]) == ('{"a":1}', "f")
+
+
+def test_parts_of_a_message_are_ours_and_those_of_an_author_are_left_out(run: Path) -> None:
+    said = [{"role": role, "content": "hm", "parts": ["hello"]} for role in ("user", "assistant")]
+    write_rows(run / "samples.jsonl", [sample(0, 0, messages=[said, said])])
+    user, assistant = opened(client(run))["rollouts"][0]["messages"]
+    assert (user["parts"], assistant["parts"]) == (None, [{"text": "hm"}])
 
 
 def test_a_group_that_is_too_large_comes_in_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

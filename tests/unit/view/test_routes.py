@@ -255,6 +255,41 @@ def test_an_integer_of_more_than_64_bits_is_shown(run: Path) -> None:
         assert client(run).get(path).status_code == 200, path
 
 
+HUGE = "1" + "0" * 400  # no float is as large
+SPOILED = [
+    ("metrics.jsonl", f'{{"step": 1, "reward_mean": {HUGE}, "time": {HUGE}}}\n'),
+    ("evaluations.jsonl", f'{{"policy_version": {HUGE}, "accuracy": {HUGE}}}\n'),
+    ("evaluations.jsonl", f'{{"policy_version": 1, "accuracy": {HUGE}}}\n'),
+    ("held_out.jsonl", f'{{"policy_version": 1, "score": {HUGE}, "messages": []}}\n'),
+    ("samples.jsonl", f'{{"scores": [{HUGE}], "generation_params": {{"seed": {HUGE}}}}}\n'),
+    ("run.json", f'{{"starts": [{{"seed": {HUGE}, "planned_steps": {HUGE}, "machine": {{"memory_bytes": {HUGE}}}}}]}}'),
+    ("run.yaml", f"trainer: {{lr: 0x{'f' * 500}}}\n"),
+    ("run.yaml", f"environments: {{? 0x{'f' * 5000} : {{}}}}\n"),
+    ("run.yaml", 'environments: {"\\ud800": {}}\n'),
+    ("run.yaml", 'trainer: {lr: "\\ud800"}\n'),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), SPOILED)
+def test_numbers_and_texts_that_nothing_can_hold_spoil_no_list(run: Path, name: str, content: str) -> None:
+    (run / name).write_text(content)
+    window = client(run, make_run(run.parent / "other"))
+    listed = get(window, "/api/runs", sort="-reward")["runs"]
+    assert {found["run"] for found in listed} == {"r", "other"}
+    problems = [problem for found in listed for problem in found["problems"]]
+    if name == "run.yaml":
+        (problem,) = problems
+        assert problem.startswith("run.yaml cannot be read: it has ")
+    for route in ROUTES[1:-1]:
+        get(window, f"/api/runs/r{route}")
+
+
+def test_a_directory_whose_name_is_no_text_is_shown_among_the_others(run: Path) -> None:
+    make_run(run.parent / os.fsdecode(b"no\xfftext"))
+    window = client(run, run.parent / os.fsdecode(b"no\xfftext"))
+    assert [found["run"] for found in get(window, "/api/runs")["runs"]] == ["r", "no?text"]
+
+
 def test_dead_letters_are_read_from_the_journal_which_stays_as_it_is(run: Path) -> None:
     import sqlite3
 

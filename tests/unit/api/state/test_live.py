@@ -3,6 +3,7 @@
 from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -10,6 +11,7 @@ from fastapi.testclient import TestClient
 from atroposlib.api.server import create_app
 from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
+from atroposlib.wire.batching import MSGPACK
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 from tests.waiting import Clock
 
@@ -289,6 +291,30 @@ def test_a_key_that_is_used_for_other_groups_is_refused_and_for_the_same_is_not(
     assert "other groups: nothing was stored" in refused.text
     assert post(1).json() == first.json()
     assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_a_repeated_post_is_not_counted_as_groups(client: TestClient) -> None:
+    for _ in range(2):
+        assert client.post("/scored_data", json=group(4), headers={"Idempotency-Key": "a"}).status_code == 200
+    found = client.get("/metrics").text
+    for name, total in (("groups", 1), ("rollouts", 4), ("sequences", 4), ("tokens", 8)):
+        assert f"atropos_{name}_posted_total {total}.0" in found
+    assert "atropos_posts_repeated_total 1.0" in found
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+def test_a_post_with_an_integer_of_more_than_64_bits_is_stored_once_and_delivered(
+    client: TestClient, path: str
+) -> None:
+    register(client)
+    for seed, status in ((2**70, 200), (2**70, 200), (2**70 + 1, 422)):
+        body = group(8, generation_params={"seed": seed}, group_overrides={"a": seed})
+        content = body if path == "/scored_data" else [body]
+        assert client.post(path, json=content, headers={"Idempotency-Key": "a"}).status_code == status
+    packed = client.post("/scored_data", content=msgspec.msgpack.encode(group(8)), headers={"Content-Type": MSGPACK})
+    assert packed.status_code == 200
+    (item,) = client.get("/batch", headers={"Accept": MSGPACK}).json()["batch"]
+    assert (item["generation_params"], item["group_overrides"]) == ({"seed": 2**70}, {"a": 2**70})
 
 
 @pytest.mark.parametrize("key", ["", "x" * 201])

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atroposlib.api.state import changes
-from atroposlib.api.state.changes import Change, PostedGroup, decode_change, encode_change
+from atroposlib.api.state.changes import Change, PostedGroup, StoredGroup, decode_change, encode_change
 from atroposlib.api.state.leases import Lease, LeaseBook
 from atroposlib.api.state.queue import GroupTooLarge
 from atroposlib.api.state.selection import Group, R
+from atroposlib.api.state.staleness import SPARE, WaitingVersions
 from atroposlib.api.state.state import MAX_ANSWERED, REFUSALS, RolloutState
 from tests.unit.api.state.test_queue import env, run
 
@@ -329,6 +330,27 @@ def test_a_returned_batch_with_a_stale_group_comes_apart_and_loses_it() -> None:
     state.apply(changes.GroupsDropped(state.stale(2)))
     assert state.drain_released() == [1]
     assert lend(state) == [2, 3]
+
+
+def test_a_returned_batch_that_the_next_trainer_has_trained_on_is_never_stale() -> None:
+    state = founded(registered(1), posted(1, 8, version=0))
+    lend(state)
+    state.apply(registered(2))
+    state.apply(registered(3, trained_leases=[1]))
+    state.apply(changes.TrainerReported(3, 3))
+    assert state.drain_released() == [1]
+    assert state.stale(0) == []  # it would be dropped again with every delivery
+
+
+def test_versions_are_kept_of_waiting_groups_only() -> None:
+    versions = WaitingVersions()
+    groups = [Group(order, 1, None, StoredGroup(order, order)) for order in range(1000)]
+    for group in groups:
+        versions.add([group])
+        if group.order >= 10:
+            versions.discard([groups[group.order - 10]])
+        assert len(versions._oldest_first) <= 2 * 10 + SPARE
+    assert versions.before(995) == [990, 991, 992, 993, 994]
 
 
 def test_a_repeated_post_gets_the_first_answer_and_is_stored_once() -> None:
