@@ -255,7 +255,7 @@ MISTAKES = {
         "{} in score",
         [
             "3 items in a row gave no group",
-            "score has returned None for 1 of 1 answers so far",
+            "score has returned None for ",
             "return a number for each",
         ],
     ),
