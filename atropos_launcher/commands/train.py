@@ -39,6 +39,7 @@ from atropos_launcher.plan.sections import (
     API_TOKEN,
     KEY,
     expect_evaluations,
+    expect_files,
     expect_filled_batches,
     expect_lengths,
     expect_lesson,
@@ -82,6 +83,8 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_lesson(plan.run, plan.trainer, plan.environments)
         expect_sampling(plan.trainer)
         expect_evaluations(plan.trainer, plan.environments)
+        if not asked.given.gpus:  # else it is another machine's plan
+            expect_files(plan.environments)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:

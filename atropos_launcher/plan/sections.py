@@ -286,6 +286,23 @@ def expect_sampling(trainer: TrainerConfig) -> None:
         )
 
 
+def expect_files(environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError for files of questions that are not there, which an environment would miss once vLLM serves."""
+    for name, plan in environments.items():
+        env = plan.resolved["env"]
+        data = env.get("data") or {}
+        named = {f"data.{key}": path for key in ("source", "test_source") if (path := data.get(key))}
+        if named:
+            from atroposlib.envs.data.dataset import is_local  # which a plan without such data need not load
+
+            named = {key: path for key, path in named.items() if is_local(path)}
+        if path := env.get("dataset_path"):
+            named["dataset_path"] = path
+        for key, path in named.items():
+            if not Path(path).expanduser().exists():
+                raise ConfigError(f"{name}.{key}: {path} does not exist: correct the path, seen from {Path.cwd()}")
+
+
 def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:
     """Raise ConfigError for answers so long that no prompt fits beside them, on a vLLM server or in the trainer, and
     for a server that is to serve more than the model's context.

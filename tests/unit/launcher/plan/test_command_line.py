@@ -333,3 +333,12 @@ def test_a_group_size_that_never_fills_a_batch_is_refused(words: str, fits: bool
         return
     with pytest.raises(ConfigError, match=f"env.group_size {words}: whole groups never fill a batch of 64 rollouts"):
         train.main(argv)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_questions_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    argv = ["gsm8k", "--env.dataset_path", str(tmp_path / "mine.jsonl"), "--dry-run"]
+    with pytest.raises(ConfigError, match=r"dataset_path: .*mine\.jsonl does not exist: correct the path, seen from /"):
+        train.main(argv)
+    (tmp_path / "mine.jsonl").write_text("")
+    assert train.main(argv) == 0
