@@ -88,7 +88,6 @@ class FineTuning:
             step=step,
             rate=learning_rate(config, step, done.updates),
             offline_share=config.offline_share,
-            updates_before=done.updates,
         )
         updates = Updates(self._learner, self._bad_batches, plan, self._offline)
         updates.begin(NOTHING_SAMPLED, lambda comparison: {})

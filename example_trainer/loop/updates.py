@@ -48,7 +48,13 @@ class Plan:
     step: int = 1
     rate: float = 0.0
     offline_share: float = 0.0  # of each update's loss
-    updates_before: int = 0  # in earlier steps
+
+    @property
+    def planned_before(self) -> int:
+        """Return how many updates earlier steps planned, whether they were made or not: a bad one must not be given
+        its offline examples again.
+        """
+        return (self.step - 1) * self.updates_per_batch * self.epochs
 
 
 def plan_of_step(config: TrainerConfig, step: int, updates_before: int, batch: Batch) -> Plan:
@@ -62,7 +68,6 @@ def plan_of_step(config: TrainerConfig, step: int, updates_before: int, batch: B
         step=step,
         rate=learning_rate(config, step, updates_before, batch.signal_share),
         offline_share=config.offline_share,
-        updates_before=updates_before,
     )
 
 
@@ -204,7 +209,7 @@ class Updates:
         """Add the gradient of the update's offline examples, and what was measured of them."""
         if self._offline is None:
             return measured
-        return added((measured, self._offline.add_gradient(self._plan.updates_before + place)))
+        return added((measured, self._offline.add_gradient(self._plan.planned_before + place)))
 
     def _accepted(self, measured: Metrics, place: int) -> bool:
         """Clip the gradient, and return True; drop it, and note why, where it cannot be stepped on."""
