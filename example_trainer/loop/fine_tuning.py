@@ -86,7 +86,7 @@ class FineTuning:
             config.updates_per_batch,
             config.epochs,
             step=step,
-            rate=learning_rate(config, step, done.updates),
+            rate=lambda made: learning_rate(config, step, done.updates + made),
             offline_share=config.offline_share,
         )
         updates = Updates(self._learner, self._bad_batches, plan, self._offline)
