@@ -211,9 +211,11 @@ class Training:
 
     @property
     def masks(self) -> int:
-        """Compute the bytes of the masks of attention behind a shared prefix, on a CPU: at most 0.65 of a row's
-        square, of which two rows are kept (attention_blocks.py).
+        """Compute the bytes of the masks of attention, of which two rows are kept (attention_blocks.py): behind a
+        shared prefix, on a CPU, at most 0.65 of a row's square; where layers have a window, that of the row.
         """
+        if self.size.window is not None and self.size.window < self.config.seq_len:
+            return 2 * self.width * self.tokens**2
         shares = self.config.shares_prefixes and not self.on_gpu
         return int(2 * 0.65 * FLOAT32 * self.tokens**2) if shares else 0
 
