@@ -138,6 +138,14 @@ def test_data_and_share_belong_together(model: str, tmp_path: Path, changes: dic
         config(model, tmp_path, NOWHERE, **changes)
 
 
+@pytest.mark.parametrize("penalty", ["kl_coef", "entropy_coef"])
+def test_penalties_of_rollouts_are_refused_without_any(
+    talker: str, tmp_path: Path, demonstrations: Path, penalty: str
+) -> None:
+    with pytest.raises(TrainerError, match=f"--{penalty.replace('_', '-')} 0.1 acts on rollouts"):
+        fine_tune(talker, tmp_path, demonstrations, **{penalty: 0.1})
+
+
 def test_beside_rollouts_each_has_its_share_of_the_loss(talker: str, tmp_path: Path, demonstrations: Path) -> None:
     settings: dict[str, Any] = dict(training_steps=1, warmup_steps=0, max_grad_norm=1e9)
     mixed = dict(offline_data=demonstrations, offline_share=0.25)

@@ -183,6 +183,7 @@ def test_the_default_algorithm_is_grpo_without_any_preset() -> None:
         ("--importance-bounds 2,0.5", "importance_bounds: give the lower bound, at most 1, then the upper one"),
         ("--log-ratio-limit 100", "log_ratio_limit: .*80"),
         ("--loss-constant 100", "loss_constant: --loss-mean token does not use a constant"),
+        ("--algorithm cispo --dual-clip 7", "dual_clip: --objective cispo has no such bound"),
         ("--importance truncate --importance-level sequence", "objective clip has per token. Give"),
         ("--importance truncate --ratio sequence_sum", "objective clip has per sequence_sum. Give"),
         ("--importance truncate --importance-level sequence --algorithm gspo", "clip has per sequence_mean. Give"),
