@@ -293,7 +293,10 @@ def _check_advantages(group: Mapping[str, object], tokens: _Rows) -> None:
 
 # name -> whether a number will do, and in words
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: value == 0 or 1e-5 <= value <= 1e3, "0, or a number from 0.00001 to 1000"),
+    "temperature": (
+        lambda value: value == 0 or 0.01 <= value <= 1e3,
+        "0, or a number from 0.01, to which vLLM raises smaller ones, up to 1000",
+    ),
     "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
     "top_k": (lambda value: -1 <= value < 2**31 and value == int(value), "an integer from -1 to 2147483647"),
     "staleness_weight": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),

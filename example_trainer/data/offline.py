@@ -130,7 +130,8 @@ def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[NDArray[np.int6
     trained = np.array(chat["masks"]) != NOT_TRAINED
     trained[: len(chat_ids(tokenizer, prefix)) if prefix else 1] = False
     tokens = np.array(chat["tokens"], np.int64)
-    trained[1:] &= tokens[:-1] != tokenizer.eos_token_id  # a template's line end, which no model is asked for
+    ends = trained & (tokens == tokenizer.eos_token_id)  # of answers; behind a user's begins what is trained
+    trained[1:] &= ~ends[:-1]  # a template's line end, which no model is asked for
     return tokens, trained
 
 

@@ -42,7 +42,7 @@ class BestPolicies:
     A run that resumes knows those that it wrote before; those of other runs stay where they are.
     """
 
-    def __init__(self, config: TrainerConfig, trained: TrainedModel, run: str) -> None:
+    def __init__(self, config: TrainerConfig, trained: TrainedModel, run: str, without_gain: int = 0) -> None:
         self._config = config
         self._trained = trained
         self._run = run
@@ -51,7 +51,7 @@ class BestPolicies:
         self._last: BestPolicy | None = None  # the newest result
         self._highest = self._kept[0] if self._kept else None  # of all results, kept or not
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
-        self.without_gain = 0  # evaluations in a row that were not the best
+        self.without_gain = without_gain  # evaluations in a row that were not the best
         if self._kept:  # a process may have ended before it did this
             self._point_to(self.folder(self._kept[0]))
 

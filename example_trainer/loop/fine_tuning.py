@@ -11,6 +11,7 @@ from functools import partial
 
 from atroposlib.logs import get_logger, say
 from example_trainer.data.batching import make_batch
+from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData, examples_of, sides_of
@@ -19,6 +20,7 @@ from example_trainer.loop.saves import Saves
 from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
 from example_trainer.output.metrics import Row, Sink, open_metrics
+from example_trainer.settings.config import TrainerConfig
 
 log = get_logger(__name__)
 
@@ -27,6 +29,7 @@ NOTHING_SAMPLED = make_batch([], seq_len=1, policy_version=0)
 
 def fine_tune(learner: Learner) -> None:
     """Train on --offline-data to --training-steps, and write the trained model. Raises TrainerError or DataError."""
+    expect_no_penalties(learner.config)
     examples = examples_of(learner.config)
     resumed = resolved(learner)
     source = resumed or learner.config.model_name
@@ -44,6 +47,15 @@ def fine_tune(learner: Learner) -> None:
         for step in range(first, config.training_steps + 1):
             tuning.step(step)
         saves.write_final()
+
+
+def expect_no_penalties(config: TrainerConfig) -> None:
+    """Raise TrainerError for terms of the loss that only rollouts have. Not the configuration's check: a launcher whose
+    recipe has them names the other command first.
+    """
+    for flag, given in {"--kl-coef": config.kl_coef, "--entropy-coef": config.entropy_coef}.items():
+        if given:
+            raise TrainerError(f"{flag} {given:g} acts on rollouts, and --offline-share 1 has none; drop it")
 
 
 class FineTuning:
@@ -86,9 +98,8 @@ class FineTuning:
             config.updates_per_batch,
             config.epochs,
             step=step,
-            rate=learning_rate(config, step, done.updates),
+            rate=lambda made: learning_rate(config, step, done.updates + made),
             offline_share=config.offline_share,
-            updates_before=done.updates,
         )
         updates = Updates(self._learner, self._bad_batches, plan, self._offline)
         updates.begin(NOTHING_SAMPLED, lambda comparison: {})

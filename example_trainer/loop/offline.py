@@ -57,7 +57,7 @@ class OfflineData:
     """The examples, and their part of each update's gradient. Make it before the first update of this process."""
 
     def __init__(self, learner: Learner, examples: Sequence[Sides]) -> None:
-        config, done = learner.config, learner.progress.updates
+        config = learner.config
         self._learner = learner
         self._examples = examples
         self._count = config.offline_examples
@@ -67,13 +67,13 @@ class OfflineData:
             "Training on %d offline %s, %d in each update", len(examples), "pairs" if pairs else "examples", self._count
         )
         if pairs:
-            last = config.training_steps * config.updates_per_step
+            done, last = (steps * config.updates_per_step for steps in (learner.progress.step, config.training_steps))
             used = {index for update in range(done, last) for index in self._of(update)}
             self._start = self._ask_start_model(sorted(used)) if used else {}
 
     def add_gradient(self, update: int) -> Metrics:
-        """Add the gradient of the examples of update number `update` (from 0) to the parameters' `.grad`; `loss` is
-        what they add to the loss.
+        """Add the gradient of the examples of planned update number `update` (from 0) to the parameters' `.grad`;
+        `loss` is what they add to the loss.
         """
         chosen = self._of(update)
         return self._of_pairs(chosen) if self._start else self._of_demonstrations(chosen)

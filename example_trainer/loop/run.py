@@ -88,7 +88,7 @@ class Run:
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
-        self.best = BestPolicies(self.config, self.trained, self.progress.run)
+        self.best = BestPolicies(self.config, self.trained, self.progress.run, self.progress.without_gain)
         self.membership = Membership(self.api, self.bridge, self.timeline)
         dtypes = compared_dtypes(self.bridge, self.config, self.progress.kernels)
         exact = self.exactness.served is not None
@@ -156,6 +156,7 @@ class Run:
         with phase("save"):
             if held_out is not None:
                 self.best.note(step, self.progress.policy_version, held_out)
+                self.progress = replace(self.progress, without_gain=self.best.without_gain)
                 self.stop_if_flat(step)
             self.save_if_due(step)
 

@@ -46,9 +46,15 @@ class Plan:
     loss_mean: LossMean = "token"
     seed: int = 0
     step: int = 1
-    rate: float = 0.0
+    rate: Callable[[int], float] = lambda made: 0.0  # of the next update, after those that the step has made
     offline_share: float = 0.0  # of each update's loss
-    updates_before: int = 0  # in earlier steps
+
+    @property
+    def planned_before(self) -> int:
+        """Return how many updates earlier steps planned, whether they were made or not: a bad one must not be given
+        its offline examples again.
+        """
+        return (self.step - 1) * self.updates_per_batch * self.epochs
 
 
 def plan_of_step(config: TrainerConfig, step: int, updates_before: int, batch: Batch) -> Plan:
@@ -60,9 +66,8 @@ def plan_of_step(config: TrainerConfig, step: int, updates_before: int, batch: B
         loss_mean=config.loss_mean,
         seed=config.seed,
         step=step,
-        rate=learning_rate(config, step, updates_before, batch.signal_share),
+        rate=lambda made: learning_rate(config, step, updates_before + made, batch.signal_share),
         offline_share=config.offline_share,
-        updates_before=updates_before,
     )
 
 
@@ -152,7 +157,7 @@ class Updates:
         """Make the updates. Raises BadBatch where the configuration says to stop."""
         for place, mini_batch in enumerate(self._mini_batches):
             if self._first_is_accepted if place == 0 else self._accepted(self._gradients(mini_batch, place), place):
-                self._learner.update(self._plan.rate)
+                self._learner.update(self._plan.rate(self.made))
                 self.made += 1
 
     @property
@@ -178,7 +183,6 @@ class Updates:
         return {
             **values(of_updates(self._measured)),
             **self._checked,
-            **({"lr": self._plan.rate} if self._measured else {}),
         }
 
     def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
@@ -204,7 +208,7 @@ class Updates:
         """Add the gradient of the update's offline examples, and what was measured of them."""
         if self._offline is None:
             return measured
-        return added((measured, self._offline.add_gradient(self._plan.updates_before + place)))
+        return added((measured, self._offline.add_gradient(self._plan.planned_before + place)))
 
     def _accepted(self, measured: Metrics, place: int) -> bool:
         """Clip the gradient, and return True; drop it, and note why, where it cannot be stepped on."""
@@ -223,8 +227,12 @@ class Updates:
             self._learner.discard()
             return False
         self._bad_batches.note_update()
-        norms = {"grad_norm": Metric("mean", grad_norm), "grad_norm_max": Metric("max", grad_norm, over_updates="max")}
-        self._measured.append({**measured, **norms})
+        own = {
+            "grad_norm": Metric("mean", grad_norm),
+            "grad_norm_max": Metric("max", grad_norm, over_updates="max"),
+            "lr": Metric("mean", self._plan.rate(self.made)),
+        }
+        self._measured.append({**measured, **own})
         return True
 
     def _name(self, place: int, count: int) -> str:

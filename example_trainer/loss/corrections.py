@@ -3,8 +3,8 @@ functions without gradients: values in, values out; tensors are [tokens].
 
     old log-probabilities   importance w                  what the bounds do to a token's loss
     recomputed              exp(old - sampler)            multiplied by min(w, high); by w within the bounds, else 0
-    the sampler's           r = exp(now - sampler),       multiplied by min(r, high) / r; kept within the bounds,
-                            which the loss has already    else 0
+    the sampler's           exp(now - sampler)            multiplied by min(w, high) / w, as the loss has w already
+                                                          (config.py refuses the rest); kept within the bounds, else 0
 """
 
 import torch

@@ -62,6 +62,7 @@ class ModelSize:
     kv_heads: int | None = None
     experts_per_token: int = 0  # of a mixture of experts
     model_type: str | None = None  # its family, by Hugging Face's name
+    window: int | None = None  # tokens that some layer sees, where it does not see all
 
     @cached_property
     def layers(self) -> int:
@@ -215,7 +216,10 @@ def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
     count = sum(math.prod(shape) for shape in shapes.values())
     chosen = config.get("num_experts_per_tok") or 0
     kv_heads = config.get("num_key_value_heads") or heads
-    return ModelSize(count, shapes, source, heads, kv_heads, chosen, config.get("model_type"))
+    family = config.get("model_type")
+    is_windowed = config.get("use_sliding_window", family in ("mistral", "mixtral"))  # of Qwen only where it says so
+    window = config.get("sliding_window") if is_windowed else None
+    return ModelSize(count, shapes, source, heads, kv_heads, chosen, family, window)
 
 
 def context_of(model: str) -> int | None:

@@ -211,9 +211,11 @@ class Training:
 
     @property
     def masks(self) -> int:
-        """Compute the bytes of the masks of attention behind a shared prefix, on a CPU: at most 0.65 of a row's
-        square, of which two rows are kept (attention_blocks.py).
+        """Compute the bytes of the masks of attention, of which two rows are kept (attention_blocks.py): behind a
+        shared prefix, on a CPU, at most 0.65 of a row's square; where layers have a window, that of the row.
         """
+        if self.size.window is not None and self.size.window < self.config.seq_len:
+            return 2 * self.width * self.tokens**2
         shares = self.config.shares_prefixes and not self.on_gpu
         return int(2 * 0.65 * FLOAT32 * self.tokens**2) if shares else 0
 
@@ -267,10 +269,13 @@ class Training:
 
     @property
     def logits(self) -> int:
-        """Logits, their probabilities and gradient; the head's next gradient beside the sum of those before."""
+        """Logits, their probabilities and gradient; the head's next gradient beside the sum of those before. Where a
+        teacher names tokens, probabilities twice: of what the sampler kept, too (policy.py).
+        """
         chunk = min(self.config.logits_mb * MIB, FLOAT32 * self.size.embedding[0] * self.tokens)
         parts = chunk // self.tp if self.tp > 1 else 0  # which are put together
-        return 2 * chunk + parts + max(chunk, 0 if self.adapter else FLOAT32 * self.own.head)
+        kept = 3 if self.config.teacher_top_k else 2
+        return kept * chunk + parts + max(chunk, 0 if self.adapter else FLOAT32 * self.own.head)
 
     @cached_property
     def phases(self) -> dict[str, list[MemoryItem]]:
@@ -386,7 +391,8 @@ class BesideVllm:
     @property
     def items(self) -> list[MemoryItem]:
         """List it as a table."""
-        logits = MemoryItem("logits", "logits, --logits-chunk-mb", self.ranks * (3 * self.config.logits_mb << 20))
+        chunks = 4 if self.config.teacher_top_k else 3
+        logits = MemoryItem("logits", "logits, --logits-chunk-mb", self.ranks * chunks * self.config.logits_mb * MIB)
         return [*single_copy(self.config, self.count, self.is_half), logits]
 
     @property

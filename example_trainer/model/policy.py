@@ -22,6 +22,7 @@ from example_trainer.data.routing_replay import Routing
 
 ChunkLoss = Callable[..., Tensor]  # of log-probabilities, entropy, chunk, and where a teacher names tokens, Named
 See = Callable[[Tensor], None]
+DROPPED_PARTS = 8  # of a chunk's rows: sorting takes several buffers of their logits' size
 LEAST_REST = 1e-30  # of a probability, so that its logarithm and its inverse are finite in float32
 
 
@@ -113,20 +114,35 @@ def of_tokens(
 ) -> tuple[Tensor, Tensor, Named | None]:
     """The same, and what the policy gives the tokens `named` by a teacher [rows, k]: of softmax(logits / temperature),
     since one that the sampler's truncation left out would have no log-probability.
+
+    At most three buffers of the logits' size are alive at once, or four with both (memory/plan.py counts on it), so
+    float32 logits are changed in place.
     """
     logits = logits.float()
     if bool((temperatures != 1).any()):
-        logits = logits / temperatures[:, None]
+        with torch.no_grad():  # where autograd would refuse a head's view
+            logits.div_(temperatures[:, None])
+        if logits.requires_grad:
+            logits.register_hook(lambda grad: grad / temperatures[:, None])
     apply = cast(Callable[..., tuple[Tensor, ...]], _LogprobsAndEntropy.apply)
     if truncation is None:
         logprobs, entropy, *of_named = apply(logits, targets, named)
         return logprobs, entropy, Named(*of_named) if of_named else None
-    masked = logits.masked_fill(_dropped(logits, targets, *truncation), torch.finfo(torch.float32).min)
-    logprobs, entropy = apply(masked, targets)
-    return logprobs, entropy, None if named is None else Named(*apply(logits, targets, named)[2:])
+    told = None if named is None else Named(*apply(logits, targets, named)[2:])  # keeps no logits
+    _drop(logits, targets, *truncation)
+    return *apply(logits, targets), told
 
 
 @torch.no_grad()
+def _drop(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
+    """Take the tokens that top-k and top-p exclude out of the logits, a few rows at a time. Their gradient is 0 as
+    their probability is, so autograd need not know.
+    """
+    size = max(1, len(logits) // DROPPED_PARTS)
+    for part, *given in zip(*(each.split(size) for each in (logits, targets, top_ks, top_ps)), strict=True):
+        part.masked_fill_(_dropped(part, *given), torch.finfo(torch.float32).min)
+
+
 def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """Mark which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a
     target: it was sampled.

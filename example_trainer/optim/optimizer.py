@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate of each step and the one update of a step."""
+"""The optimizer, the learning rate of each update and the update itself."""
 
 import math
 from collections.abc import Iterable
@@ -67,8 +67,8 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
 
 
 def learning_rate(config: TrainerConfig, step: int, updates: int, signal_share: float = 1.0) -> float:
-    """Return the rate of training step `step`, counted from 1, before which `updates` were made; `signal_share` (0 to
-    1) is the share of its groups with a signal, which counts with --lr-by-signal.
+    """Return the rate of an update of training step `step`, counted from 1, before which `updates` were made;
+    `signal_share` (0 to 1) is the share of the step's groups with a signal, which counts with --lr-by-signal.
 
     It rises linearly from lr / warmup_steps to lr over the first `warmup_steps` updates, because the optimizer's
     moments settle by updates. It falls linearly to lr / (lr_decay_steps + 1) over the last `lr_decay_steps` steps,

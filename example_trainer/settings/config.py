@@ -505,6 +505,19 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
+    def _truncates_the_ratio_in_the_loss(self) -> "TrainerConfig":
+        if self.importance != "truncate" or self.old_logprobs == "recomputed":
+            return self
+        if (self.objective, self.ratio) != ("clip", "token" if self.importance_level == "token" else "sequence_sum"):
+            raise ValueError(
+                f"--importance truncate, --importance-level {self.importance_level}: with --old-logprobs sampler it"
+                f" bounds the ratio in the loss, which --objective {self.objective} has per {self.ratio}. Give"
+                " --old-logprobs recomputed, or --importance mask; or --objective clip with the levels token and"
+                " --ratio token, or sequence and sequence_sum"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_repeated(self) -> "TrainerConfig":
         if not self.deterministic:
             return self

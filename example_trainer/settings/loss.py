@@ -128,6 +128,8 @@ class LossSettings(DistillationSettings):
         least = 1 + (low if high is None else high)
         if 0 < value < least and info.data.get("objective") == "clip":
             raise ValueError(f"give at least {least:g}, where the upper clip is, or 0 for no bound")
+        if value not in (0, cls.model_fields["dual_clip"].default) and info.data.get("objective") == "cispo":
+            raise ValueError("--objective cispo has no such bound; give --objective clip, or drop --dual-clip")
         return value
 
     @field_validator("loss_constant")

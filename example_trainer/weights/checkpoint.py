@@ -56,7 +56,8 @@ class Progress:
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
-    steps, where they can be repeated (output/step_chain.py).
+    steps, where they can be repeated (output/step_chain.py). `without_gain` are the evaluations in a row without a new
+    best policy.
     """
 
     step: int = 0
@@ -67,6 +68,7 @@ class Progress:
     kernels: str = field(default="torch", compare=False)
     share_prefixes: bool | None = field(default=None, compare=False)
     chain: str = field(default="", compare=False)
+    without_gain: int = field(default=0, compare=False)
 
 
 class Checkpoints:

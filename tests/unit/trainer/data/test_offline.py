@@ -87,6 +87,15 @@ def test_of_text_what_follows_the_prefix_is_trained_and_of_a_chat_what_the_assis
     assert trained_text(Example("", [QUESTION], ([ANSWER], [WORSE]))) == ["4<|im_end|>", "5<|im_end|>"]
 
 
+def test_an_answer_right_behind_the_end_of_a_question_is_trained_whole() -> None:
+    """Some templates end every message alike, and have no header before an answer."""
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    for example in (Example("", [], ([QUESTION, ANSWER],)), Example("", [QUESTION], ([ANSWER],))):
+        ((side,),), _, _ = tokenized([example], tokenizer, 500)
+        assert tokenizer.decode(side.tokens[side.trained].tolist()) == "4<|im_end|>"
+
+
 def test_long_examples_are_cut_counted_and_left_out_where_no_answer_remains() -> None:
     examples = [Example("a:1", "12345", (answer,)) for answer in ("6", "678", "6")] + [
         Example("a:4", "123456789", ("6",))

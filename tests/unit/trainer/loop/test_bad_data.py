@@ -87,6 +87,7 @@ FURTHER: dict[str, Callable[[Group], Group]] = {
     "score 1e10 of one": lambda g: {k: v[:1] if isinstance(v, list) else v for k, v in g.items()} | {"scores": [1e10]},
     "temperature true": lambda g: g | {"generation_params": {"temperature": True}},
     "temperature -1": lambda g: g | {"generation_params": {"temperature": -1}},
+    "temperature that vLLM raises": lambda g: g | {"generation_params": {"temperature": 0.009}},
     "temperature 10^400": lambda g: g | {"generation_params": {"temperature": 10**400}},
     "top_p 0": lambda g: g | {"generation_params": {"top_p": 0}},
     "top_p 2": lambda g: g | {"generation_params": {"top_p": 2.0}},

@@ -194,6 +194,13 @@ def test_a_run_ends_when_it_is_flat(
     assert (tmp_path / "checkpoints/final_model").is_dir()
 
 
+def test_a_resumed_run_is_as_flat_as_it_was(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 2, "training_steps": 8}
+    train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3, **flat)
+    api, _ = train(model, tmp_path, {3: 0.5, 4: 0.5}, resume="latest", **flat)
+    assert api.steps[-1] == {"step": 4, "policy_version": 4, "done": True, "num_steps": 4}
+
+
 def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3)
     checkpoints = tmp_path / "checkpoints"

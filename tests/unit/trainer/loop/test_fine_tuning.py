@@ -139,6 +139,14 @@ def test_data_and_share_belong_together(model: str, tmp_path: Path, changes: dic
         config(model, tmp_path, NOWHERE, **changes)
 
 
+@pytest.mark.parametrize("penalty", ["kl_coef", "entropy_coef"])
+def test_penalties_of_rollouts_are_refused_without_any(
+    talker: str, tmp_path: Path, demonstrations: Path, penalty: str
+) -> None:
+    with pytest.raises(TrainerError, match=f"--{penalty.replace('_', '-')} 0.1 acts on rollouts"):
+        fine_tune(talker, tmp_path, demonstrations, **{penalty: 0.1})
+
+
 def test_beside_rollouts_each_has_its_share_of_the_loss(talker: str, tmp_path: Path, demonstrations: Path) -> None:
     settings: dict[str, Any] = dict(training_steps=1, warmup_steps=0, max_grad_norm=1e9)
     mixed = dict(offline_data=demonstrations, offline_share=0.25)
@@ -168,20 +176,43 @@ def test_a_batch_without_a_signal_still_trains_on_offline_data(
     assert found[1]["sft_loss"] < found[0]["sft_loss"]
 
 
-def test_each_update_has_its_own_examples(
-    talker: str, tmp_path: Path, demonstrations: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The updates whose examples were trained on."""
+    updates: list[int] = []
     add = OfflineData.add_gradient
 
     def noted(data: OfflineData, update: int) -> Metrics:
-        asked.append(update)
+        updates.append(update)
         return add(data, update)
 
     monkeypatch.setattr(OfflineData, "add_gradient", noted)
+    return updates
+
+
+def test_each_update_has_its_own_examples(talker: str, tmp_path: Path, demonstrations: Path, asked: list[int]) -> None:
     mixed: dict[str, Any] = dict(offline_data=demonstrations, offline_share=0.5, updates_per_batch=2, epochs=2)
     train(talker, tmp_path, api=FakeApi(lambda n: [item([0.0, 1.0] * 4, seed=n)]), training_steps=2, **mixed)
     assert asked == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "pairs"])
+def test_the_examples_of_a_bad_update_are_skipped(
+    talker: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    kind: str,
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or each following step would fail on them, too. A resumed run goes on behind them."""
+    clip = Learner.clip
+    monkeypatch.setattr(Learner, "clip", lambda learner: math.nan if asked[-1] == 1 else clip(learner))
+    data, settings = request.getfixturevalue(kind), dict(max_bad_batches=1, batch_size=1, checkpoint_interval=1)
+    fine_tune(talker, tmp_path, data, training_steps=3, **settings)
+    fine_tune(talker, tmp_path, data, training_steps=5, resume="latest", **settings)
+    assert asked == list(range(5))
+    assert [row["updates"] for row in rows(tmp_path)] == [1, 1, 2, 3, 4]
 
 
 def test_an_update_that_is_not_finite_changes_nothing(

@@ -128,6 +128,22 @@ def test_two_updates_and_two_epochs_are_four_optimizer_steps_and_one_sync(
     assert not any(torch.equal(alone[name], after[1][name]) for name in alone)
 
 
+def test_the_rate_rises_from_update_to_update(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row has its mean over the step's updates."""
+    made: list[float] = []
+    update = Learner.update
+
+    def noted(learner: Learner, rate: float) -> None:
+        made.append(rate)
+        update(learner, rate)
+
+    monkeypatch.setattr(Learner, "update", noted)
+    settings: dict[str, Any] = dict(training_steps=2, batch_size=5, warmup_steps=5, lr=1e-3)
+    train(model, tmp_path, api=FakeApi(lambda n: answers()), updates_per_batch=2, epochs=2, **settings)
+    assert made == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, *[1e-3] * 4])
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([5e-4, 1e-3])
+
+
 def test_recomputed_ratios_leave_one_as_the_updates_go_on(model: str, tmp_path: Path) -> None:
     """In the second epoch the same tokens have another ratio, against the policy before the first update."""
     settings: dict[str, Any] = dict(training_steps=1, batch_size=5, epochs=2, warmup_steps=0, lr=1e-3)

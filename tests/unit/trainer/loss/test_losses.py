@@ -183,8 +183,27 @@ def test_the_default_algorithm_is_grpo_without_any_preset() -> None:
         ("--importance-bounds 2,0.5", "importance_bounds: give the lower bound, at most 1, then the upper one"),
         ("--log-ratio-limit 100", "log_ratio_limit: .*80"),
         ("--loss-constant 100", "loss_constant: --loss-mean token does not use a constant"),
+        ("--algorithm cispo --dual-clip 7", "dual_clip: --objective cispo has no such bound"),
+        ("--importance truncate --importance-level sequence", "objective clip has per token. Give"),
+        ("--importance truncate --ratio sequence_sum", "objective clip has per sequence_sum. Give"),
+        ("--importance truncate --importance-level sequence --algorithm gspo", "clip has per sequence_mean. Give"),
+        ("--importance truncate --algorithm cispo", "objective cispo has per token. Give"),
     ],
 )
 def test_settings_that_contradict_themselves_are_one_line(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings_of(*flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--importance-level sequence --ratio sequence_sum",
+        "--importance-level sequence --old-logprobs recomputed",
+        "--algorithm gspo --epochs 2",
+        "--algorithm cispo --old-logprobs recomputed",
+    ],
+)
+def test_truncate_is_accepted_where_it_bounds_the_ratio_in_the_loss_or_one_beside_it(flags: str) -> None:
+    assert settings_of("--importance", "truncate", *flags.split()).importance == "truncate"

@@ -43,7 +43,12 @@ Rows = list[Tensor]  # of each sequence, a value for each of its sampled tokens
 CORRECTED: dict[str, dict[str, Any]] = {
     "truncated": {"importance": "truncate", "importance_bounds": (0.5, 1.2)},
     "masked": {"importance": "mask", "importance_bounds": (0.8, 1.2)},
-    "sequences truncated": {"importance": "truncate", "importance_level": "sequence", "importance_bounds": (0.1, 1.5)},
+    "sequences truncated": {
+        "ratio": "sequence_sum",  # the one in the loss, which is bounded
+        "importance": "truncate",
+        "importance_level": "sequence",
+        "importance_bounds": (0.1, 1.5),
+    },
     "sequences masked": {"importance": "mask", "importance_level": "sequence", "importance_bounds": (0.6, 1.8)},
     "off-policy sequences masked": {"off_policy_mask": 0.05},
     "both masks": {"importance": "mask", "importance_bounds": (0.8, 1.2), "off_policy_mask": 0.05},

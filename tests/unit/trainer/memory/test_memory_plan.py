@@ -23,9 +23,10 @@ from example_trainer.memory import plan as plan_module
 from example_trainer.memory.fits import Room, Verdict, fits
 from example_trainer.memory.model_size import BY_NAME, PUBLISHED, model_size, published, size_of, weight_shapes
 from example_trainer.memory.plan import GB, Kind, MemoryItem, Serving, Training, total
+from example_trainer.model.attention_blocks import attention_blocks
 from example_trainer.model.loading import prepare_for_training, rebuild_buffers
 from example_trainer.model.packed_attention import PACKED_SDPA
-from example_trainer.model.policy import Policy, accumulate_gradients
+from example_trainer.model.policy import Policy, accumulate_gradients, of_tokens
 from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.ranks.partition import local
 from example_trainer.settings.config import TrainerConfig
@@ -467,6 +468,59 @@ def peak_of(prof: Any) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "window"),
+    [
+        ("mistral", {"sliding_window": 1024}, 1024),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 8192}, None),  # as long as the longest sequence
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True}, 1024),
+    ],
+)
+def test_masks_of_windows_are_counted_where_a_sequence_may_be_longer(
+    family: str, given: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    architecture = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    made = {"architectures": [architecture], "model_type": family, "vocab_size": 64, **sizes, **given}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    size = model_size(str(tmp_path))
+    assert size is not None
+    flags = {"model_name": "m", "seq_len": 8192, "compute_dtype": "bfloat16", "micro_batch_tokens": 4096}
+    plan = Training(TrainerConfig.model_validate(flags | {"share_prefixes": False}), size, 1, on_gpu=True)
+    dtype = torch.bfloat16
+    (block,) = attention_blocks((8192,), (-1,), window, torch.device("cpu"), dtype)
+    assert plan.masks == (0 if block.mask is None else 2 * block.mask.nbytes)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize("teacher", [{}, {"distill_coef": 1.0, "distill": "forward_kl", "distill_top_k": 20}], ids=str)
+def test_logits_take_what_the_plan_counts_whatever_the_sampler_did(
+    temperature: float, truncates: bool, teacher: dict[str, Any]
+) -> None:
+    rows, vocabulary, width = 64, 32768, 8
+    sizes = {"num_hidden_layers": 1, "hidden_size": width, "intermediate_size": 8, "vocab_size": vocabulary}
+    with torch.device("meta"):
+        model = model_of("qwen2", torch.float32, **sizes)
+    plan = planned(model, ranks=1, offload="none", logits_chunk_mb=rows * vocabulary * 4 >> 20, **teacher)
+    states, head = torch.randn(rows, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    truncation = (torch.full((rows,), 50), torch.full((rows,), 0.9)) if truncates else None
+    named = torch.randint(vocabulary, (rows, 20)) if teacher else None
+    targets, temperatures = torch.randint(vocabulary, (rows,)), torch.full((rows,), temperature)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        logprobs, entropy, told = of_tokens(logits, targets, temperatures, truncation, named)
+        total = -logprobs.sum() - 0.1 * entropy.sum()
+        return total if told is None else total - told.logprobs.sum() - told.rest.sum()
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        loss(torch.nn.functional.linear(states, head)).backward()
+    small = 1.01  # what has no column for each token
+    assert peak_of(prof) <= small * plan.logits + head.nbytes
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ GSPO = {
     "kl_coef": 0.1,
     "kl_in": "reward",
 }
-CORRECTED = {"algorithm": "cispo", "advantage": "rloo", "loss_mean": "constant", "importance": "truncate"}
+CORRECTED = {"algorithm": "rloo", "loss_mean": "constant", "importance": "truncate"}
 LORA_KL = {"weight_bridge_mode": "lora_restart", "kl_coef": 0.1}
 LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
 ADAPTER = "model/adapter_model.safetensors"
