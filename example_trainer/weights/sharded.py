@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from example_trainer.optim.bf16_masters import exact_value
 
@@ -73,6 +74,15 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
                 )
                 yield f"{module_name}.{leaf}" if module_name else leaf, whole
+
+
+def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the model's files have: the parameters, and the buffers that no code computes, such as the
+    bias that DeepSeek's routers add to their scores. Training never changes those.
+    """
+    yield from whole_parameters(model)
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in computed)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:  # leaf, pieces, dim
