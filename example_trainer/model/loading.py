@@ -2,10 +2,10 @@
 the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading, reason
-from atroposlib.wire.published import FAMILIES
+from atroposlib.wire.published import FAMILIES, Shape
 from example_trainer.data.packing import MicroBatch
 from example_trainer.errors import ModelError as ModelError
 from example_trainer.model.packed_attention import PACKED_SDPA
@@ -33,11 +33,35 @@ def load_model(
     """
     with reading_model(name), _choosing_attention(name):
         expect_length(AutoConfig.from_pretrained(name), longest)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=torch.float32,
+            attn_implementation=PACKED_SDPA,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+        )
+    model: PreTrainedModel = loaded[0]
+    _expect_whole(name, **loaded[1])
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, longest=longest)
     check_packed_forward(Policy(model), device, longest=longest)
     return model
+
+
+def _expect_whole(
+    name: str, missing_keys: Iterable[str], mismatched_keys: Iterable[tuple[str, Shape, Shape]], **other: object
+) -> None:
+    """Raise ModelError where transformers made up a tensor that the files lack, or have in another shape. Tied weights
+    and buffers that code computes are not among these.
+    """
+    wrong = [f"{tensor} is missing" for tensor in sorted(missing_keys)]
+    wrong += [f"{tensor} is {[*found]} there, not {[*own]}" for tensor, found, own in sorted(mismatched_keys)]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ModelError(
+            f"the weight files of {name!r} do not hold the model that its config.json describes: {'; '.join(wrong[:3])}"
+            f"{more}; download or save the model again"
+        )
 
 
 def meta_model(name: str) -> PreTrainedModel:

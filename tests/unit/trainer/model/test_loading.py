@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.model.loading import load_model
+from example_trainer.model.loading import ModelError, load_model
 from example_trainer.weights.written import TrainedModel
-from tests.unit.trainer.fakes import SHAPE
+from tests.unit.trainer.fakes import SHAPE, model_folder
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 20)[None]
@@ -49,3 +50,21 @@ def test_a_written_model_has_the_buffers_that_no_code_computes(
     assert all(torch.equal(buffers[name], bias) for name, bias in biases.items())
     assert torch.equal(again(input_ids=IDS).logits, trained.model(input_ids=IDS).logits)
     assert TrainedModel(again).digest() == trained.digest()
+
+
+@pytest.mark.parametrize("changed", [None, torch.zeros(32, 47)])
+def test_files_that_lack_a_tensor_are_refused_by_its_name(changed: torch.Tensor | None, tmp_path: Path) -> None:
+    weights = Path(model_folder(tmp_path)) / "model.safetensors"
+    tensors, name = load_file(weights), "model.layers.1.mlp.down_proj.weight"
+    del tensors[name]
+    save_file(tensors | ({} if changed is None else {name: changed}), weights, metadata={"format": "pt"})
+    says = "is missing" if changed is None else r"is \[32, 47\] there, not \[32, 48\]"
+    with pytest.raises(ModelError, match=rf"do not hold the model .*: {name} {says}; download"):
+        load_model(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("mixtral", False), ("qwen3_moe", True)])
+def test_tied_heads_stacked_experts_and_computed_buffers_are_not_missed(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    load_model(model_folder(tmp_path, family=family, tie_word_embeddings=tied), CPU)
