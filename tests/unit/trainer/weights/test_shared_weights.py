@@ -15,6 +15,7 @@ from example_trainer.optim.bf16_masters import MasteredParameter
 from example_trainer.optim.optimizer import make_optimizer
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Checkpoints, Progress, restore
+from example_trainer.weights.load import read_into
 from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
 from example_trainer.weights.written import CheckpointError, TrainedModel
@@ -139,6 +140,25 @@ def test_saved_model_is_a_plain_folder(family: str, changes: dict[str, Any], tp:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for (name, found), (_, expected) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_of_the_run_is_read_into_every_piece(
+    family: str, changes: dict[str, Any], tp: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    best = tiny_model(family, seed=1, **changes)
+    TrainedModel(best).write(tmp_path / "best_model")
+    bound, tensors, arenas = shared(
+        tiny_model(family, **changes), tmp_path / "served", tp, dtype, MasteredParameter.over
+    )
+    read_into(bound, tmp_path / "best_model")
+    copy_replicas(tensors.values())
+    for arena, expected in zip(arenas, ranks_of(best, tp, dtype)[1], strict=True):
+        assert torch.equal(arena, expected)
+    for (name, found), (_, wanted) in zip(whole_parameters(bound), best.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
