@@ -149,18 +149,54 @@ def _without_dropout(module: nn.Module) -> None:
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute what a meta model could not and no weight file holds: the rotary embeddings' tables. Raises ModelError
-    for any other buffer.
+    """Compute what a meta model could not and no weight file holds: the rotary embeddings' tables, and what the model's
+    own `_init_weights` computes, such as Gemma's scale of embeddings. Raises ModelError for any other buffer.
     """
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
     for name, module in list(model.named_modules()):
-        if any(True for _ in module.buffers(recurse=False)):
-            if "RotaryEmbedding" not in type(module).__name__:
-                raise ModelError(
-                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
-                    " --use-shared-memory with one trainer rank"
-                )
+        own = {f"{name}.{leaf}" for leaf, _ in module.named_buffers(recurse=False)}
+        if not own:
+            continue
+        if "RotaryEmbedding" in type(module).__name__:
             with torch.device(device):
                 model.set_submodule(name, type(module)(module.config))
+        elif not own <= computed or not _rebuilt(model, module, device):
+            raise ModelError(
+                f"{name} is a {type(module).__name__} with a buffer that config.json does not give: use --trainer-ranks"
+                " 1 --compute-dtype float32 --offload none without --single-copy, and --checkpoint-format hf"
+            )
+
+
+def expect_rebuildable(model: PreTrainedModel) -> None:
+    """Raise ModelError, as `rebuild_buffers` does, for a model that cannot be loaded over a meta model."""
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+    rebuild_buffers(twin, torch.device("cpu"))
+
+
+def is_rebuildable(model: PreTrainedModel) -> bool:
+    """Return whether `expect_rebuildable` raises nothing."""
+    try:
+        expect_rebuildable(model)
+    except ModelError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _rebuilt(model: PreTrainedModel, module: nn.Module, device: torch.device) -> bool:
+    """Have the model's code compute the buffers of one of its modules, and return whether it has computed each.
+    Parameters stay as they are.
+    """
+    for parameter in module.parameters(recurse=False):
+        cast(Any, parameter)._is_hf_initialized = True  # transformers' own mark of what it must not touch
+    computed = []
+    for before in (0, 1):  # what stays is not computed
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, leaf, torch.full_like(buffer, before, device=device))
+        model._init_weights(module)
+        computed.append(dict(module.named_buffers(recurse=False)))
+    return all(torch.equal(value, computed[1][leaf]) for leaf, value in computed[0].items())
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

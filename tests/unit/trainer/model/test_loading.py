@@ -6,33 +6,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.model.loading import ModelError, load_model
+from example_trainer.model.loading import ModelError, load_model, rebuild_buffers
 from example_trainer.weights.written import TrainedModel
-from tests.unit.trainer.fakes import SHAPE, model_folder
+from tests.unit.trainer.fakes import ROUTED, model_folder, random_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 20)[None]
-ROUTED: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-
-
-def random_model(kind: str, **changes: Any) -> PreTrainedModel:
-    """A tiny random model of a Hugging Face model type."""
-    torch.manual_seed(0)
-    settings = SHAPE | {"initializer_range": 0.3, "pad_token_id": 0} | changes
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
-    return model
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("glm4_moe", ROUTED), ("deepseek_v3", ROUTED | LATENT)])
@@ -68,3 +49,21 @@ def test_tied_heads_stacked_experts_and_computed_buffers_are_not_missed(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     load_model(model_folder(tmp_path, family=family, tie_word_embeddings=tied), CPU)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma3_text", "llama"])
+def test_computed_buffers_are_those_of_a_loaded_model_and_weights_stay(kind: str) -> None:
+    model = random_model(kind)
+    before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    rebuild_buffers(model, CPU)
+    after = {name: value for name, value in (*model.named_parameters(), *model.named_buffers())}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_no_code_computes_is_refused(persistent: bool) -> None:
+    model = random_model("llama")
+    model.model.layers[1].mlp.register_buffer("scale", torch.ones(3), persistent=persistent)
+    with pytest.raises(ModelError, match=r"^model\.layers\.1\.mlp is a LlamaMLP with a buffer"):
+        rebuild_buffers(model, CPU)

@@ -20,7 +20,7 @@ from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
 from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.arenas import ranks_of
-from tests.unit.trainer.fakes import VOCAB, tiny_model
+from tests.unit.trainer.fakes import VOCAB, random_model, tiny_model
 
 MODELS = [
     ("llama", {"pad_token_id": 3}),
@@ -177,6 +177,14 @@ def test_stacked_experts_are_shared_whole(family: str, tmp_path: Path) -> None:
 def test_experts_in_pieces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Qwen3MoeExperts, which single copy .* with --tensor-parallel-size 1"):
         shared(tiny_model("qwen3_moe"), tmp_path, 2)
+
+
+def test_an_embedding_that_scales_is_shared_whole_and_refused_in_pieces(tmp_path: Path) -> None:
+    plain = random_model("gemma3_text", tie_word_embeddings=True)
+    bound, _, _ = shared(plain, tmp_path / "whole", 1)
+    assert torch.equal(bound(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    with pytest.raises(ModelError, match=r"Gemma3TextScaledWordEmbedding, which single copy .* in pieces"):
+        shared(plain, tmp_path / "pieces", 2)
 
 
 def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
