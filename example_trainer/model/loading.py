@@ -214,7 +214,8 @@ def check_packed_forward(
 ) -> None:
     """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
     model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters). The last one
-    stands at positions behind the model's original length, if sequences of `longest` tokens reach them.
+    stands at positions behind the model's original length, if sequences of `longest` tokens reach them. None is as long
+    as a sliding window: of that it is asked whether it reaches the attention, if such sequences exceed it.
     """
     model = policy.model
     lengths, parents = (4, 1, 3, 4, FAR_TOKENS), (-1, 0, 0, -1, -1)
@@ -237,8 +238,9 @@ def check_packed_forward(
         temperatures=none,
         reference_logprobs=none,
     )
+    windows: set[int | None] = set()
     try:
-        packed_logits, expected = policy.logits_both_ways(packed)
+        packed_logits, expected = policy.logits_both_ways(packed, windows)
     except (AttributeError, IndexError, TypeError, ValueError) as error:  # of a family's own code
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     difference = (packed_logits - expected).abs().max().item()
@@ -248,6 +250,13 @@ def check_packed_forward(
             f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"
             f" (limit {limit:.3g}) from its own forward pass; only architectures with the attention and the plain head"
             " of Llama and Qwen are supported"
+        )
+    window = _window(model, longest)
+    if windows and window is not None and window not in windows:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with packed sequences of more than {window} tokens: that is"
+            " sliding_window in its config.json, which its code applies by a mask alone, and packed sequences have"
+            f" none; give --seq-len {window}, or less"
         )
 
 
@@ -259,3 +268,16 @@ def _far_position(model: PreTrainedModel, longest: int | None) -> int:
     original = original_length(config)
     reached = getattr(config, "max_position_embeddings", 0) if longest is None else longest
     return original if original is not None and original + FAR_TOKENS <= reached else 0
+
+
+def _window(model: PreTrainedModel, longest: int | None) -> int | None:
+    """The model's sliding window, if sequences of `longest` tokens (None: as many as it takes) exceed it."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None)
+    # some config.json have a window that the architecture does not know
+    if "sliding_window" not in type(config).__dataclass_fields__ or "sliding_attention" not in (
+        layer_types or ["sliding_attention"]
+    ):
+        return None
+    reached = getattr(config, "max_position_embeddings", 0) if longest is None else longest
+    return config.sliding_window if config.sliding_window and config.sliding_window < reached else None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from example_trainer.model.loading import ModelError, load_model, rebuild_buffers
 from example_trainer.weights.written import TrainedModel
@@ -67,3 +68,48 @@ def test_a_buffer_that_no_code_computes_is_refused(persistent: bool) -> None:
     model.model.layers[1].mlp.register_buffer("scale", torch.ones(3), persistent=persistent)
     with pytest.raises(ModelError, match=r"^model\.layers\.1\.mlp is a LlamaMLP with a buffer"):
         rebuild_buffers(model, CPU)
+
+
+WINDOW: dict[str, Any] = {"sliding_window": 8, "max_position_embeddings": 64}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+
+def expect_transformers_logits(folder: Path, longest: int) -> None:
+    ours = load_model(str(folder), CPU, longest=longest)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = IDS[:, :longest]
+    torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phimoe", {"num_local_experts": 4}),
+        ("qwen2_moe", EXPERTS | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+def test_a_window_that_a_family_applies_by_a_mask_alone_is_refused_where_it_is_reached(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    random_model(kind, **WINDOW | changes).save_pretrained(tmp_path)
+    for longest in (None, 9):
+        with pytest.raises(ModelError, match=r"packed sequences of more than 8 tokens: .* give --seq-len 8, or less"):
+            load_model(str(tmp_path), CPU, longest=longest)
+    expect_transformers_logits(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mistral", {}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("qwen2_moe", EXPERTS | {"use_sliding_window": True, "max_window_layers": 0}),
+        ("llama", {}),  # which knows no window
+    ],
+)
+def test_a_window_that_reaches_the_attention_or_concerns_no_layer_is_taken(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    random_model(kind, **WINDOW | changes).save_pretrained(tmp_path)
+    expect_transformers_logits(tmp_path, 19)
