@@ -213,7 +213,7 @@ def check_packed_forward(
     policy: Policy, device: torch.device, dtype: torch.dtype | None = None, *, longest: int | None = None
 ) -> None:
     """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
-    model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters). The last one
+    model's own forward on each alone, up to the rounding of `dtype` and of the parameters' own. The last one
     stands at positions behind the model's original length, if sequences of `longest` tokens reach them. None is as long
     as a sliding window: of that it is asked whether it reaches the attention, if such sequences exceed it.
     """
@@ -244,7 +244,9 @@ def check_packed_forward(
     except (AttributeError, IndexError, TypeError, ValueError) as error:  # of a family's own code
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     difference = (packed_logits - expected).abs().max().item()
-    limit = PACKED_TOLERANCE[dtype or model.dtype] * max(1.0, expected.abs().max().item())
+    limit = max(PACKED_TOLERANCE[each] for each in (dtype or model.dtype, model.dtype)) * max(
+        1.0, expected.abs().max().item()
+    )
     if not difference <= limit:
         raise ModelError(
             f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"

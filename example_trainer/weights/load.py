@@ -120,12 +120,16 @@ def load_sharded(
     )
 
 
-def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None) -> Policy:
-    """The frozen start model, which the KL term compares with. Every rank calls it."""
+def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None, stored: torch.dtype) -> Policy:
+    """The frozen start model, which the KL term compares with. It is rounded to `stored`, as the policy's own weights
+    are beside an adapter and in a single copy of a bfloat16 server, so that the KL is 0 before the first update. Every
+    rank calls it.
+    """
     if mesh is None:
-        return Policy(load_model(config.model_name, device, longest=config.seq_len)).requires_grad_(False)
-    # beside an adapter it is rounded as the frozen weights are, so that a fresh adapter's KL is 0
-    stored = compute_dtype(config, device) if config.bridge.trains_adapter else torch.float32
+        model = load_model(config.model_name, device, longest=config.seq_len)
+        for parameter in model.parameters():  # not the rotary tables, which stay float32
+            parameter.data = parameter.data.to(stored)
+        return Policy(model).requires_grad_(False)
     policy = sharded_model(config, config.model_name, device, mesh, stored)
     for module in fsdp_modules(policy):
         module.set_reshard_after_forward(True)  # no backward pass follows

@@ -4,23 +4,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from example_trainer.loop.learner import Learner
 from example_trainer.model.loading import ModelError, check_packed_forward, meta_model, prepare_for_training
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import MasteredParameter
 from example_trainer.optim.optimizer import make_optimizer
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Checkpoints, Progress, restore
 from example_trainer.weights.load import read_into
 from example_trainer.weights.sharded import whole_parameters
-from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
+from example_trainer.weights.shared import (
+    SharedTensor,
+    SharedWeights,
+    StartWeights,
+    bind,
+    copy_replicas,
+    shared_tensors,
+)
 from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.arenas import ranks_of
-from tests.unit.trainer.fakes import VOCAB, random_model, tiny_model
+from tests.unit.trainer.fakes import VOCAB, model_folder, random_model, tiny_model
+from tests.unit.trainer.rank_child import sequences
 
 MODELS = [
     ("llama", {"pad_token_id": 3}),
@@ -216,3 +227,17 @@ def test_bfloat16_checkpoints_hold_the_masters(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for (name, found), (_, expected) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(found, expected), name  # float32, not rounded
+
+
+def test_the_start_model_computes_as_the_copy_of_a_bfloat16_server(tmp_path: Path) -> None:
+    """So that the KL term is 0 before the first update; a resumed preference run asks such a start model, too."""
+    folder, cpu = model_folder(tmp_path, family="qwen3"), torch.device("cpu")
+    workers, arenas = ranks_of(tiny_model("qwen3"), 1, torch.bfloat16)
+    settings = {"model_name": folder, "bridge": {"kind": "single_copy"}, "kl_coef": 0.1, "kernels": "torch"}
+    learner = Learner(TrainerConfig.model_validate(settings), cpu, ALONE)
+    learner.load_into(SharedWeights(shared_tensors(workers, arenas, MasteredParameter.over)), folder)
+    learner.begin("", "bfloat16")
+    batch, _ = sequences(1)
+    by_start, by_policy = learner.with_start_logprobs(batch), learner.with_old_logprobs(batch)
+    for start, policy in zip(by_start, by_policy, strict=True):
+        np.testing.assert_array_equal(start.old_logprobs, policy.old_logprobs)  # NaN where nothing is trained
