@@ -203,12 +203,16 @@ def writes_shards(config: TrainerConfig, learner: Learner) -> bool:
     """Return whether this run's checkpoints are in shards. Raises CheckpointError, or ModelError for a model that could
     not be loaded from them, where they are asked for and cannot be.
     """
-    if config.bridge.trains_adapter or config.checkpoint_format == "hf":
+    if config.checkpoint_format == "hf":
         return False
     shared = learner.ranks.mesh is not None
-    splits = config.optimizer == "adamw" and not learner.in_shared_memory
+    splits = config.optimizer == "adamw" and not learner.in_shared_memory and not config.bridge.trains_adapter
     if config.checkpoint_format == "sharded" and not splits:
-        why = f"--optimizer {config.optimizer}" if config.optimizer != "adamw" else config.bridge.typed
+        why = (
+            f"--optimizer {config.optimizer}"
+            if config.optimizer != "adamw"
+            else f"--weight-bridge-mode {config.bridge.typed}"
+        )
         raise CheckpointError(
             f"--checkpoint-format sharded splits weights and AdamW's moments by rows, which {why} does not keep so:"
             " drop the flag"

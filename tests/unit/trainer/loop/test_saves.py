@@ -242,6 +242,10 @@ def test_the_format_follows_the_model_unless_it_is_given(make: Make) -> None:
     assert not make(checkpoint_format="auto", weight_bridge_mode="lora_only")[1].sharded
     with pytest.raises(CheckpointError, match=r"--checkpoint-format sharded splits .* --optimizer adafactor does not"):
         make(optimizer="adafactor")
+    with pytest.raises(
+        CheckpointError, match=r"--checkpoint-format sharded splits .* --weight-bridge-mode lora_only does"
+    ):
+        make(weight_bridge_mode="lora_only")
 
 
 def test_a_model_with_a_scaled_embedding_resumes_from_its_shards(make: Make, tmp_path: Path) -> None:
