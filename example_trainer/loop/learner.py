@@ -165,7 +165,7 @@ class Learner:
         config = self.config
         self._policy = self.trained.policy
         self._policy.routing = routing_of(self.trained.model, config.routing_replay)
-        self._reference = start_policy(config, self.device, self.ranks.mesh) if config.kl_coef > 0 else None
+        self._reference = self._start_policy() if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
         self.progress = Progress(share_prefixes=config.shares_prefixes)
         if checkpoint:
@@ -205,7 +205,7 @@ class Learner:
         start = self._reference or (self._policy if self.progress.updates == 0 else None)
         if start is not None:
             return self._with_logprobs_of(start, sequences)[0]
-        start = start_policy(self.config, self.device, self.ranks.mesh)
+        start = self._start_policy()
         use_kernels(start, self._kernels)
         if self._served is not None:
             _compute_as(self._served, start)
@@ -213,6 +213,9 @@ class Learner:
         del start
         give_back_freed_memory()
         return completed
+
+    def _start_policy(self) -> Policy:
+        return start_policy(self.config, self.device, self.ranks.mesh, self.trained.model.dtype)
 
     def _with_logprobs_of(self, policy: Policy, sequences: list[Sequence]) -> tuple[list[Sequence], Comparison]:
         """The sequences with the log-probabilities that a policy gives their trained tokens, and these beside the

@@ -27,6 +27,7 @@ from atroposlib.wire.bridge import write_policy_version
 from atroposlib.wire.folders import SHARDS, FileRecord
 from example_trainer.errors import TrainerError
 from example_trainer.loop.learner import Learner
+from example_trainer.model.loading import expect_rebuildable, is_rebuildable
 from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
@@ -199,19 +200,28 @@ def former(config: TrainerConfig, learner: Learner) -> list[Path]:
 
 
 def writes_shards(config: TrainerConfig, learner: Learner) -> bool:
-    """Return whether this run's checkpoints are in shards. Raises CheckpointError where they are asked for and
-    cannot be.
+    """Return whether this run's checkpoints are in shards. Raises CheckpointError, or ModelError for a model that could
+    not be loaded from them, where they are asked for and cannot be.
     """
-    if config.bridge.trains_adapter or config.checkpoint_format == "hf":
+    if config.checkpoint_format == "hf":
         return False
     shared = learner.ranks.mesh is not None
-    splits = config.optimizer == "adamw" and not learner.in_shared_memory
+    splits = config.optimizer == "adamw" and not learner.in_shared_memory and not config.bridge.trains_adapter
     if config.checkpoint_format == "sharded" and not splits:
-        why = f"--optimizer {config.optimizer}" if config.optimizer != "adamw" else config.bridge.typed
+        why = (
+            f"--optimizer {config.optimizer}"
+            if config.optimizer != "adamw"
+            else f"--weight-bridge-mode {config.bridge.typed}"
+        )
         raise CheckpointError(
             f"--checkpoint-format sharded splits weights and AdamW's moments by rows, which {why} does not keep so:"
             " drop the flag"
         )
+    model = learner.trained.model
+    if shared:
+        return splits  # it was loaded from parts, and can be again
     if config.checkpoint_format == "sharded":
+        expect_rebuildable(model)
         return True
-    return splits and (shared or sum(each.numel() for each in learner.trained.model.parameters()) >= LARGE_PARAMETERS)
+    large = sum(each.numel() for each in model.parameters()) >= LARGE_PARAMETERS
+    return splits and large and is_rebuildable(model)

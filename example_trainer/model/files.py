@@ -16,7 +16,7 @@ from atroposlib.wire.published import InFiles, in_memory
 from example_trainer.model.loading import ModelError, reading_model
 from vllm_patching.memory.experts import read_experts
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
 
 
 class WeightFiles:

@@ -2,10 +2,10 @@
 the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading, reason
-from atroposlib.wire.published import FAMILIES
+from atroposlib.wire.published import FAMILIES, Shape
 from example_trainer.data.packing import MicroBatch
 from example_trainer.errors import ModelError as ModelError
 from example_trainer.model.packed_attention import PACKED_SDPA
@@ -33,11 +33,35 @@ def load_model(
     """
     with reading_model(name), _choosing_attention(name):
         expect_length(AutoConfig.from_pretrained(name), longest)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=torch.float32,
+            attn_implementation=PACKED_SDPA,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+        )
+    model: PreTrainedModel = loaded[0]
+    _expect_whole(name, **loaded[1])
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, longest=longest)
     check_packed_forward(Policy(model), device, longest=longest)
     return model
+
+
+def _expect_whole(
+    name: str, missing_keys: Iterable[str], mismatched_keys: Iterable[tuple[str, Shape, Shape]], **other: object
+) -> None:
+    """Raise ModelError where transformers made up a tensor that the files lack, or have in another shape. Tied weights
+    and buffers that code computes are not among these.
+    """
+    wrong = [f"{tensor} is missing" for tensor in sorted(missing_keys)]
+    wrong += [f"{tensor} is {[*found]} there, not {[*own]}" for tensor, found, own in sorted(mismatched_keys)]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ModelError(
+            f"the weight files of {name!r} do not hold the model that its config.json describes: {'; '.join(wrong[:3])}"
+            f"{more}; download or save the model again"
+        )
 
 
 def meta_model(name: str) -> PreTrainedModel:
@@ -125,18 +149,54 @@ def _without_dropout(module: nn.Module) -> None:
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute what a meta model could not and no weight file holds: the rotary embeddings' tables. Raises ModelError
-    for any other buffer.
+    """Compute what a meta model could not and no weight file holds: the rotary embeddings' tables, and what the model's
+    own `_init_weights` computes, such as Gemma's scale of embeddings. Raises ModelError for any other buffer.
     """
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
     for name, module in list(model.named_modules()):
-        if any(True for _ in module.buffers(recurse=False)):
-            if "RotaryEmbedding" not in type(module).__name__:
-                raise ModelError(
-                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
-                    " --use-shared-memory with one trainer rank"
-                )
+        own = {f"{name}.{leaf}" for leaf, _ in module.named_buffers(recurse=False)}
+        if not own:
+            continue
+        if "RotaryEmbedding" in type(module).__name__:
             with torch.device(device):
                 model.set_submodule(name, type(module)(module.config))
+        elif not own <= computed or not _rebuilt(model, module, device):
+            raise ModelError(
+                f"{name} is a {type(module).__name__} with a buffer that config.json does not give: use --trainer-ranks"
+                " 1 --compute-dtype float32 --offload none without --single-copy, and --checkpoint-format hf"
+            )
+
+
+def expect_rebuildable(model: PreTrainedModel) -> None:
+    """Raise ModelError, as `rebuild_buffers` does, for a model that cannot be loaded over a meta model."""
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+    rebuild_buffers(twin, torch.device("cpu"))
+
+
+def is_rebuildable(model: PreTrainedModel) -> bool:
+    """Return whether `expect_rebuildable` raises nothing."""
+    try:
+        expect_rebuildable(model)
+    except ModelError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _rebuilt(model: PreTrainedModel, module: nn.Module, device: torch.device) -> bool:
+    """Have the model's code compute the buffers of one of its modules, and return whether it has computed each.
+    Parameters stay as they are.
+    """
+    for parameter in module.parameters(recurse=False):
+        cast(Any, parameter)._is_hf_initialized = True  # transformers' own mark of what it must not touch
+    computed = []
+    for before in (0, 1):  # what stays is not computed
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, leaf, torch.full_like(buffer, before, device=device))
+        model._init_weights(module)
+        computed.append(dict(module.named_buffers(recurse=False)))
+    return all(torch.equal(value, computed[1][leaf]) for leaf, value in computed[0].items())
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -153,8 +213,9 @@ def check_packed_forward(
     policy: Policy, device: torch.device, dtype: torch.dtype | None = None, *, longest: int | None = None
 ) -> None:
     """Raise ModelError unless logits of packed sequences, two of which share their beginning, equal those of the
-    model's own forward on each alone, up to the rounding of `dtype` (default: that of the parameters). The last one
-    stands at positions behind the model's original length, if sequences of `longest` tokens reach them.
+    model's own forward on each alone, up to the rounding of `dtype` and of the parameters' own. The last one
+    stands at positions behind the model's original length, if sequences of `longest` tokens reach them. None is as long
+    as a sliding window: of that it is asked whether it reaches the attention, if such sequences exceed it.
     """
     model = policy.model
     lengths, parents = (4, 1, 3, 4, FAR_TOKENS), (-1, 0, 0, -1, -1)
@@ -177,17 +238,27 @@ def check_packed_forward(
         temperatures=none,
         reference_logprobs=none,
     )
+    windows: set[int | None] = set()
     try:
-        packed_logits, expected = policy.logits_both_ways(packed)
+        packed_logits, expected = policy.logits_both_ways(packed, windows)
     except (AttributeError, IndexError, TypeError, ValueError) as error:  # of a family's own code
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     difference = (packed_logits - expected).abs().max().item()
-    limit = PACKED_TOLERANCE[dtype or model.dtype] * max(1.0, expected.abs().max().item())
+    limit = max(PACKED_TOLERANCE[each] for each in (dtype or model.dtype, model.dtype)) * max(
+        1.0, expected.abs().max().item()
+    )
     if not difference <= limit:
         raise ModelError(
             f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"
             f" (limit {limit:.3g}) from its own forward pass; only architectures with the attention and the plain head"
             " of Llama and Qwen are supported"
+        )
+    window = _window(model, longest)
+    if windows and window is not None and window not in windows:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with packed sequences of more than {window} tokens: that is"
+            " sliding_window in its config.json, which its code applies by a mask alone, and packed sequences have"
+            f" none; give --seq-len {window}, or less"
         )
 
 
@@ -199,3 +270,16 @@ def _far_position(model: PreTrainedModel, longest: int | None) -> int:
     original = original_length(config)
     reached = getattr(config, "max_position_embeddings", 0) if longest is None else longest
     return original if original is not None and original + FAR_TOKENS <= reached else 0
+
+
+def _window(model: PreTrainedModel, longest: int | None) -> int | None:
+    """The model's sliding window, if sequences of `longest` tokens (None: as many as it takes) exceed it."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None)
+    # some config.json have a window that the architecture does not know
+    if "sliding_window" not in type(config).__dataclass_fields__ or "sliding_attention" not in (
+        layer_types or ["sliding_attention"]
+    ):
+        return None
+    reached = getattr(config, "max_position_embeddings", 0) if longest is None else longest
+    return config.sliding_window if config.sliding_window and config.sliding_window < reached else None

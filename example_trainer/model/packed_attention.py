@@ -40,15 +40,19 @@ def packed_sdpa(
     sliding_window: int | None = None,
     packed_lengths: tuple[int, ...] | None = None,
     packed_parents: tuple[int, ...] | None = None,
+    packed_windows: set[int | None] | None = None,
     **other: object,
 ) -> tuple[Tensor, None]:
-    """Attention output [batch, T, heads, d]. Dropout is never applied: it would make the probability ratio noise.
+    """Attention output [batch, T, heads, d]. Dropout is never applied: it would make the probability ratio noise. The
+    window that the layer gave is added to `packed_windows`.
 
     Raises ValueError for an architecture whose attention has extra terms (softcap, sinks, position bias).
     """
     extra = [name for name in ("softcap", "s_aux", "position_bias") if other.get(name) is not None]
     if extra:
         raise ValueError(f"packed attention does not implement {', '.join(extra)} of {type(module).__name__}")
+    if packed_windows is not None:
+        packed_windows.add(sliding_window)
     if attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     lengths = packed_lengths or (query.shape[2],)

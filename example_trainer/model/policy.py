@@ -164,8 +164,8 @@ def _of_chunk(
     return of_tokens(logits, batch.targets[chunk], batch.temperatures[chunk], truncation, named)
 
 
-def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """The last hidden states that predict a trained token, [R, d]."""
+def trained_hidden(model: PreTrainedModel, batch: MicroBatch, **watched: object) -> Tensor:
+    """The last hidden states that predict a trained token, [R, d]. What is `watched` goes to the attention function."""
     output = model.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -173,6 +173,7 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         packed_parents=batch.parents,
         use_cache=False,
         return_dict=True,
+        **watched,
     )
     # a position may predict the next token of several sequences; embedding sums their gradients in a fixed order
     return F.embedding(batch.rows, cast(Tensor, output.last_hidden_state)[0])
@@ -228,11 +229,11 @@ class Policy(nn.Module):
         """Logits [R, vocabulary] at the batch's rows, in the head's dtype."""
         return cast(Tensor, self.model.get_output_embeddings()(trained_hidden(self.model, batch)))
 
-    def logits_both_ways(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logits_both_ways(self, batch: MicroBatch, windows: set[int | None]) -> tuple[Tensor, Tensor]:
         """Logits of a row's segments as they are trained, packed; and by the model's own forward, each sequence
-        alone.
+        alone. The window of each layer's attention, or None, is added to `windows`.
         """
-        packed = self.model.get_output_embeddings()(trained_hidden(self.model, batch))
+        packed = self.model.get_output_embeddings()(trained_hidden(self.model, batch, packed_windows=windows))
         own = batch.input_ids[0].split(list(batch.lengths))
         begins = batch.position_ids[0, [0, *np.cumsum(batch.lengths)[:-1]]].tolist()
         sequences: list[Tensor] = []

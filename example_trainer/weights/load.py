@@ -19,7 +19,7 @@ from example_trainer.model.loading import (
 )
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import MasteredParameter, set_value
-from example_trainer.ranks.partition import Part, local, part
+from example_trainer.ranks.partition import Part, local
 from example_trainer.ranks.ranks import compute_dtype
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, load_shards, shard
@@ -32,6 +32,7 @@ from example_trainer.weights.lora import (
     read_adapter,
     saved_name,
 )
+from example_trainer.weights.sharded import parts_of
 from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
@@ -57,14 +58,14 @@ def load_trained(
 
 @torch.no_grad()
 def read_into(model: PreTrainedModel, folder: Path) -> None:
-    """Give the trained parameters, or this rank's part of them, the values that a directory of the same run has, where
-    they are. Every rank calls it. Raises ModelError or AdapterError.
+    """Give the trained parameters, or the parts of them that this process has, the values that a directory of the same
+    run has, where they are. Every rank calls it. Raises ModelError or AdapterError.
     """
     value = _adapter_values(folder, model) if (folder / CONFIG).is_file() else _file_values(folder)
-    for name, parameter in model.named_parameters():
+    for name, parameter, own in parts_of(model):
         if not parameter.requires_grad:
             continue
-        loaded = value(name, part(parameter))
+        loaded = value(name, own)
         if isinstance(parameter, MasteredParameter):
             set_value(parameter, loaded)
         else:
@@ -119,12 +120,16 @@ def load_sharded(
     )
 
 
-def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None) -> Policy:
-    """The frozen start model, which the KL term compares with. Every rank calls it."""
+def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None, stored: torch.dtype) -> Policy:
+    """The frozen start model, which the KL term compares with. It is rounded to `stored`, as the policy's own weights
+    are beside an adapter and in a single copy of a bfloat16 server, so that the KL is 0 before the first update. Every
+    rank calls it.
+    """
     if mesh is None:
-        return Policy(load_model(config.model_name, device, longest=config.seq_len)).requires_grad_(False)
-    # beside an adapter it is rounded as the frozen weights are, so that a fresh adapter's KL is 0
-    stored = compute_dtype(config, device) if config.bridge.trains_adapter else torch.float32
+        model = load_model(config.model_name, device, longest=config.seq_len)
+        for parameter in model.parameters():  # not the rotary tables, which stay float32
+            parameter.data = parameter.data.to(stored)
+        return Policy(model).requires_grad_(False)
     policy = sharded_model(config, config.model_name, device, mesh, stored)
     for module in fsdp_modules(policy):
         module.set_reshard_after_forward(True)  # no backward pass follows

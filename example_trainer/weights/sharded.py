@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from example_trainer.optim.bf16_masters import exact_value
+from example_trainer.ranks.partition import Part, part
 
 
 class ShardedLinear(nn.Module):
@@ -63,16 +65,42 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter under its Hugging Face name, whole and exact (float32 where a bfloat16 one has a master); tied
     ones once.
     """
+    for name, parts, dim in _in_pieces(model):
+        values = [exact_value(part).detach() for part in parts]
+        yield name, values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
+
+
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Part]]:
+    """Every parameter of this process under its Hugging Face name, with the part that it is of the whole one; tied ones
+    once.
+    """
+    for name, parts, dim in _in_pieces(model):
+        if len(parts) == 1:
+            yield name, parts[0], part(parts[0])
+            continue
+        start = 0
+        for parameter in parts:
+            own = range(start, start + parameter.shape[dim])
+            yield name, parameter, Part(range(parameter.shape[0]), own) if dim else Part(own)
+            start = own.stop
+
+
+def _in_pieces(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:  # name, pieces, dim
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for leaf, parts, dim in _own(module):
             if parts and id(parts[0]) not in seen:
                 seen.add(id(parts[0]))
-                values = [exact_value(part).detach() for part in parts]
-                whole = (
-                    values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
-                )
-                yield f"{module_name}.{leaf}" if module_name else leaf, whole
+                yield f"{module_name}.{leaf}" if module_name else leaf, parts, dim
+
+
+def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the model's files have: the parameters, and the buffers that no code computes, such as the
+    bias that DeepSeek's routers add to their scores. Training never changes those.
+    """
+    yield from whole_parameters(model)
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in computed)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:  # leaf, pieces, dim

@@ -31,7 +31,7 @@ from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import exact_value
 from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.manifest import weights_digest, write_manifest
-from example_trainer.weights.sharded import whole_parameters
+from example_trainer.weights.sharded import whole_tensors
 from example_trainer.weights.source import WeightSource
 
 REMEDY = (
@@ -60,7 +60,7 @@ class Form:
 
 
 def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    model.save_pretrained(folder, state_dict=dict(whole_parameters(model)))
+    model.save_pretrained(folder, state_dict=dict(whole_tensors(model)))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -98,7 +98,7 @@ class TrainedModel:
         """Compute the SHA-256 of the weights, as `digest_of_files` does of a directory that has them."""
         return weights_digest(
             (name, DTYPES[tensor.dtype], tensor.shape, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-            for name, tensor in whole_parameters(self.model)
+            for name, tensor in whole_tensors(self.model)
         )
 
     def source(self, manifest: Manifest) -> WeightSource:

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -49,6 +51,25 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+
+ROUTED: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def random_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """A tiny random model of a Hugging Face model type."""
+    torch.manual_seed(0)
+    settings = SHAPE | {"initializer_range": 0.3, "pad_token_id": 0} | changes
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    return model
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:

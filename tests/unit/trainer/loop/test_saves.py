@@ -16,7 +16,7 @@ from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.restart import servable
-from example_trainer.errors import TrainerError
+from example_trainer.errors import ModelError, TrainerError
 from example_trainer.loop.learner import HOST_RESERVE, Learner
 from example_trainer.loop.saves import Saves
 from example_trainer.ranks.ranks import ALONE
@@ -26,7 +26,7 @@ from example_trainer.weights.checkpoint import Progress, expect_same_model, find
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, model_folder
+from tests.unit.trainer.fakes import ROUTED, FakeApi, RecordingBridge, model_folder, random_model
 from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.whole_runs import feed
 from tests.unit.trainer.whole_runs import train as train_run
@@ -44,7 +44,7 @@ def make(model: str, tmp_path: Path) -> Make:
         settings = {"model_name": model, "save_path": tmp_path / "saved", "checkpoint_format": "sharded", "lr": 1e-2}
         config = TrainerConfig.model_validate(settings | changes)
         learner = Learner(config, torch.device("cpu"), ALONE)
-        learner.load(config.resume or model)
+        learner.load(config.resume or config.model_name)
         learner.begin(config.resume or "")
         return learner, Saves(config, learner, time.sleep)
 
@@ -242,6 +242,33 @@ def test_the_format_follows_the_model_unless_it_is_given(make: Make) -> None:
     assert not make(checkpoint_format="auto", weight_bridge_mode="lora_only")[1].sharded
     with pytest.raises(CheckpointError, match=r"--checkpoint-format sharded splits .* --optimizer adafactor does not"):
         make(optimizer="adafactor")
+    with pytest.raises(
+        CheckpointError, match=r"--checkpoint-format sharded splits .* --weight-bridge-mode lora_only does"
+    ):
+        make(weight_bridge_mode="lora_only")
+
+
+def test_a_model_with_a_scaled_embedding_resumes_from_its_shards(make: Make, tmp_path: Path) -> None:
+    random_model("gemma3_text").save_pretrained(tmp_path / "gemma")
+    changes = {"model_name": str(tmp_path / "gemma")}
+    learner, saves = make(**changes)
+    train(learner, 1)
+    saves.save(Progress(1, 1, 1))
+    losses = [train(learner, step) for step in (2, 3)]
+    saves.complete()
+    again, _ = make(**changes, resume=str(tmp_path / "saved/step_1"))
+    assert [train(again, step) for step in (2, 3)] == losses
+
+
+def test_a_model_that_could_not_be_loaded_from_shards_is_not_saved_in_them(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("example_trainer.loop.saves.LARGE_PARAMETERS", 1000)
+    random_model("glm4_moe", **ROUTED).save_pretrained(tmp_path / "glm")
+    changes = {"model_name": str(tmp_path / "glm")}
+    assert not make(**changes, checkpoint_format="auto")[1].sharded
+    with pytest.raises(ModelError, match=r"Glm4MoeTopkRouter with a buffer .*--checkpoint-format hf"):
+        make(**changes)
 
 
 def test_large_models_are_saved_in_shards(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,22 +4,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from example_trainer.loop.learner import Learner
 from example_trainer.model.loading import ModelError, check_packed_forward, meta_model, prepare_for_training
 from example_trainer.model.policy import Policy
 from example_trainer.optim.bf16_masters import MasteredParameter
 from example_trainer.optim.optimizer import make_optimizer
+from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Checkpoints, Progress, restore
+from example_trainer.weights.load import read_into
 from example_trainer.weights.sharded import whole_parameters
-from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
+from example_trainer.weights.shared import (
+    SharedTensor,
+    SharedWeights,
+    StartWeights,
+    bind,
+    copy_replicas,
+    shared_tensors,
+)
 from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.arenas import ranks_of
-from tests.unit.trainer.fakes import VOCAB, tiny_model
+from tests.unit.trainer.fakes import VOCAB, model_folder, random_model, tiny_model
+from tests.unit.trainer.rank_child import sequences
 
 MODELS = [
     ("llama", {"pad_token_id": 3}),
@@ -141,6 +153,25 @@ def test_saved_model_is_a_plain_folder(family: str, changes: dict[str, Any], tp:
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize(("family", "changes"), MODELS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_of_the_run_is_read_into_every_piece(
+    family: str, changes: dict[str, Any], tp: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    best = tiny_model(family, seed=1, **changes)
+    TrainedModel(best).write(tmp_path / "best_model")
+    bound, tensors, arenas = shared(
+        tiny_model(family, **changes), tmp_path / "served", tp, dtype, MasteredParameter.over
+    )
+    read_into(bound, tmp_path / "best_model")
+    copy_replicas(tensors.values())
+    for arena, expected in zip(arenas, ranks_of(best, tp, dtype)[1], strict=True):
+        assert torch.equal(arena, expected)
+    for (name, found), (_, wanted) in zip(whole_parameters(bound), best.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_stacked_experts_are_shared_whole(family: str, tmp_path: Path) -> None:
     plain, other = tiny_model(family), tiny_model(family, seed=1)
@@ -157,6 +188,14 @@ def test_stacked_experts_are_shared_whole(family: str, tmp_path: Path) -> None:
 def test_experts_in_pieces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Qwen3MoeExperts, which single copy .* with --tensor-parallel-size 1"):
         shared(tiny_model("qwen3_moe"), tmp_path, 2)
+
+
+def test_an_embedding_that_scales_is_shared_whole_and_refused_in_pieces(tmp_path: Path) -> None:
+    plain = random_model("gemma3_text", tie_word_embeddings=True)
+    bound, _, _ = shared(plain, tmp_path / "whole", 1)
+    assert torch.equal(bound(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    with pytest.raises(ModelError, match=r"Gemma3TextScaledWordEmbedding, which single copy .* in pieces"):
+        shared(plain, tmp_path / "pieces", 2)
 
 
 def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
@@ -188,3 +227,17 @@ def test_bfloat16_checkpoints_hold_the_masters(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for (name, found), (_, expected) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(found, expected), name  # float32, not rounded
+
+
+def test_the_start_model_computes_as_the_copy_of_a_bfloat16_server(tmp_path: Path) -> None:
+    """So that the KL term is 0 before the first update; a resumed preference run asks such a start model, too."""
+    folder, cpu = model_folder(tmp_path, family="qwen3"), torch.device("cpu")
+    workers, arenas = ranks_of(tiny_model("qwen3"), 1, torch.bfloat16)
+    settings = {"model_name": folder, "bridge": {"kind": "single_copy"}, "kl_coef": 0.1, "kernels": "torch"}
+    learner = Learner(TrainerConfig.model_validate(settings), cpu, ALONE)
+    learner.load_into(SharedWeights(shared_tensors(workers, arenas, MasteredParameter.over)), folder)
+    learner.begin("", "bfloat16")
+    batch, _ = sequences(1)
+    by_start, by_policy = learner.with_start_logprobs(batch), learner.with_old_logprobs(batch)
+    for start, policy in zip(by_start, by_policy, strict=True):
+        np.testing.assert_array_equal(start.old_logprobs, policy.old_logprobs)  # NaN where nothing is trained
