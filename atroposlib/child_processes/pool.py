@@ -45,8 +45,8 @@ class ProgramFailed(ChildFailed):
     """A child that was ready failed at its request, by what it ran: it ended by itself, broke a bound of time, files or
     bytes, or garbled its reply. The machine's doing is a ChildFailed alone: it was killed from outside (no memory left
     on the machine, somebody's signal), or was gone before it had the request. The end of this process cancels a
-    request, which then has no outcome at all. A machine that is too busy for a program's seconds cannot be told from a
-    program that waits, so being late is the program's.
+    request, which then has no outcome at all. A program that waits looks like one for which the machine is too busy,
+    so being late is the program's.
     """
 
 
