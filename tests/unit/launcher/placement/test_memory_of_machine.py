@@ -76,7 +76,7 @@ def test_a_newcomer_is_offered_what_the_machine_accepts(
     size: float, larger: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has(monkeypatch, size)
-    offered = next_steps("runs/mine", newcomer=True, installed=True, accepts=train.is_accepted)
+    offered = next_steps("runs/mine", newcomer=True, typed="atropos", accepts=train.is_accepted)
     assert [words for words in offered if "Qwen" in words] == ([] if larger is None else [f"atropos {larger}"])
     for command in offered:
         if "Qwen" in command or "lora" in command:
