@@ -237,7 +237,8 @@ def parse(
     if rest:
         spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
         name = spelled.replace("-", "_")
-        raise ConfigError(f"unknown flag --{spelled}{_hint(name, keys, elsewhere())} (--help all lists them)")
+        where = "--help all" if first else "--help"
+        raise ConfigError(f"unknown flag --{spelled}{_hint(name, keys, elsewhere())} ({where} lists them)")
     by_path = {".".join(key.path): key for key in keys}
     values = {
         path: text if isinstance(text, bool) else by_path[path].value([text] if isinstance(text, str) else text)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines
@@ -36,13 +36,12 @@ from atropos_launcher.run_file.run_file import (
     recipe_files,
     validated,
 )
-from atropos_launcher.run_file.servers import Tree, each_server, merged_servers
+from atropos_launcher.run_file.servers import PLANNED, Tree, each_server, merged_servers
 from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
-from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, Key, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
@@ -273,8 +272,16 @@ def _changed(
 
 
 def _keys_of_programs() -> dict[str, list[Key]]:
-    """Of two programs with one flag, the trainer's first."""
-    programs: dict[str, type[BaseModel]] = {"trainer": TrainerConfig, "env": BaseEnvConfig, "api": RunApiConfig}
+    """Of two programs with one flag, the trainer's first. Of vLLM's those by which a run is planned."""
+    from atroposlib.envs.question_env import QuestionEnvConfig  # only a wrong flag needs it
+
+    planned = create_model("VllmFlags", **{name: (str | None, None) for name in PLANNED})  # type: ignore[call-overload]
+    programs: dict[str, type[BaseModel]] = {
+        "trainer": TrainerConfig,
+        "env": QuestionEnvConfig,
+        "api": RunApiConfig,
+        "vllm": planned,
+    }
     return {program: list(keys_of(tree)) for program, tree in programs.items()}
 
 

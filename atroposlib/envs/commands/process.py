@@ -81,5 +81,5 @@ async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeS
     raise ProcessError(
         f"{limit} items in a row gave no group (limit --env.max_fruitless_items):"
         f" {run.counts['items_without_group']} gave none, and {run.counts['items_rejected']} groups were of no use."
-        f" The last one: {last}{f' ({giver})' if giver and giver not in last else ''}"
+        f" The last one: {last}{f' (groups come from {giver})' if giver and giver not in last else ''}"
     )

@@ -107,7 +107,7 @@ def _questions(rows: Numbered) -> Numbered:
 
 def group_html(group: Mapping[str, Any], number: int, is_open: bool = False) -> str:
     """One collapsible section for `group`. What all conversations begin with stands once, above them."""
-    group = _rollouts_once(group)
+    group = _with_failures(_rollouts_once(group))
     scores = group["scores"] or []  # null: the group was dropped before it had any
     known = [score for score in scores if score is not None]
     dropped = f", dropped: {html.escape(str(group['dropped']))}" if group.get("dropped") else ""
@@ -125,7 +125,8 @@ def group_html(group: Mapping[str, Any], number: int, is_open: bool = False) -> 
     prompt = "".join(_message_html(message) for message in conversations[0][:shared]) if shared else ""
     question = f"<span class=question>{html.escape(_question(conversations[0][shared - 1]))}</span>" if shared else ""
     name = html.escape(str(group.get("name") or f"Group {number}"))
-    title = f"{name}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
+    lost = f" and {len(scores) - len(known)} without a score" if len(known) < len(scores) else ""
+    title = f"{name}: {len(known)} samples{lost}, mean score {mean:.3f}{dropped}"
     opened = " open" if is_open else ""
     return f"<details{opened}><summary>{title}{question}</summary>{_reference_html(group)}{prompt}{samples}</details>\n"
 
@@ -166,6 +167,23 @@ def _rollouts_once(group: Mapping[str, object]) -> Mapping[str, Any]:
         name: [values[place] for place in last] if isinstance(values, list) and len(values) == len(rollouts) else values
         for name, values in group.items()
     }
+
+
+def _with_failures(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The group with the answers that have no score behind the others, as far as they were sampled."""
+    failures = [failure for failure in group.get("failures") or [] if failure.get("messages")]
+    scores = group["scores"]
+    if not failures or not scores or not group.get("messages"):
+        return group
+    more = {
+        "messages": [failure["messages"] for failure in failures],
+        "scores": [None] * len(failures),
+        "errors": [f"{failure['cause']}: {failure['error']}" for failure in failures],
+    }
+    given = {"errors": [None] * len(scores)} | group
+    of_each = [name for name in ("images", "rewards") if len(group.get(name) or ()) == len(scores)]
+    own = {name: [None] * len(failures) for name in of_each}
+    return given | {name: [*given[name], *added] for name, added in (more | own).items()}
 
 
 def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, object]]]:

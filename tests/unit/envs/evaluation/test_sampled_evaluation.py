@@ -189,7 +189,10 @@ async def test_the_samples_are_a_page_that_fetches_nothing(
         assert await evaluate(server, tmp_path / "larger.jsonl", "--samples", "1", "--concurrency", "1") == 0
         page = (tmp_path / "larger.html").read_text()
         assert "<pre>larger_number, fake\n  questions, samples, failed  2 2 1\n" in page
-        assert "<details open><summary>Question 0: 1 samples, mean score 0.000<span class=question>" in page
+        assert (
+            "<details open><summary>Question 0: 0 samples and 1 without a score, mean score 0.000<span class=question>"
+            in page
+        )
         assert "no score: scorer: RuntimeError: &lt;i&gt;broken" in page
         assert "&lt;b&gt;7" in page
         assert "<details><summary>Question 1: 1 samples, mean score 1.000<span class=question>" in page

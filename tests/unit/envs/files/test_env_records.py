@@ -97,6 +97,19 @@ def test_the_page_of_process_opens_one_group_with_its_question(tmp_path: Path) -
     assert f"<span class=question>{'word ' * 31}…</span>" in page
 
 
+def test_the_page_shows_the_answers_that_have_no_score_too(tmp_path: Path) -> None:
+    said = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] for answer in "bcd"]
+    lost = {"cause": "scorer", "error": "it has <no> score", "messages": said[2]}
+    never = {"cause": "timeout", "error": "late", "messages": None}
+    row = {"messages": said[:2], "scores": [1.0, 0.0], "rewards": [{"x": 1.0}, None], "failures": [lost, never]}
+    (tmp_path / "g.jsonl").write_text(json.dumps(row) + "\n")
+    write_html(tmp_path / "g.jsonl", tmp_path / "g.html")
+    page = (tmp_path / "g.html").read_text()
+    assert "Group 0: 2 samples and 1 without a score, mean score 0.500" in page
+    assert "<summary>? no score: scorer: it has &lt;no&gt; score</summary>" in page
+    assert page.count("<pre>d</pre>") == 1
+
+
 def test_answers_that_begin_differently_keep_their_whole_conversations(tmp_path: Path) -> None:
     said = [
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
