@@ -54,6 +54,7 @@ PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.worker.AdapterWorker"
 PROBED_WORKER = "vllm_patching.worker.ProbedWorker"
+NEGATED = "no-"  # before the name of a switch of vLLM
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = (
@@ -278,7 +279,7 @@ def _given(argv: list[str]) -> set[str]:
             settings = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
             for key, value in settings.items() if isinstance(settings, dict) else ():
                 if value != []:  # of which vLLM makes no flag
-                    flags.add(f"--no-{key}" if value is False else f"--{key}")
+                    flags.add(f"--{NEGATED if value is False else ''}{key}")
     return {flag.replace("_", "-") for flag in flags}
 
 
@@ -294,7 +295,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         # the next policy is loaded while requests of the last one run
         defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
-    if (cpu or exact) and not given & {"--enforce-eager", "--no-enforce-eager"}:
+    if (cpu or exact) and not given & {"--enforce-eager", f"--{NEGATED}enforce-eager"}:
         chosen.append("--enforce-eager")
     if (
         cpu

@@ -175,12 +175,12 @@ def _with_failures(group: Mapping[str, Any]) -> Mapping[str, Any]:
     scores = group["scores"]
     if not failures or not scores or not group.get("messages"):
         return group
-    more = {
+    more: dict[str, list[Any]] = {
         "messages": [failure["messages"] for failure in failures],
         "scores": [None] * len(failures),
         "errors": [f"{failure['cause']}: {failure['error']}" for failure in failures],
     }
-    given = {"errors": [None] * len(scores)} | group
+    given: dict[str, Any] = {"errors": [None] * len(scores), **group}
     of_each = [name for name in ("images", "rewards") if len(group.get(name) or ()) == len(scores)]
     own = {name: [None] * len(failures) for name in of_each}
     return given | {name: [*given[name], *added] for name, added in (more | own).items()}
