@@ -130,7 +130,8 @@ def of_tokens(
         return logprobs, entropy, Named(*of_named) if of_named else None
     told = None if named is None else Named(*apply(logits, targets, named)[2:])  # keeps no logits
     _drop(logits, targets, *truncation)
-    return *apply(logits, targets), told
+    logprobs, entropy = apply(logits, targets)
+    return logprobs, entropy, told
 
 
 @torch.no_grad()
