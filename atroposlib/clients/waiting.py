@@ -44,8 +44,9 @@ class Wait:
     """Describes what this process waits for, from whom and for how long. `failed` makes the error of the last reason.
 
     Pauses between attempts grow from `first_pause_s` to `last_pause_s`; a peer can ask for longer ones. Nothing is
-    logged if the first attempt succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines are fewer: one at once, one
-    after half a minute and one a minute from then on, with what `why` tells in place of the last attempt's reason.
+    logged if the first attempt succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines
+    are fewer: one at once, one after half a minute and one a minute from then on, with what `why` tells in place of the
+    last attempt's reason.
     """
 
     what: str

@@ -84,6 +84,8 @@ class Watcher:
             self._keep(msgspec.json.decode(reply.content, type=dict[str, object]))
         except (httpx.HTTPError, ValueError) as error:
             self._tell(f"{self.config.api_url} does not answer: {error or type(error).__name__}")
+        except (OverflowError, TypeError) as error:  # of the tokenizer, for tokens that are none of its own
+            self._tell(f"the tokens of a group at {self.config.api_url} cannot be decoded: {error}")
         except OSError as error:
             self._tell(f"a group cannot be kept in {self.directory}: {error.strerror}")
         else:
