@@ -10,6 +10,8 @@ from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
 from atroposlib.config import Config
 from atroposlib.http_guard import HostName, is_loopback
 
+WITH_RELOAD = {"reload", "host", "port", "json_logs", "allow_unauthenticated"}
+
 
 class RunApiConfig(Config):
     """Serve the batching API: environments post groups, a trainer fetches batches."""
@@ -25,7 +27,7 @@ class RunApiConfig(Config):
         False,
         description=(
             "Restart when the code changes (for development). The queue is in memory and each restart loses it; "
-            "other flags are refused."
+            "flags other than --host, --port, --json-logs and --allow-unauthenticated are refused."
         ),
     )
     json_logs: bool = Field(False, description="Log one JSON object per line.")
@@ -119,11 +121,10 @@ class RunApiConfig(Config):
             )
         if self.posters_token is not None and self.token in (None, self.posters_token):
             raise ValueError("--post-token is a second token: give --api-token too, and let the two differ")
-        if self.reload and (self.journal, self.token, self.allowed_host, self.legacy_gets) != (None, None, [], None):
-            raise ValueError(
-                "--reload serves in memory and without a token; drop --journal, --api-token, --allowed-host and "
-                "--legacy-gets"
-            )
+        given = {name for name, field in RunApiConfig.model_fields.items() if getattr(self, name) != field.default}
+        if self.reload and (ignored := given - WITH_RELOAD):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(ignored))
+            raise ValueError(f"--reload serves in memory, without a token and with the defaults; drop {flags}")
         if self.token is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or"

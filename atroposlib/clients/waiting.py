@@ -43,9 +43,10 @@ class NotYet(Exception):
 class Wait:
     """Describes what this process waits for, from whom and for how long. `failed` makes the error of the last reason.
 
-    Pauses between attempts grow from `first_pause_s` to `last_pause_s`. Nothing is logged if the first attempt
-    succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines are fewer: one at once, one
-    after half a minute and one a minute from then on, with what `why` tells in place of the last attempt's reason.
+    Pauses between attempts grow from `first_pause_s` to `last_pause_s`; a peer can ask for longer ones. Nothing is
+    logged if the first attempt succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines
+    are fewer: one at once, one after half a minute and one a minute from then on, with what `why` tells in place of the
+    last attempt's reason.
     """
 
     what: str
@@ -78,7 +79,7 @@ class Wait:
                 self.deadline_s,
                 told,
             )
-        pause = self.first_pause_s if reason.after_s is None else reason.after_s
+        pause = max(self.first_pause_s, reason.after_s or 0.0)  # a peer that says "now" is not asked without a pause
         self.first_pause_s = min(self.first_pause_s * GROWTH, self.last_pause_s)
         return min(pause, self.deadline_s - waited)
 

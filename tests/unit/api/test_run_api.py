@@ -144,6 +144,7 @@ def test_a_request_that_waits_for_a_batch_does_not_delay_the_end(process: tuple[
     [
         (["--in-memory", "--journal", "x.db"], "cannot be combined"),
         (["--reload", "--journal", "x.db"], "serves in memory"),
+        (["--reload", "--json-logs", "--max-staleness", "3", "--vocab-size", "10"], "--max-staleness, --vocab-size"),
         (["--host", "0.0.0.0"], "--allow-unauthenticated"),
         (["--api-token", "short"], "8"),
         (["--stale-groups", "keep"], "down-weight"),

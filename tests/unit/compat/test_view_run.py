@@ -90,6 +90,21 @@ async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetch
         assert "images" not in one["messages"][1]
 
 
+@pytest.mark.parametrize("tokens", [[2**40], ["word"]])
+def test_tokens_that_the_tokenizer_cannot_decode_are_told_and_the_next_group_is_shown(
+    tmp_path: Path, tokens: list[object]
+) -> None:
+    groups = [group(0.0, 1.0) | {"tokens": [tokens, tokens], "messages": None}, group(0.0, 0.5)]
+    replies = iter(groups)
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    watcher = Watcher(ViewConfig(api_url="http://api", tokenizer=tokenizer), tmp_path / "live")
+    with httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, json=next(replies)))) as http_:
+        watcher.look(http_)
+        assert watcher.note.startswith("the tokens of a group at http://api cannot be decoded: ")
+        watcher.look(http_)
+    assert watcher.note == "1 different groups seen at http://api"
+
+
 async def test_a_group_keeps_its_address_and_only_the_newest_are_kept(tmp_path: Path) -> None:
     async with running_api() as api:
         live = Live(tmp_path, api_url=api.url, groups=2)
@@ -111,6 +126,14 @@ def test_with_a_run_directory_it_opens_the_window(tmp_path: Path, monkeypatch: p
     assert (options.host, options.port) == ("127.0.0.1", 9123)
     assert list(runs.all()) == [tmp_path.name]
     assert page == f"#/run/{tmp_path.name}"
+
+
+def test_a_token_that_no_header_carries_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        view_run.main(["--port", "9123", "--token", "geheimnisvöll"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("view-run: error: --token: a token has printable ASCII characters")
+    assert "geheim" not in line
 
 
 def test_a_run_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
