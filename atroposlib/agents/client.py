@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.limits.time_limit import paused
 from atroposlib.envs.limits.waits import wait_for_peer
@@ -44,7 +45,7 @@ class EndpointClient:
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer(token, f"the token of {url}")
         self._timeout_s = timeout_s
 
     async def process(self) -> str:

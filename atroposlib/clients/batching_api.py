@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from atroposlib.addresses import refused_redirect
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.waiting import NotYet
 from atroposlib.errors import reason
 from atroposlib.wire.batching import MSGPACK, Outcome
@@ -102,9 +103,7 @@ class _Client(Generic[H]):
         self._http: H = http
         self.url = url.rstrip("/")
         self._flags = flags
-        self._headers = {"Accept": f"{MSGPACK}, application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._headers = {"Accept": f"{MSGPACK}, application/json", **bearer(token, flags.token)}
         self._reads_msgpack = False  # set from the reply to an environment that registers
 
     def _request(
@@ -163,7 +162,7 @@ class _Client(Generic[H]):
 
 
 class BatchingApi(_Client[httpx.Client]):
-    """Connections to the API at `url`; close it when done. Threads may share it."""
+    """Connections to the API at `url`; close it when done. Threads may share it. Raises UnusableToken."""
 
     def __init__(self, url: str, token: str | None = None, flags: Flags = Flags()) -> None:
         # a proxy of the surroundings does not reach loopback, so its environment variables are left aside

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
+from atroposlib.clients.bearer import bearer
+
 MOST_BYTES = 1 << 30  # of a reply; the manifest of a model with 100,000 tensors has 20 MB
 
 
@@ -41,10 +43,10 @@ def request(
     body: object = None,
 ) -> Reply:
     """Return the reply to `body` as JSON; `key` is the bearer token. Between two pieces of the reply may pass `read_s`,
-    until its end `whole_s` seconds. Raises NoReply.
+    until its end `whole_s` seconds. Raises NoReply, UnusableToken.
     """
     ends = time.monotonic() + connect_s + whole_s
-    headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Connection": "close"} | bearer(key, f"the key of {url}")
     if body is not None:
         headers["Content-Type"] = "application/json"
     content, limit = bytearray(), httpx.Timeout(read_s, connect=connect_s)

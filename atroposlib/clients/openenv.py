@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 
 from atroposlib.addresses import refused_redirect
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most
 from atroposlib.clients.waiting import NotYet
 from atroposlib.logs import get_logger
@@ -113,7 +114,7 @@ class OpenEnvClient:
     def __init__(self, url: str, limits: Limits, token: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.limits = limits
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer(token, f"the token of {url}")
         self._http: aiohttp.ClientSession | None = None
         self.observation_schema: Mapping[str, object] = {}
         self._places = Places(limits.sessions)

@@ -22,6 +22,7 @@ import httpx
 import msgspec
 from pydantic import Field
 
+from atroposlib.clients.bearer import bearer
 from atroposlib.config import Config, load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostName
@@ -69,6 +70,7 @@ class Watcher:
 
     def __init__(self, config: ViewConfig, directory: Path) -> None:
         self.config, self.directory = config, directory
+        self._headers = bearer(config.token, "--token")
         self.seen = 0
         self.note = ""
         self._last: dict[str, object] | None = None
@@ -93,8 +95,7 @@ class Watcher:
 
     def watch(self, stopped: threading.Event) -> None:
         """Look again and again until the event is set."""
-        headers = {"Authorization": f"Bearer {self.config.token}"} if self.config.token else {}
-        with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(headers=self._headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
             self.look(client)
             while not stopped.wait(self.config.interval):
                 self.look(client)

@@ -4,6 +4,7 @@ import aiohttp
 from pydantic import BaseModel
 
 from atroposlib.addresses import refused_redirect
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.commands.reporting import OWN_SET_UP, StartUp
@@ -57,7 +58,7 @@ async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp
     wrong.
     """
     url = f"{server.base_url.rstrip('/')}/models"
-    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+    headers = bearer(server.key, f"the api_key of {server.base_url}")
 
     async def attempt() -> ServedModel:
         try:

@@ -13,6 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.addresses import proxy_variable, through_proxy
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.replies import BoundedResponse, ReplyTooLong, at_most, bounded, limit_of_sampling
 from atroposlib.envs.server_handling.dispatching.affinity import session_headers
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
@@ -75,6 +76,7 @@ class OpenAIServer(APIServer):
         self._api_key = (
             config.key or (ServerEnvironment.read().openai_api_key if is_openai(config.base_url) else None) or ""
         )
+        self._headers = bearer(self._api_key, f"the api_key of {self.name}")
         # a run's own servers are asked directly, wherever they are
         self._proxied = config.server_type == "openai" and proxy_variable(self.base_url) is not None
         self._n_is_ignored = config.n_kwarg_is_ignored
@@ -118,7 +120,7 @@ class OpenAIServer(APIServer):
         """The session of this server's other requests. The admission gates limit it, not the connector."""
         if self._http is None or self._http.closed:
             self._http = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+                headers=self._headers,
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 trust_env=self._proxied,

@@ -9,6 +9,7 @@ import aiohttp
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from atroposlib.clients.bearer import bearer
 from atroposlib.clients.replies import BoundedResponse, at_most, limit_of_sampling
 from atroposlib.envs.server_handling.openai_server import replied
 from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
@@ -25,7 +26,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         self.proxy_url = proxy_url.rstrip("/")
         self.session_uuid = session_uuid
         self.model_name = model_name
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer(token, f"the token of {proxy_url}")
         self._nodes: list[SequenceNode] = []
         self.ledger: SampledLedger | None = None  # where the nodes are noted, too
 
@@ -104,7 +105,7 @@ async def create_proxy_session(
             "base_url": base_url,
             "preserve_think_blocks": preserve_think_blocks,
         },
-        {"Authorization": f"Bearer {token}"} if token else {},
+        bearer(token, f"the token of {proxy_url}"),
     )
     return ProxyManagedServer(proxy_url, reply["uuid"], reply["model_name"], token)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, BatchingApi, UnexpectedReply
+from atroposlib.clients.bearer import UnusableToken
 from atroposlib.clients.waiting import Wait, wait_for
 from atroposlib.wire import routes
 from atroposlib.wire.batching import (
@@ -162,6 +163,15 @@ def test_what_is_not_the_record_is_named(
 def test_an_address_that_is_none_is_refused_with_its_flag(call: Callable[..., Any], url: str) -> None:
     with pytest.raises(ApiRefused, match=r"--atropos-url .* cannot be used"):
         call(url, routes.INFO)
+
+
+@pytest.mark.parametrize("client", [BatchingApi, AsyncBatchingApi])
+@pytest.mark.parametrize("token", ["Schlüssel", "secret\n", "two words", "\ud800secret"])
+def test_a_token_that_no_header_carries_is_refused_with_its_flag_and_not_shown(client: Any, token: str) -> None:
+    with pytest.raises(UnusableToken) as raised:
+        client("http://127.0.0.1", token)
+    assert str(raised.value).startswith("ATROPOS_API_TOKEN, or --atropos-token: a token has printable ASCII characters")
+    assert token.strip() not in str(raised.value)
 
 
 @both

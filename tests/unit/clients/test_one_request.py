@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from atroposlib.clients import one_request
+from atroposlib.clients.bearer import UnusableToken
 from atroposlib.clients.one_request import NoReply, request
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: "
@@ -59,6 +60,12 @@ def test_a_redirect_is_an_answer_and_no_proxy_is_asked(monkeypatch: pytest.Monke
     with answering(b"HTTP/1.1 302 Found\r\nLocation: http://other/\r\nContent-Length: 0\r\n\r\n") as (url, _):
         reply = get(url)
     assert (reply.status, reply.headers["location"]) == (302, "http://other/")
+
+
+def test_a_key_that_no_header_carries_is_refused_and_not_shown() -> None:
+    with pytest.raises(UnusableToken, match=r"^the key of http://127\.0\.0\.1/: a token has printable ASCII") as raised:
+        request("GET", "http://127.0.0.1/", connect_s=1, read_s=1, key="geheimnisvöll")
+    assert "geheim" not in str(raised.value)
 
 
 def unused() -> str:

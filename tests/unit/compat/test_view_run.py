@@ -128,6 +128,17 @@ def test_with_a_run_directory_it_opens_the_window(tmp_path: Path, monkeypatch: p
     assert page == f"#/run/{tmp_path.name}"
 
 
+def test_a_token_that_no_header_carries_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(view_run_module, "run", lambda *given: None)
+    with pytest.raises(SystemExit):
+        view_run.main(["--port", "9123", "--token", "geheimnisvöll"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("view-run: error: --token: a token has printable ASCII characters")
+    assert "geheim" not in line
+
+
 def test_a_run_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         view_run.main([str(tmp_path / "nobody")])
