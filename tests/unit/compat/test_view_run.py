@@ -128,7 +128,10 @@ def test_with_a_run_directory_it_opens_the_window(tmp_path: Path, monkeypatch: p
     assert page == f"#/run/{tmp_path.name}"
 
 
-def test_a_token_that_no_header_carries_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_that_no_header_carries_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(view_run_module, "run", lambda *given: None)
     with pytest.raises(SystemExit):
         view_run.main(["--port", "9123", "--token", "geheimnisvöll"])
     (line,) = capsys.readouterr().err.splitlines()
