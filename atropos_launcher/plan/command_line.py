@@ -42,6 +42,7 @@ from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.flags import ConfigError, Key, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
@@ -271,14 +272,19 @@ def _changed(
     return changed, SectionFlags([*trainer, *bridge], api, programs)
 
 
-def _keys_of_programs() -> dict[str, list[Key]]:
-    """Of two programs with one flag, the trainer's first. Of vLLM's those by which a run is planned."""
-    from atroposlib.envs.question_env import QuestionEnvConfig  # only a wrong flag needs it
+OF_QUESTIONS = ("max_new_tokens", "temperature", "top_p", "heldout_size", "max_turns")  # their environments load much
 
+
+def _keys_of_programs() -> dict[str, list[Key]]:
+    """Of two programs with one flag, the trainer's first. Of an environment's own flags those that most have, and of
+    vLLM's those by which a run is planned.
+    """
+    texts_of = dict.fromkeys(OF_QUESTIONS, (str | None, None))
+    of_questions = create_model("EnvFlags", __base__=BaseEnvConfig, **texts_of)  # type: ignore[call-overload]
     planned = create_model("VllmFlags", **{name: (str | None, None) for name in PLANNED})  # type: ignore[call-overload]
     programs: dict[str, type[BaseModel]] = {
         "trainer": TrainerConfig,
-        "env": QuestionEnvConfig,
+        "env": of_questions,
         "api": RunApiConfig,
         "vllm": planned,
     }
