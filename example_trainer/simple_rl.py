@@ -16,7 +16,6 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 import json
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -93,6 +92,16 @@ def start_vllm(model: str, config: SimpleConfig) -> object:
         max_num_seqs=64,
         max_num_batched_tokens=8192,
     )
+
+
+def load_exact(name: str, config: SimpleConfig) -> PreTrainedModel:
+    """Load the model `name` to compute as vLLM does: what is trained, and the start model of the KL term."""
+    from example_trainer.exact.model import make_exact
+    from example_trainer.model.loading import load_model
+
+    model = load_model(name, torch.device("cpu"), longest=MAX_MODEL_LEN)
+    make_exact(model, getattr(torch, config.dtype))
+    return model
 
 
 def sample(
@@ -226,8 +235,7 @@ def train(config: SimpleConfig) -> Path:
     """Run it all; the directory of the trained model. Raises TrainerError at the first token that differs."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from example_trainer.exact.model import make_exact
-    from example_trainer.model.loading import load_model, load_tokenizer
+    from example_trainer.model.loading import load_tokenizer
     from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
     name = config.model or str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
@@ -235,13 +243,11 @@ def train(config: SimpleConfig) -> Path:
     from vllm_patching.compat.vllm_server import load_weights
 
     torch.manual_seed(config.seed)
-    load = partial(load_model, name, torch.device("cpu"), longest=MAX_MODEL_LEN)
-    model = load()
-    make_exact(model, getattr(torch, config.dtype))
+    model = load_exact(name, config)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise TrainerError(f"--model {name} has no tokenizer; give a whole Hugging Face model")
-    reference = load().requires_grad_(False) if config.kl_coef else None
+    reference = load_exact(name, config).requires_grad_(False) if config.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
     problems = arithmetic_problems(held_out=16, seed=config.seed).train
     order = torch.Generator().manual_seed(config.seed)

@@ -5,7 +5,7 @@ leaves behind.
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -377,3 +377,27 @@ def test_repeatable_gradients_of_attention_do_not_depend_on_what_else_is_in_the_
     beside = attention_gradients(query, key, value, grad, (other, *lengths), (-1, *moved), 0.125)
     for one, both in zip(alone, beside, strict=True):
         assert torch.equal(one, both[:, other:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_one_file_run_compares_with_a_start_model_that_is_exact_too(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from example_trainer import simple_rl
+
+    compared: list[Any] = []
+
+    def accumulate(*given: Any) -> NoReturn:
+        compared.extend(given[:2])
+        raise ZeroDivisionError("no step is taken")
+
+    monkeypatch.setattr(simple_rl, "start_vllm", lambda *given: None)
+    monkeypatch.setattr(simple_rl, "sample", lambda *given: [])
+    monkeypatch.setattr(simple_rl, "accumulate", accumulate)
+    monkeypatch.setattr("example_trainer.model.loading.load_tokenizer", lambda name: object())
+    settings = {"model": model_folder(tmp_path / "model", **MODEL), "out": tmp_path / "out", "dtype": dtype}
+    with pytest.raises(ZeroDivisionError):
+        simple_rl.train(simple_rl.SimpleConfig.model_validate(settings | {"kl_coef": 0.1}))
+    group = [simple_rl.Rollout([1, 2, 3], [*range(length)], torch.zeros(length), 0.0, 0.0) for length in (5, 40)]
+    of_policy, of_start = (simple_rl.answer_logprobs(model, group, 1.0)[0] for model in compared)
+    assert torch.equal(of_policy, of_start)
