@@ -97,7 +97,7 @@ python -c 'import json; print(json.dumps({{"reward": '$reward', "other": 0}}))' 
         ("mkfifo /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json", "wrote no reward"),
         ("ln -s /dev/zero /logs/verifier/reward.txt", "wrote no reward"),
         ("ln -s /dev/zero /logs/verifier/reward.json", "wrote no reward"),
-        ("echo 1 > /app/1; ln -s ../work/1 /logs/verifier/reward.txt", "wrote no reward"),
+        ("cd /logs/verifier; echo 1 > one; ln -s one reward.txt", "wrote no reward"),
         ("truncate -s 100M /logs/verifier/reward.json", "wrote no reward"),
         ("printf '1%070000d' 0 | sed 's/^1/1./' > /logs/verifier/reward.txt", "wrote no reward"),
     ],
