@@ -217,7 +217,7 @@ def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
     chosen = config.get("num_experts_per_tok") or 0
     kv_heads = config.get("num_key_value_heads") or heads
     family = config.get("model_type")
-    is_windowed = config.get("use_sliding_window", family in ("mistral", "mixtral"))  # Qwen's config.json says whether it is used
+    is_windowed = config.get("use_sliding_window", family in ("mistral", "mixtral"))  # Qwen says it in config.json
     window = config.get("sliding_window") if is_windowed else None
     return ModelSize(count, shapes, source, heads, kv_heads, chosen, family, window)
 
