@@ -220,5 +220,9 @@ def _plain(value: object) -> object:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header, at most a minute; None for a date, which the batching API does not send."""
-    return min(float(retry_after), MAX_RETRY_AFTER_S) if retry_after is not None and retry_after.isdecimal() else None
+    """Seconds of a Retry-After header, at most a minute. None for 0, which would have every waiter ask without a pause,
+    and for a date, which the batching API does not send.
+    """
+    if retry_after is None or not retry_after.isdecimal():
+        return None
+    return min(float(retry_after), MAX_RETRY_AFTER_S) or None

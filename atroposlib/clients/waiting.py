@@ -32,7 +32,9 @@ def backoff_s(failures: int, first_s: float, longest_s: float, growth: float = 2
 
 
 class NotYet(Exception):
-    """The peer is not ready; the message is the reason. `after_s`: when it asked to be tried again, in seconds."""
+    """The peer is not ready; the message is the reason. `after_s`: seconds until the next attempt, if it asked for
+    them; 0 after an attempt that has itself waited.
+    """
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -43,10 +45,9 @@ class NotYet(Exception):
 class Wait:
     """Describes what this process waits for, from whom and for how long. `failed` makes the error of the last reason.
 
-    Pauses between attempts grow from `first_pause_s` to `last_pause_s`; a peer can ask for longer ones. Nothing is
-    logged if the first attempt succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines
-    are fewer: one at once, one after half a minute and one a minute from then on, with what `why` tells in place of the
-    last attempt's reason.
+    Pauses between attempts grow from `first_pause_s` to `last_pause_s`. Nothing is logged if the first attempt
+    succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines are fewer: one at once, one
+    after half a minute and one a minute from then on, with what `why` tells in place of the last attempt's reason.
     """
 
     what: str
@@ -79,7 +80,7 @@ class Wait:
                 self.deadline_s,
                 told,
             )
-        pause = max(self.first_pause_s, reason.after_s or 0.0)  # a peer that says "now" is not asked without a pause
+        pause = self.first_pause_s if reason.after_s is None else reason.after_s
         self.first_pause_s = min(self.first_pause_s * GROWTH, self.last_pause_s)
         return min(pause, self.deadline_s - waited)
 

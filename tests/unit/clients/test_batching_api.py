@@ -101,6 +101,7 @@ def test_a_dead_peer_is_unreachable(call: Callable[..., Any]) -> None:
         (Reply(503, b"starting"), None),
         (Reply(429, b"{}", {"Retry-After": "7"}), 7.0),
         (Reply(507, b"the disk is full", {"Retry-After": "3600"}), 60.0),
+        (Reply(429, b"{}", {"Retry-After": "0"}), None),
         (Reply(408, b"", {"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"}), None),
     ],
 )

@@ -68,12 +68,6 @@ def test_a_peer_that_says_when_is_asked_again_then() -> None:
     assert clock.pauses == [7.0, 7.0]
 
 
-def test_a_peer_that_says_now_is_not_asked_without_a_pause() -> None:
-    clock = Clock()
-    wait_for(ready_after(3, lambda: NotYet("full", after_s=0.0)), wait(clock), clock.sleep)
-    assert clock.pauses == pytest.approx([0.05, 0.075, 0.1125])
-
-
 def test_any_other_error_ends_the_wait_at_once() -> None:
     clock = Clock()
     with pytest.raises(ValueError, match="refused"):
