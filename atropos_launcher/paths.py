@@ -9,6 +9,7 @@ environments/          atropos_environments/
 from pathlib import Path, PurePath
 
 PACKAGES = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
+VLLM_PROGRAM = PACKAGES / "example_trainer" / "vllm_api_server.py"
 ENVIRONMENTS = "environments"
 
 

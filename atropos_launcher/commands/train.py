@@ -41,6 +41,7 @@ from atropos_launcher.plan.sections import (
     expect_evaluations,
     expect_files,
     expect_filled_batches,
+    expect_known_flags,
     expect_lengths,
     expect_lesson,
     expect_sampling,
@@ -85,6 +86,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_evaluations(plan.trainer, plan.environments)
         if not asked.given.gpus:  # else it is another machine's plan
             expect_files(plan.environments)
+        expect_known_flags(plan.run)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from atropos_launcher.paths import PACKAGES
+from atropos_launcher.paths import PACKAGES, VLLM_PROGRAM
 from atropos_launcher.placement.addresses import (
     Site,
     argv,
@@ -167,10 +167,9 @@ def services(
 
 def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, Any]) -> Service:
     """One of the run's vLLM servers, with these flags."""
-    program = str(PACKAGES / "example_trainer" / "vllm_api_server.py")
     serving = Service(
         name=server_name(index, len(run.servers)),
-        command=(sys.executable, "-u", program, *argv(flags)),
+        command=(sys.executable, "-u", str(VLLM_PROGRAM), *argv(flags)),
         environment={**variables(run, site), **server_variables(run, site, index)},
         health=f"{site.vllm[index]}/health",
         start_limit_s=VLLM_START_S,
@@ -236,12 +235,11 @@ def teachers(run: RunFile, site: Site, trainer: TrainerConfig, shared: Mapping[s
     teacher = site.teacher
     if teacher is None or not teacher.model:
         return []
-    program = str(PACKAGES / "example_trainer" / "vllm_api_server.py")
     flags = argv(teacher_flags(run, teacher, trainer, LOOPBACK))
     return [
         Service(
             name=TEACHER,
-            command=(sys.executable, "-u", program, *flags),
+            command=(sys.executable, "-u", str(VLLM_PROGRAM), *flags),
             environment={**shared, **teacher_variables(site, teacher)},
             health=f"{teacher.url}/health",
             start_limit_s=VLLM_START_S,

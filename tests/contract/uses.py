@@ -29,11 +29,13 @@ from tests.contract.source import (
     Source,
     Type,
 )
+from vllm_patching.compat.vllm_flags import flags_in, flags_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("vllm_patching", "example_trainer")
 PARSER = "make_arg_parser"  # an object annotated with it is the namespace that it parses into
-LAUNCHER = "example_trainer.vllm_api_server"  # whose own flags are parsed together with vLLM's
+POSITIONAL = "model_tag"  # of that namespace
+LAUNCHER = "example_trainer/vllm_api_server.py"  # whose own flags are parsed together with vLLM's
 KERNELS = "torch.ops._C."  # vLLM's compiled ones
 
 
@@ -96,21 +98,7 @@ class Contract:
     @cached_property
     def flags(self) -> set[str]:
         """The names that `vllm serve` parses, and our launcher with it, with underscores."""
-        parser = self.source.find("vllm.entrypoints.cli.serve", PARSER)
-        assert isinstance(parser, Function), f"vllm.entrypoints.cli.serve.{PARSER} is not a function"
-        tree, engine = self.source.tree(parser.module), self.source.dotted("vllm.engine.arg_utils.AsyncEngineArgs")
-        assert tree is not None
-        assert isinstance(engine, Class)
-        names = set(self.source.members(engine))
-        launcher = self.source.tree(LAUNCHER)
-        for node in [*ast.walk(tree), *(ast.walk(launcher) if launcher else ())]:
-            if isinstance(node, ast.ClassDef):
-                names |= set(self.source.members(Class(parser.module, node)))
-            elif (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
-            ):
-                names |= {str(each.value).lstrip("-") for each in node.args if isinstance(each, ast.Constant)}
-        return {name.replace("-", "_") for name in names}
+        return {POSITIONAL, *flags_of(self.wheel / "vllm"), *flags_in(self.ours / LAUNCHER)}
 
 
 class _Walk:

@@ -7,6 +7,7 @@ vllm_ops        its C++ kernels alone
 vllm_kernels    what a batch-invariant vLLM computes with in place of its own
 vllm_requests   sampling parameters and structured outputs, checked
 vllm_server     arguments, keys, adapters, tokenizers, and the server itself
+vllm_flags      the names of its flags, for a plan that must not load it
 
 Everything else in this package but worker.py imports vLLM through here, so that a new vLLM release is one diff.
 """

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from example_trainer import vllm_api_server
 from example_trainer.vllm_api_server import _given, _with_defaults, own_flags
-from vllm_patching.compat import vllm_server
+from vllm_patching.compat import vllm_flags, vllm_server
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
 pytestmark = pytest.mark.services  # importing vLLM looks at the processor by a process
@@ -18,6 +19,13 @@ def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:
     assert (args.engine_deadline_s, args.batch_invariant, args.max_num_seqs, args.model) == (2.5, True, 3, "m")
     default = vllm_server.parse_serve_arguments(["--model", "m"], own_flags())
     assert (default.engine_deadline_s, default.batch_invariant) == (ENGINE_DEADLINE_S, False)
+
+
+def test_the_flags_read_from_the_source_are_those_that_vllm_parses() -> None:
+    parsed = vars(vllm_server.parse_serve_arguments(["--model", "m"], own_flags())).keys() - {"subparser", "model_tag"}
+    known = vllm_flags.installed_flags().union(vllm_flags.flags_in(Path(vllm_api_server.__file__)))
+    assert parsed - known == set()
+    assert len(known) < len(parsed) + 40
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])

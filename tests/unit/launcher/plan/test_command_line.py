@@ -305,6 +305,33 @@ def test_an_answer_leaves_room_for_its_prompt(flags: str, says: str) -> None:
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--vllm.max_modell_len 512",
+            r"vllm.max_modell_len: the installed vLLM has no such flag; did you mean 'max_model_len'\?",
+        ),
+        ("--vllm.zzz.level 3", "vllm.zzz.level: the installed vLLM has no such flag"),
+        ("--vllm.compilation_config.level 3 --vllm.max-num-seqs 8 --vllm.structured_outputs true", None),
+    ],
+)
+def test_a_flag_that_vllm_lacks_is_refused_before_it_starts(flags: str, says: str | None) -> None:
+    argv = ["arithmetic", *flags.split(), "--dry-run"]
+    if says is None:
+        assert train.main(argv) == 0
+        return
+    with pytest.raises(ConfigError, match=says):
+        train.main(argv)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_without_vllm_no_flag_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atropos_launcher.plan.sections.installed_flags", frozenset)
+    assert train.main(["arithmetic", "--vllm.max_modell_len", "512", "--dry-run"]) == 0
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
     ("more", "is_refused"),
     [
         ({}, True),
