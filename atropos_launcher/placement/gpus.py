@@ -71,6 +71,15 @@ class Placement:
         return tuple(gpu for server in self.servers for gpu in server.gpus)
 
     @property
+    def gpus(self) -> int:
+        """Count the GPUs of the run, one that serves and trains once."""
+        if self.apart:
+            return len(self.vllm) + sum(map(len, self.training))
+        if self.machines > 1:  # whose GPUs have the same names
+            return sum(len({*one.gpus, *mine}) for one, mine in zip(self.servers, self.training, strict=True))
+        return len({*self.vllm, *self.trainer})
+
+    @property
     def on_gpus(self) -> bool:
         return bool(self.vllm)
 

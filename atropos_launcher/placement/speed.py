@@ -176,6 +176,7 @@ def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None)
     ]
     if (sent := sync_s(need, placement, card)) is not None:
         lines.append(f"  {'broadcast of all weights':<46} at least {sent:>8.3f} s, while sampling continues")
+    lines.append(_whole_run(config.training_steps, sampled, trained, placement))
     ways = layouts(need, placement)
     if len(ways) > 1:
         told = "; ".join(
@@ -185,3 +186,13 @@ def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None)
         )
         lines.append(f"  Servers on vLLM's GPUs, at most tokens/s: {told} (--vllm.count N)")
     return lines
+
+
+def _whole_run(steps: int, sampled_s: float, trained_s: float, placement: Placement) -> str:
+    together = not placement.is_shared
+    hours = steps * (max(sampled_s, trained_s) if together else sampled_s + trained_s) / 3600
+    how = f"sampling {'while' if together else 'and then'} training, without start and evaluations"
+    return (
+        f"  {f'all {steps} steps on {placement.gpus} GPUs':<46} at least {hours:>8.3f} h,"
+        f" {hours * placement.gpus:.3f} GPU hours: {how}"
+    )

@@ -125,6 +125,26 @@ def test_the_lines_say_that_nothing_was_measured_and_which_layout_the_run_has() 
     assert "broadcast" not in "\n".join(speed_lines(need("Qwen/Qwen3-8B"), elsewhere)), "a network's speed is not known"
 
 
+@pytest.mark.parametrize(
+    ("placement", "gpus", "at_once"),
+    [
+        (FOUR, 8, True),
+        (replace(FOUR, trainer=("0", "1", "2", "3")), 4, False),
+        (replace(FOUR_SERVERS, apart=True, trainer=("0", "1"), others=(("0", "1"),)), 8, True),
+        (Placement((ServerPlace(("0",)),) * 2, ("0", "1"), (("0", "1"),)), 4, False),
+    ],
+)
+def test_the_whole_run_takes_the_longer_of_two_or_both(placement: Placement, gpus: int, at_once: bool) -> None:
+    asked = need("Qwen/Qwen3-8B", training_steps=100, gradient_checkpointing=True)
+    found = sampling(asked, placement)
+    assert found is not None
+    times = (found.answers * 1024 / found.tokens_per_s, training_s(asked, placement, found.card))
+    hours = 100 * (max(times) if at_once else sum(times)) / 3600
+    (line,) = (line for line in speed_lines(asked, placement) if "all 100 steps" in line)
+    assert f"all 100 steps on {gpus} GPUs" in line
+    assert f"at least {hours:>8.3f} h, {hours * gpus:.3f} GPU hours" in line
+
+
 def test_answers_are_as_long_as_the_environment_lets_them_become() -> None:
     long = need("Qwen/Qwen3-8B", seq_len=16384)
     found = sampling(long, FOUR)
