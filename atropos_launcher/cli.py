@@ -20,34 +20,37 @@ from atroposlib.processes.utf8 import restart_in_utf8
 
 @dataclass(frozen=True)
 class Command:
-    """`module` has `parser` and `main`."""
+    """Names a module of `commands`, which has `parser` and `main`."""
 
-    module: str
+    name: str
     about: str
+
+    @property
+    def module(self) -> str:
+        """Its full name."""
+        return f"atropos_launcher.commands.{self.name}"
 
 
 COMMANDS = {
-    "train": Command("atropos_launcher.commands.train", "run a recipe or a run file, changed by flags"),
-    "quickstart": Command("atropos_launcher.commands.quickstart", "train a small model on two CPU cores, in minutes"),
-    "status": Command("atropos_launcher.commands.status", "show running and finished runs"),
-    "stop": Command("atropos_launcher.commands.stop", "end a run and only its own processes"),
-    "scale": Command("atropos_launcher.commands.scale", "give a running run more vLLM servers, or fewer"),
-    "logs": Command("atropos_launcher.commands.logs", "show the logs of a run's services"),
-    "view": Command("atropos_launcher.commands.view", "runs in the browser: curves, every group, every token"),
-    "evaluate": Command("atropos_launcher.commands.evaluate", "measure a model on a recipe's held-out problems"),
-    "plot": Command("atropos_launcher.commands.plot", "plot a run so far, or compare several"),
-    "fine-tune": Command("atropos_launcher.commands.fine_tune", "train on demonstrations or preference pairs alone"),
-    "verify": Command("atropos_launcher.commands.verify", "check that nothing of a repeatable run was changed"),
-    "reproduce": Command("atropos_launcher.commands.reproduce", "repeat a run, or one step, and compare every bit"),
-    "env": Command("atropos_launcher.commands.env", "write a new environment, or run one: serve, process, evaluate"),
-    "agent-endpoint": Command(
-        "atropos_launcher.commands.agent_endpoint", "serve agents by OpenAI's and Anthropic's APIs"
-    ),
-    "doctor": Command("atropos_launcher.commands.doctor", "check machine, ports and servers before a run"),
-    "gpu-check": Command("atropos_launcher.commands.gpu_check", "run every check that needs a GPU, and print a table"),
-    "export": Command("atropos_launcher.commands.export", "convert a sharded checkpoint to a Hugging Face model"),
-    "push": Command("atropos_launcher.commands.push", "push a trained model to a hub or into a directory"),
-    "completion": Command("atropos_launcher.commands.completion", "print the shell completion of these commands"),
+    "train": Command("train", "run a recipe or a run file, changed by flags"),
+    "quickstart": Command("quickstart", "train a small model on two CPU cores, in minutes"),
+    "status": Command("existing_runs.status", "show running and finished runs"),
+    "stop": Command("existing_runs.stop", "end a run and only its own processes"),
+    "scale": Command("existing_runs.scale", "give a running run more vLLM servers, or fewer"),
+    "logs": Command("existing_runs.logs", "show the logs of a run's services"),
+    "view": Command("existing_runs.view", "runs in the browser: curves, every group, every token"),
+    "evaluate": Command("evaluate", "measure a model on a recipe's held-out problems"),
+    "plot": Command("existing_runs.plot", "plot a run so far, or compare several"),
+    "fine-tune": Command("fine_tune", "train on demonstrations or preference pairs alone"),
+    "verify": Command("existing_runs.verify", "check that nothing of a repeatable run was changed"),
+    "reproduce": Command("reproduce", "repeat a run, or one step, and compare every bit"),
+    "env": Command("env", "write a new environment, or run one: serve, process, evaluate"),
+    "agent-endpoint": Command("agent_endpoint", "serve agents by OpenAI's and Anthropic's APIs"),
+    "doctor": Command("doctor", "check machine, ports and servers before a run"),
+    "gpu-check": Command("gpu_check", "run every check that needs a GPU, and print a table"),
+    "export": Command("existing_runs.export", "convert a sharded checkpoint to a Hugging Face model"),
+    "push": Command("existing_runs.push", "push a trained model to a hub or into a directory"),
+    "completion": Command("completion", "print the shell completion of these commands"),
 }
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
-from atropos_launcher.commands.plot import draw
-from atropos_launcher.commands.view import beside, page
+from atropos_launcher.commands.existing_runs.plot import draw
+from atropos_launcher.commands.existing_runs.view import beside, page
 from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
 from atropos_launcher.console.idle_reason import Diagnosis
 from atropos_launcher.console.progress import RunProgress

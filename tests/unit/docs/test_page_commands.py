@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.cli import COMMANDS as ATROPOS
 from atropos_launcher.commands.doctor import DoctorConfig
 from atropos_launcher.commands.evaluate import EvaluateFlags, asking
 from atropos_launcher.commands.fine_tune import trainer_flags
@@ -224,9 +225,8 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
         return lambda: known_in("atropos_launcher/commands/new_environment.py", flags)
     if command == "env":
         return lambda: environment(f"environments/{Path(flags[0]).stem.removesuffix('_server')}_server.py")(flags[1:])
-    file = f"atropos_launcher/commands/{command.replace('-', '_')}.py"
-    assert (ROOT / file).is_file(), f"atropos has no command {command}"
-    return lambda: known_in(file, flags)
+    assert command in ATROPOS, f"atropos has no command {command}"
+    return lambda: known_in(module_file(ATROPOS[command].module), flags)
 
 
 def module_file(name: str) -> str:

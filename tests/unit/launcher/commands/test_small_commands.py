@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.cli import main
-from atropos_launcher.commands import evaluate, plot
+from atropos_launcher.commands import evaluate
+from atropos_launcher.commands.existing_runs import plot
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from atropos_launcher.commands.scale import scale
+from atropos_launcher.commands.existing_runs.scale import scale
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import Machine, Machines
 from atropos_launcher.placement.ports import Ports

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.commands.stop import CannotStop, stop
+from atropos_launcher.commands.existing_runs.stop import CannotStop, stop
 from atropos_launcher.services import stop_services
 from atropos_launcher.services.events import Ending, Event
 from atropos_launcher.services.records import Record, Records

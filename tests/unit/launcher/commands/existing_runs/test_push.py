@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atropos_launcher.commands.push import PushError, copy, main, trained_model
+from atropos_launcher.commands.existing_runs.push import PushError, copy, main, trained_model
 from example_trainer.weights.manifest import write_manifest
 
 

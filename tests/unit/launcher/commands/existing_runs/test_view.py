@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_launcher.commands import view
+from atropos_launcher.commands.existing_runs import view
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.runs import NoSuchRun
 from atroposlib.view.flags import PORT
@@ -60,7 +60,7 @@ def test_it_serves_a_run_at_the_address_that_it_prints_and_idles(tmp_path: Path)
 @pytest.mark.services
 def test_help_loads_no_server() -> None:
     program = (
-        "import sys; from atropos_launcher.commands import view\n"
+        "import sys; from atropos_launcher.commands.existing_runs import view\n"
         "try: view.main(['--help'])\n"
         "except SystemExit: print([name for name in ('uvicorn', 'numpy', 'starlette', 'yaml') if name in sys.modules])"
     )
