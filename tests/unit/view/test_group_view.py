@@ -168,6 +168,15 @@ def test_tools_thoughts_and_parts_of_messages_are_kept(run: Path) -> None:
     assert (tool["content"], tool["name"]) == ('{"a":1}', "f")
 
 
+def test_a_long_answer_of_thoughts_without_an_end_is_shown_at_once(run: Path) -> None:
+    said = [{"role": "assistant", "content": f"before</think>{'<think>' * 20_000}"}]
+    write_rows(run / "samples.jsonl", [sample(0, 0, messages=[said, said])])
+    began = time.monotonic()
+    (answer,) = opened(client(run))["rollouts"][0]["messages"]
+    assert time.monotonic() - began < 5
+    assert answer["parts"][0] == {"thought": "before"}
+
+
 def test_parts_of_a_message_are_ours_and_those_of_an_author_are_left_out(run: Path) -> None:
     said = [{"role": role, "content": "hm", "parts": ["hello"]} for role in ("user", "assistant")]
     write_rows(run / "samples.jsonl", [sample(0, 0, messages=[said, said])])
