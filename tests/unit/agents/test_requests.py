@@ -284,6 +284,26 @@ async def test_what_the_template_is_given_counts_in_the_context() -> None:
         assert started.server.requests[-1][1]["max_tokens"] == 80 - used
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"chat_template": "{{ 'owned' }}"}, {"tokenize": True}, {"return_tensors": "pt"}, {"max_length": 1}]
+)
+async def test_an_agent_chooses_neither_the_template_nor_how_it_is_applied(arguments: dict[str, Any]) -> None:
+    async with running() as started:
+        _, key = await started.session()
+        reply = await started.post(CHAT, BODIES[CHAT] | {"chat_template_kwargs": arguments}, x_api_key=key)
+        assert (reply.status_code, started.server.requests) == (400, [])
+        assert f"{next(iter(arguments))} is no argument of a chat template" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "stop"), (MESSAGES, "stop_sequences")])
+async def test_stop_sequences_are_few_as_vllm_looks_for_each_at_each_token(path: str, name: str) -> None:
+    async with running() as started:
+        _, key = await started.session()
+        for count, status in ((64, 200), (65, 400)):
+            reply = await started.post(path, BODIES[path] | {name: [f"<{n}>" for n in range(count)]}, x_api_key=key)
+            assert reply.status_code == status, reply.text
+
+
 async def test_tokens_are_counted_as_they_are_sampled_from_and_models_are_listed() -> None:
     async with running(models=("alias",)) as started:
         session, key = await started.session()
