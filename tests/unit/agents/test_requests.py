@@ -120,6 +120,27 @@ async def test_bodies_that_are_read_together_have_a_limit_and_who_waits_is_serve
         assert (await started.post(path, body, x_api_key=key)).status_code == 200
 
 
+async def test_slow_bodies_of_one_key_keep_no_other_out() -> None:
+    async with running(body_bytes=4000, bodies=4) as started:
+        _, key = await started.session()
+        _, others_key = await started.session()
+        body = json.dumps(BODIES[CHAT] | {"metadata": {"k": "x" * 2500}})
+        may_end = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:-1].encode()
+            await may_end.wait()
+            yield body[-1:].encode()
+
+        headers = {"x-api-key": key}
+        slow = [asyncio.create_task(started.http.post(CHAT, content=slowly(), headers=headers)) for _ in range(6)]
+        await asyncio.sleep(0.5)  # until what they have sent is read
+        assert (await started.post(CHAT, body, x_api_key=others_key)).status_code == 200
+        may_end.set()
+        answered = await asyncio.gather(*slow, return_exceptions=True)  # those that are refused are also hung up on
+        assert [each.status_code for each in answered if isinstance(each, httpx.Response)].count(200) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
