@@ -24,8 +24,8 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
-import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
-from atroposlib.agents.program import ProgramLimits, Ran, confinement, run_program
+from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -173,6 +173,7 @@ class AgentEnv(QuestionEnv):
         server = self.server.servers[0]
         tokenizer = self.tokenizer or load_tokenizer(server.tokenizer_id)
         sessions = Sessions(self.server, tokenizer, context=await server.context_length())
+        token = token or secrets.token_urlsafe(32)  # or an agent that leaves its key out opens every session
         settings = EndpointSettings(server.model_name, (ANY_MODEL,), token)
         return EndpointClient((await self._open.enter_async_context(listening(sessions, settings))).url, token)
 
@@ -257,8 +258,8 @@ class AgentEnv(QuestionEnv):
         return f"{self._prefix('train')}{item.number}~{current_sample()}"
 
     async def _rollout(self, item: AgentTask, endpoint: "EndpointClient", session: "OpenSession") -> Rollout:
-        with tempfile.TemporaryDirectory(prefix="atropos-agent-", ignore_cleanup_errors=True) as area:
-            folder, ran, state = await self._ran_whole(item, endpoint, session, Path(area))
+        async with area_of_programs() as area:
+            folder, ran, state = await self._ran_whole(item, endpoint, session, area)
             for node in state.nodes:
                 node.note_in(self.server.ledger)
             reward = await self._scored_folder(item, folder)

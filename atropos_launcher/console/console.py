@@ -38,7 +38,7 @@ VLLM_BRIDGE = r"\[vLLM Patch\] ✓|Uvicorn running"
 SAMPLE_EVERY = 5  # steps
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _TROUBLE = re.compile(TROUBLE)
-_STEP = re.compile(r"Step ([0-9]+)/")
+_STEP = re.compile(r"Step ([0-9]{1,9})/")
 
 
 def shown_lines(with_bridge: bool) -> dict[str, str]:

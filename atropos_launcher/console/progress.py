@@ -27,12 +27,13 @@ VLLM_STAGES = (
 )
 _VLLM_LINES = [(name, re.compile(pattern)) for name, pattern in VLLM_STAGES]
 _PART = re.compile(r"(^|\] )(?P<what>[^|%\]]{0,80}?):? +(?P<percent>\d{1,3})%(\|| Completed)")
-_STEP = re.compile(r"Step (?P<done>\d+)/(?P<total>\d+) ?\|(.* step (?P<seconds>[\d.]+) s)?")
-_EVALUATING = re.compile(r"Evaluating policy version (?P<policy>\d+)")
-_EVALUATED = re.compile(r"Evaluated (?P<done>\d+) of (?P<total>\d+)")
+# A log may hold what a model wrote, and Python reads no integer of thousands of digits.
+_STEP = re.compile(r"Step (?P<done>\d{1,9})/(?P<total>\d{1,9}) ?\|(.* step (?P<seconds>\d{1,9}(\.\d{1,9})?) s)?")
+_EVALUATING = re.compile(r"Evaluating policy version (?P<policy>\d{1,16})(?!\d)")
+_EVALUATED = re.compile(r"Evaluated (?P<done>\d{1,9}) of (?P<total>\d{1,9})(?!\d)")
 _ACCURACY = re.compile(r"Held-out accuracy ")
 _FAILED = re.compile(r"The evaluation of policy version \d+ failed")
-_BATCH_SENT = re.compile(r"Batch (?P<number>\d+) sent")
+_BATCH_SENT = re.compile(r"Batch (?P<number>\d{1,9}) sent")
 # What the trainer does, and the lines with which that begins.
 TRAINER_PHASES = (
     ("loading the model", r"Loading \S+ on "),

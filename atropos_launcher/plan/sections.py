@@ -185,16 +185,22 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
         if program is None:
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
         known = ask_environment(name, program, {}, [], environ)
-        for index, (service, settings) in enumerate(environment_settings(run, site, name, known).items()):
-            typed = [word for flag in flags.environments.get(name, []) for word in flag.words()]
+        own = flags.environments.get(name, [])
+        urls = [section.openai.get("base_url"), *(flag.value for flag in own if flag.name == "openai.base_url")]
+        has_key = bool(site.environ.get(KEY)) and (urls[-1] is None or str(urls[-1]).removesuffix("/v1") in site.vllm)
+        asked = environment_settings(run, site, name, known, has_key=has_key)
+        for index, (service, settings) in enumerate(asked.items()):
+            typed = [word for flag in own for word in flag.words()]
             resolved = ask_environment(name, program, settings, typed, environ)
             plans[service] = EnvironmentPlan(name, program, resolved, host_of_copy(site, known, index))
     return plans
 
 
-def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str, Any]) -> dict[str, Tree]:
+def environment_settings(
+    run: RunFile, site: Site, name: str, known: Mapping[str, Any], *, has_key: bool
+) -> dict[str, Tree]:
     """The configuration to give each server of one environment, by service. `known` is the program's own, without any
-    settings: `env` has every field.
+    settings: `env` has every field. With `has_key` it sends the key of the run's vLLM servers.
     """
     section = run.environments[name]
     settings: dict[str, Tree] = {}
@@ -228,9 +234,12 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
         if index:  # one of them evaluates; each samples other questions
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
-        settings[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
+        key = {"api_key_env": KEY} if has_key else {}
+        settings[service] = {"env": env, "openai": connections(site, key | section.openai, known.get("openai"))}
         if run.teacher is not None and site.teacher is not None:
-            settings[service] |= {TEACHER: connection_of_teacher(run.teacher, site.teacher)}
+            settings[service] |= {
+                TEACHER: connection_of_teacher(run.teacher, site.teacher, bool(site.environ.get(KEY)))
+            }
             env.setdefault("teacher_enabled", True)
     return settings
 
@@ -240,14 +249,15 @@ def host_of_copy(site: Site, known: Mapping[str, Any], index: int) -> str:
     return site.machines.first if AGENT_ENDPOINT in known["env"] else site.machines.host_of_environment(index)
 
 
-def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace) -> Tree:
+def connection_of_teacher(teacher: TeacherSection, place: TeacherPlace, has_key: bool = False) -> Tree:
     """An environment's settings for the teacher. By default the server itself names its model and tokenizer."""
+    key = teacher.api_key_env or (KEY if place.model and has_key else None)  # a server that the run starts has vLLM's
     return {
         "model_name": "default",
         "base_url": f"{place.url}/v1",
         "server_type": "vllm",
         **({"tokenizer_name": teacher.tokenizer_name} if teacher.tokenizer_name else {}),
-        **({"api_key_env": teacher.api_key_env} if teacher.api_key_env else {}),
+        **({"api_key_env": key} if key else {}),
     }
 
 
@@ -379,8 +389,7 @@ def connections(site: Site, asked: Tree, known: object) -> Tree | list[Tree]:
     """An environment's settings for the vLLM server, or for each of several; for one of its own if `asked` has its
     address. `known` are the program's own: a list of servers takes nothing from them by itself.
     """
-    key = {"api_key_env": KEY} if site.machines.several else {}
-    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm", **key} for url in site.vllm]
+    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm"} for url in site.vllm]
     if len(tied) == 1 or "base_url" in asked:
         return {**tied[0], **asked}
     (given,) = known[:1] if isinstance(known, list) and known else [{}]
@@ -435,5 +444,6 @@ def ask_environment(
     if done.returncode != 0 or not printed.startswith("env:"):
         said = done.stderr.strip().splitlines() or [f"{exit_words(done.returncode)}, and nothing on stderr"]
         raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
-    resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}"))
+    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in typed if word.startswith("--")}
+    resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}", names))
     return resolved

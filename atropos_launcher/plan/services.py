@@ -36,7 +36,7 @@ from atropos_launcher.plan.sections import (
     samples_off_policy,
 )
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.saved_settings import document, dumped, without_secrets
+from atropos_launcher.run_file.saved_settings import document, dumped, typed_paths, without_secrets
 from atropos_launcher.run_file.servers import server_name
 from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.service import AGENTS, TRAINER, Service, trainer_name
@@ -84,8 +84,10 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
         for plan in reversed(environments.values())  # the first of several has the run's own seed
     }
     files = {
-        "api.yaml": without_secrets(config_yaml(api), run.api, "api"),
-        "trainer.yaml": without_secrets(config_yaml(trainer), run.trainer, "trainer"),
+        "api.yaml": without_secrets(config_yaml(api), run.api, "api", typed_paths(api, flags.api)),
+        "trainer.yaml": without_secrets(
+            config_yaml(trainer), run.trainer, "trainer", typed_paths(trainer, flags.trainer)
+        ),
         **{f"{name}.yaml": dumped(argv(server)) for name, server in servers.items()},
         "run.yaml": dumped(document(run, (trainer, flags.trainer), (api, flags.api), told)),
         **{f"{service}.yaml": dumped(plan.resolved) for service, plan in environments.items()},
@@ -203,7 +205,7 @@ def agent_endpoints(
     words = [word for url in site.vllm for word in ("--server", f"{url}/v1")]
     words += ["--model", site.model, "--also-model", "*", *_rendering(using)]
     words += ["--api", site.api, "--port", str(site.agents_port), "--journal", str(site.run_dir / AGENT_JOURNAL)]
-    key = {SERVER_KEY: site.environ[KEY]} if site.machines.several else {}
+    key = {SERVER_KEY: site.environ[KEY]} if site.environ.get(KEY) else {}
     endpoint = Service(
         name=AGENTS,
         command=(sys.executable, "-u", "-m", "atroposlib.agents.serve", *words),

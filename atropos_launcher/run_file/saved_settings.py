@@ -1,6 +1,6 @@
 """What a run keeps of its settings: run.yaml, and each program's configuration without its secrets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -51,11 +51,16 @@ def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[Se
     return kept
 
 
+def typed_paths(config: Config, typed: Sequence[str]) -> list[str]:
+    """Return the settings of a configuration that flags set."""
+    values, _ = parse(keys_of(type(config)), typed, prog="", about="")
+    return list(values)
+
+
 def typed_values(config: Config, typed: Sequence[str]) -> Tree:
     """Collect what flags set in a configuration, with the values that they came to."""
-    values, _ = parse(keys_of(type(config)), typed, prog="", about="")
     found: Tree = {}
-    for path in values:
+    for path in typed_paths(config, typed):
         source, target = config.model_dump(mode="json"), found
         *above, leaf = path.split(".")
         for part in above:
@@ -70,24 +75,25 @@ def dumped(content: object) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 
-def without_secrets(text: str, given: Mapping[str, object], section: str) -> str:
+def without_secrets(text: str, given: Mapping[str, object], section: str, typed: Collection[str] = frozenset()) -> str:
     """A configuration without its masked secrets: a service finds them in its environment variables. Raises
-    ConfigError for one that the run itself holds.
+    ConfigError for one that the run itself holds, or that was `typed`, as the service would not get it.
     """
 
-    def cleared(value: object, own: object, path: str) -> object:
+    def cleared(value: object, own: object, above: str) -> object:
         if isinstance(value, list):
             owners = own if isinstance(own, list) and len(own) == len(value) else [own] * len(value)
-            return [cleared(item, owner, path) for item, owner in zip(value, owners, strict=True)]
+            return [cleared(item, owner, above) for item, owner in zip(value, owners, strict=True)]
         if not isinstance(value, Mapping):
             return value
         kept = {}
         for key, inner in value.items():
             given_here = own.get(key) if isinstance(own, Mapping) else None
+            path = f"{above}{key}"
             if inner != MASKED:
-                kept[key] = cleared(inner, given_here, f"{path}.{key}")
-            elif given_here is not None:
-                raise ConfigError(f"{path}.{key}: a run keeps no secrets; give it by its environment variable")
+                kept[key] = cleared(inner, given_here, f"{path}.")
+            elif given_here is not None or path in typed:
+                raise ConfigError(f"{section}.{path}: a run keeps no secrets; give it by its environment variable")
         return kept
 
-    return dumped(cleared(yaml.safe_load(text), given, section))
+    return dumped(cleared(yaml.safe_load(text), given, ""))

@@ -21,6 +21,10 @@ Tree = dict[str, Any]
 Servers = Tree | list[Tree]
 
 MOST = 64
+SECRETS = {
+    "api_key": "VLLM_API_KEY",
+    "hf_token": "HF_TOKEN",
+}  # of vLLM's flags, and the variables that it reads instead
 SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
 NAME = "vllm"
 TOKENS = re.compile(r"(\d+)|(\d+(?:\.\d+)?)([kmgKMG])")  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
@@ -59,6 +63,11 @@ def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
     """The flags of a server, those as numbers by which a run is planned: `port`, `tensor_parallel_size`,
     `max_model_len`, which may also be "auto", and `gpu_memory_utilization`. Raises ConfigError.
     """
+    for name, variable in SECRETS.items():
+        if isinstance(flags.get(name), str):
+            raise ConfigError(
+                f"{section}.{name}: a run keeps no secrets, and its command lines are read: set {variable}"
+            )
     found = dict(flags)
     for name, (read, expected) in PLANNED.items():
         if (value := found.get(name)) is not None:

@@ -59,6 +59,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES = BODY_MB << 20
 BODIES = 16
+SHARE = 4  # of these, the part that one key may take: an agent that sends them slowly keeps no other out
 RETRY_S = 1
 EXPIRED_EVERY_S = 1.0
 ANY_MODEL = "*"
@@ -110,7 +111,8 @@ class Endpoint:
     sessions: Sessions
     settings: EndpointSettings
     process: str = field(default_factory=lambda: uuid.uuid4().hex)
-    reading: dict[Request, int] = field(default_factory=dict)  # the bytes of each body that is not whole yet
+    # the key of each body that is not whole yet, and the bytes that have come
+    reading: dict[Request, tuple[str, int]] = field(default_factory=dict)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -331,13 +333,15 @@ class Endpoint:
         return body, len(content)
 
     async def _content(self, request: Request) -> bytearray:
-        content, most = bytearray(), self.settings.body_bytes
+        content, most, key = bytearray(), self.settings.body_bytes, _key(request.headers)
+        most_of_all, most_of_key = most * self.settings.bodies, most * max(1, self.settings.bodies // SHARE)
         async for chunk in request.stream():
             content += chunk
-            self.reading[request] = len(content)
+            self.reading[request] = key, len(content)
             if len(content) > most:
                 raise Refused(TOO_LARGE, f"the body is larger than {most:,} bytes: shorten it")
-            if sum(self.reading.values()) > most * self.settings.bodies:
+            of_key = sum(nbytes for other, nbytes in self.reading.values() if other == key)
+            if of_key > most_of_key or sum(nbytes for _, nbytes in self.reading.values()) > most_of_all:
                 raise Refused(UNAVAILABLE, "the endpoint is reading as many bodies as it can hold: send it again")
         return content
 

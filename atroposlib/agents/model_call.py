@@ -18,6 +18,7 @@ from openai.types.chat.chat_completion import Choice
 JsonObject = dict[str, Any]
 Messages = list[JsonObject]
 
+MOST_TEXTS = 64  # stop sequences, for which vLLM looks at each token
 BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND, TOO_LARGE = 400, 401, 403, 404, 413
 
 
@@ -154,6 +155,8 @@ def texts(body: Mapping[str, Any], name: str) -> list[str]:
     """A text or a list of texts, as a list. Raises Refused."""
     value = checked(body, name, str, list)
     given = [value] if isinstance(value, str) else value or []
+    if len(given) > MOST_TEXTS:
+        raise Refused(BAD_REQUEST, f"{name} has {len(given)} texts: expected at most {MOST_TEXTS}", param=name)
     if wrong := [each for each in given if not isinstance(each, str) or not each]:
         raise Refused(BAD_REQUEST, f"{name} has {wrong[0]!r:.80}: expected texts that are not empty", param=name)
     return given

@@ -46,12 +46,13 @@ from atroposlib.utils.tokenizers import Tokenizer
 log = get_logger(__name__)
 
 CONFLICT = 409
+INLINE_BYTES = 1 << 16
 
 
 class Limits(BaseModel):
     """What a session and all below it may use together. Time passes while the endpoint runs."""
 
-    turns: int = Field(default=256, ge=1, description="Most calls of the model in a session.")
+    turns: int = Field(default=256, ge=1, description="Most calls of the model in a session, or answers to them.")
     tokens: int = Field(default=1_000_000, ge=1, description="Most sampled tokens of a session.")
     time_s: float = Field(default=3600.0, gt=0, description="Seconds after which a session ends as failed.")
     idle_s: float = Field(default=900.0, gt=0, description="Seconds without a call after which a session has failed.")
@@ -100,6 +101,7 @@ class Session:
     started_at: float = field(default_factory=time.monotonic)
     is_written: bool = True  # its record; the next look writes what could not be written
     _in_flight: dict[str, "asyncio.Task[ModelReply]"] = field(default_factory=dict)
+    _awaited: dict[str, int] = field(default_factory=dict)  # answers of each
     _begun: int = 0
 
     @property
@@ -136,10 +138,10 @@ class Session:
             return known.reply
         if key not in self._in_flight:
             self.nbytes += nbytes
-            await rollout.check_limits()
+            await rollout.check_limits(answers=call.n)
             task = asyncio.create_task(self._turn(call, key, nbytes))
-            self._in_flight[key] = task
-            task.add_done_callback(lambda _: self._in_flight.pop(key, None))
+            self._in_flight[key], self._awaited[key] = task, call.n
+            task.add_done_callback(lambda _: (self._in_flight.pop(key, None), self._awaited.pop(key, None)))
         task = self._in_flight[key]
         try:
             return await asyncio.shield(task)
@@ -157,7 +159,7 @@ class Session:
         rollout = self.line[-1]
         rollout.used_at = time.monotonic()
         self.nbytes += nbytes
-        await rollout.check_limits(samples=False)
+        await rollout.check_limits()
         return await asyncio.to_thread(self.prompt_tokens, call)
 
     def conversation_of(self, response_id: str) -> Messages:
@@ -228,9 +230,10 @@ class Session:
             "failed": self.record.failed,
         }
 
-    async def check_limits(self, *, samples: bool = True) -> None:
-        """Fail before a call that its rollout may not make. Raises Refused for it."""
-        cause = self._broken_time(time.monotonic()) or self._broken_bytes() or (self._broken_use() if samples else None)
+    async def check_limits(self, *, answers: int = 0) -> None:
+        """Fail before a call for so many answers that its rollout may not make. Raises Refused for it."""
+        cause = self._broken_time(time.monotonic()) or self._broken_bytes()
+        cause = cause or (self._broken_use(answers) if answers else None)
         if cause is not None:
             await self.fail(cause)
         if (cause := self.record.failed or cause) is not None:
@@ -258,9 +261,10 @@ class Session:
             return f"it was idle for {limits.idle_s:g} s"
         return None
 
-    def _broken_use(self) -> str | None:
+    def _broken_use(self, answers: int) -> str | None:
         limits, family = self.settings.limits, self.family
-        if sum(len(each.turns) + len(each._in_flight) for each in family) >= limits.turns:
+        known = sum(len(turn.reply.answers) for each in family for turn in each.turns.values())
+        if known + sum(sum(each._awaited.values()) for each in family) + answers > limits.turns:
             return f"it made more than {limits.turns} calls"
         if sum(each.sampled for each in family) >= limits.tokens:
             return f"it sampled {limits.tokens} tokens"
@@ -271,10 +275,11 @@ class Session:
         return f"it sent more than {most:g} MB" if sum(each.nbytes for each in self.family) > most * 1e6 else None
 
     async def _turn(self, call: ModelCall, key: str, nbytes: int) -> ModelReply:
+        # of a large prompt all tokens are counted, while others are answered
+        asked = await asyncio.to_thread(self._asked, call) if nbytes > INLINE_BYTES else self._asked(call)
         self._begun += 1
         order = self._begun
         place = call.place()
-        asked = self._asked(call)
         tape = Tape()
         seed = self.settings.seed
         seeds = seeded(RequestSeeds(seed)) if seed is not None else nullcontext()

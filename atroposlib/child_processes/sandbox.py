@@ -122,6 +122,7 @@ def flatten(folder: Path) -> None:
             os.chmod(parent := pending.pop(), 0o700)
             for entry in [*os.scandir(parent)]:
                 if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)  # a directory that is not to be written does not change its parent
                     pending.append(f"{folder}/{secrets.token_hex(4)}")
                     os.rename(entry.path, pending[-1])
 

@@ -61,6 +61,18 @@ def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
+def descendants(pid: int) -> list[int]:
+    """List the processes below `pid`, also those that have ended and whose status nobody has asked for."""
+    parents = {each: int(fields[1]) for each in all_pids() if (fields := _fields(each))}
+
+    def is_below(each: int) -> bool:
+        while (each := parents.get(each, 0)) not in (0, pid):
+            pass
+        return each == pid
+
+    return [each for each in parents if is_below(each)]
+
+
 def _fields(pid: int) -> list[str]:
     """State, parent, group, session, ... of a process; empty if it is gone. Its name, before them, may hold blanks."""
     with suppress(FileNotFoundError, ProcessLookupError):

@@ -5,13 +5,14 @@ import re
 import msgspec
 
 _TAGS = re.compile(r"<(think|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
-_CLOSED = re.compile(r"<think>.*?</think>", re.DOTALL)
+_OPENS, _CLOSES = "<think>", "</think>"
 
 
 def parts_of(text: str) -> list[dict[str, object]]:
     """Split a text at `<think>` and `<tool_call>`. A prompt may open the thought, and a cut answer may not close it."""
-    if "</think>" in text and not _CLOSED.search(text):
-        text = f"<think>{text}"
+    opens = text.find(_OPENS)
+    if _CLOSES in text and (opens < 0 or _CLOSES not in text[opens:]):
+        text = f"{_OPENS}{text}"
     found, at = [], 0
     for tag in _TAGS.finditer(text):
         found += _plain(text[at : tag.start()])

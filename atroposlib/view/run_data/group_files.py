@@ -6,6 +6,7 @@ All of it is answered from the indexes; only a search for text and the rows of o
 
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -169,12 +170,14 @@ class GroupFiles:
         return [_next_step(known.get(group, []), step) for group, step in sampled]
 
     def _trained_rows(self, groups: NDArray[np.uint64]) -> dict[int, list[Place]]:
-        """The rows of these groups, oldest first: groups of the same tokens have the same name."""
+        """The rows of these groups in the order of their steps: groups of the same tokens have the same name."""
         found: dict[int, list[Place]] = {}
         for index in self.indexes("trained") if len(groups) else []:
             for segment in reversed(index.segments):
                 for entry in segment.rows[np.isin(segment.rows["group"], groups)]:
                     found.setdefault(int(entry["group"]), []).append(Place(index.path, entry))
+        for places in found.values():
+            places.sort(key=_step)
         return found
 
     def knows_trained(self) -> bool:
@@ -288,8 +291,12 @@ class GroupFiles:
 
 def _next_step(rows_of_group: Sequence[Place], sampled_at: int) -> Place | None:
     """The row of the first step after the one at which the group was sampled."""
-    later = (place for place in rows_of_group if place.entry["step"] > sampled_at)
-    return next(later, rows_of_group[-1] if rows_of_group else None)
+    later = bisect_right(rows_of_group, sampled_at, key=_step)
+    return rows_of_group[min(later, len(rows_of_group) - 1)] if rows_of_group else None
+
+
+def _step(place: Place) -> int:
+    return int(place.entry["step"])
 
 
 def _is_of_step(entries: Numbers, step: int, trained: dict[int, list[Place]] | None) -> NDArray[np.bool_]:

@@ -71,6 +71,41 @@ async def test_counting_tokens_uses_bytes_and_no_turn_and_ends_with_the_session(
         assert "MB" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
 
 
+async def test_each_answer_to_a_call_counts_as_one() -> None:
+    async with running() as started:
+        session, key = await started.session(limits={"turns": 3})
+        for n, status in ((2, 200), (1, 200), (1, 403)):
+            reply = await started.post(CHAT, said(f"{n} {status}") | {"n": n}, x_api_key=key)
+            assert reply.status_code == status, reply.text
+        session, key = await started.session(limits={"turns": 3})
+        assert (await started.post(CHAT, BODY | {"n": 16_384}, x_api_key=key)).status_code == 403
+        assert "more than 3 calls" in (await started.http.get(f"/sessions/{session}")).json()["failed"]
+        session, key = await started.session(limits={"turns": 3})
+        started.server.delay_s = 0.3
+        calls = [started.post(CHAT, said(f"{n}") | {"n": 2}, x_api_key=key) for n in range(2)]
+        assert sorted(reply.status_code for reply in await asyncio.gather(*calls)) == [403, 403]
+
+
+async def test_the_tokens_of_a_large_prompt_are_counted_while_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+    length = ManagedServer.prompt_length
+
+    def noted(*arguments: Any) -> int:
+        threads.append(threading.current_thread())
+        return length(*arguments)
+
+    monkeypatch.setattr(ManagedServer, "prompt_length", noted)
+    async with running(context=1000) as started:
+        _, key = await started.session()
+        threads.clear()  # of the endpoint's start
+        large = await started.post(CHAT, said("x" * 100_000), x_api_key=key)
+        assert large.json()["error"]["code"] == "context_length_exceeded"
+        assert (await started.post(CHAT, BODY, x_api_key=key)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
 async def test_an_idle_session_has_failed_and_a_rewarded_one_keeps_its_reward() -> None:
     async with running() as started:
         idle, _ = await started.session(limits={"idle_s": 0.05})

@@ -120,6 +120,27 @@ async def test_bodies_that_are_read_together_have_a_limit_and_who_waits_is_serve
         assert (await started.post(path, body, x_api_key=key)).status_code == 200
 
 
+async def test_slow_bodies_of_one_key_keep_no_other_out() -> None:
+    async with running(body_bytes=4000, bodies=4) as started:
+        _, key = await started.session()
+        _, others_key = await started.session()
+        body = json.dumps(BODIES[CHAT] | {"metadata": {"k": "x" * 2500}})
+        may_end = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:-1].encode()
+            await may_end.wait()
+            yield body[-1:].encode()
+
+        headers = {"x-api-key": key}
+        slow = [asyncio.create_task(started.http.post(CHAT, content=slowly(), headers=headers)) for _ in range(6)]
+        await asyncio.sleep(0.5)  # until what they have sent is read
+        assert (await started.post(CHAT, body, x_api_key=others_key)).status_code == 200
+        may_end.set()
+        answered = await asyncio.gather(*slow, return_exceptions=True)  # those that are refused are also hung up on
+        assert [each.status_code for each in answered if isinstance(each, httpx.Response)].count(200) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
@@ -282,6 +303,26 @@ async def test_what_the_template_is_given_counts_in_the_context() -> None:
         used = reply.json()["usage"]["prompt_tokens"]
         assert used > 25
         assert started.server.requests[-1][1]["max_tokens"] == 80 - used
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"chat_template": "{{ 'owned' }}"}, {"tokenize": True}, {"return_tensors": "pt"}, {"max_length": 1}]
+)
+async def test_an_agent_chooses_neither_the_template_nor_how_it_is_applied(arguments: dict[str, Any]) -> None:
+    async with running() as started:
+        _, key = await started.session()
+        reply = await started.post(CHAT, BODIES[CHAT] | {"chat_template_kwargs": arguments}, x_api_key=key)
+        assert (reply.status_code, started.server.requests) == (400, [])
+        assert f"{next(iter(arguments))} is no argument of a chat template" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "stop"), (MESSAGES, "stop_sequences")])
+async def test_stop_sequences_are_few_as_vllm_looks_for_each_at_each_token(path: str, name: str) -> None:
+    async with running() as started:
+        _, key = await started.session()
+        for count, status in ((64, 200), (65, 400)):
+            reply = await started.post(path, BODIES[path] | {name: [f"<{n}>" for n in range(count)]}, x_api_key=key)
+            assert reply.status_code == status, reply.text
 
 
 async def test_tokens_are_counted_as_they_are_sampled_from_and_models_are_listed() -> None:

@@ -1,9 +1,12 @@
 """What the kernel does not bound in a child of `ChildPool`: the number of its files, and the time of each request."""
 
 import asyncio
+import contextlib
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tests.unit.common.refusals import without
 pytestmark = pytest.mark.services
 
 MANY = 200_000
+NOBODY = 65534
 FORGED = """
 import json, os, sys
 frame = sys._getframe()
@@ -168,6 +172,29 @@ def test_a_deep_tree_is_flattened_so_that_it_can_be_removed(tmp_path: Path) -> N
         usage_of(tmp_path, 10_000)
     flatten(tmp_path)
     assert usage_of(tmp_path, 10_000)[0] == 3001
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write everywhere, so it becomes another user for a while."""
+    os.seteuid(os.geteuid() or NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
+
+
+def test_directories_that_may_not_be_written_are_flattened_too() -> None:
+    with as_nobody():
+        folder = Path(tempfile.mkdtemp())
+        try:
+            for number in range(4):
+                (folder / str(number) / "deep").mkdir(parents=True)
+                (folder / str(number) / "deep" / "sealed").mkdir(0)
+            flatten(folder)
+            assert len(list(folder.iterdir())) == 12
+        finally:
+            shutil.rmtree(folder)
 
 
 async def outcome(pool: ChildPool, code: str) -> str:

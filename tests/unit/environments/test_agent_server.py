@@ -3,6 +3,7 @@ import contextlib
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,12 @@ def test_a_scorers_reward_is_a_finite_number_or_its_exit_status(output: str, sta
 
 FILLS = "[open(f'f{n}', 'wb').write(bytes(2**19)) for n in range(9)]"
 FORKS = "import subprocess; [subprocess.Popen(['sleep', '60']) for _ in range(30)]"
+FORKS_AWAY = (
+    "import subprocess, sys\nrests = [sys.executable, '-c', 'import time; time.sleep(60)', __file__]\n"
+    "[subprocess.Popen(rests, start_new_session=True) for _ in range(14)]"
+)
+DEEP = "for _ in range(1500): os.mkdir('a'); os.chdir('a')"
+TOO_DEEP = "for _ in range(25): os.mkdir('a' * 200); os.chdir('a' * 200)"
 WAITS = "import time; time.sleep(60)"
 
 
@@ -223,18 +230,24 @@ WAITS = "import time; time.sleep(60)"
         (f"{CALLS_ONCE}\n{WAITS}", "longer than"),
         (f"{CALLS_ONCE}\n{FILLS}; {WAITS}", "MB"),
         (f"{CALLS_ONCE}\n{FORKS}; {WAITS}", "processes"),
+        (f"{CALLS_ONCE}\n{FORKS_AWAY}; {WAITS}", "processes"),
+        (f"{CALLS_ONCE}\n{DEEP}\n{WAITS}", "MB"),
+        (f"{CALLS_ONCE}\n{TOO_DEEP}\n{WAITS}", "cannot be counted"),
         (f"{CALLS_ONCE}\nbytearray(2**31)", "MemoryError"),
     ],
 )
 async def test_an_agent_that_fails_is_a_failed_rollout_with_its_cause_and_leaves_nothing(
-    tmp_path: Path, does: str, words: str
+    tmp_path: Path, does: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (folders := tmp_path / "folders").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
     with pytest.raises(GroupLost, match=words):
         await group_of(
             tmp_path, agent(tmp_path, does), group_size=2, agent_limit_s=4.0, agent_folder_mb=1,
             agent_processes=12, agent_memory_mb=1024, agent_sandbox="none",
         )  # fmt: skip
     assert not [process for process in psutil.process_iter(["cmdline"]) if _is_of(process, tmp_path)]
+    assert not list(folders.glob("atropos-agent-*"))
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:
@@ -249,6 +262,24 @@ async def test_an_agent_writes_nothing_outside_of_its_directory(tmp_path: Path) 
     group = await group_of(tmp_path, agent(tmp_path, source), tasks_path=tasks(tmp_path, *rows), group_size=2)
     assert group["scores"] == [1.0, 1.0]
     assert not outside.exists()
+
+
+KEYLESS = (
+    CALLS_ONCE
+    + """
+import urllib.error
+try:
+    urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/sessions")
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+)
+
+
+async def test_an_agent_that_leaves_its_key_out_opens_no_session(tmp_path: Path) -> None:
+    rows = tasks(tmp_path, *[{"task": "?", "answer": 401}] * 2)
+    group = await group_of(tmp_path, agent(tmp_path, KEYLESS), tasks_path=rows, group_size=2)
+    assert group["scores"] == [1.0, 1.0]
 
 
 async def test_an_agent_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which groups the list shows, in which order, and what it says of each."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,15 @@ def test_groups_of_the_same_tokens_are_told_apart_by_when_they_were_sampled(wind
     write_rows(run / "trained.jsonl", (trained(0, step) for step in (1, 2)))
     assert [row["step"] for row in get(window, GROUPS)["rows"]] == [2, 2, 1]
     assert [row["sampled_at_step"] for row in get(window, GROUPS, step=1)["rows"]] == [0]
+
+
+def test_many_groups_of_the_same_tokens_are_told_apart_at_once(window: TestClient, run: Path) -> None:
+    write_rows(run / "samples.jsonl", (sample(0, step) for step in range(5000)))
+    write_rows(run / "trained.jsonl", (trained(0, step + 1) for step in range(5000)))
+    began = time.monotonic()
+    (row,) = get(window, GROUPS, step=2500)["rows"]
+    assert (row["step"], row["sampled_at_step"]) == (2500, 2499)
+    assert time.monotonic() - began < 3
 
 
 def test_a_run_without_trained_rows_names_the_step_that_came_next(window: TestClient, run: Path) -> None:

@@ -1,5 +1,7 @@
 """One group with every token: what environment, sampler and trainer have written of it."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,51 @@ def test_without_the_model_there_are_ids_alone(run: Path) -> None:
     assert opened(client(run))["rollouts"][0]["sequences"][0]["pieces"] is None
 
 
+LIKE_LLAMA = [
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+GROWS = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 1000}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "texts"),
+    [
+        ({"type": "Sequence", "decoders": LIKE_LLAMA}, ["aaa", " b"]),
+        ({"type": "Strip", "content": "a", "start": 5, "stop": 5}, None),  # panics
+        ({"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": ""}, None),  # takes for ever
+        (GROWS, None),
+        ({"type": "Sequence", "decoders": [*LIKE_LLAMA, GROWS]}, None),
+        ({"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 9}, None),
+        ({"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_a_tokenizer_is_obeyed_only_where_it_makes_no_text_longer(
+    run: Path, kind: str, decoder: dict[str, Any], texts: list[str] | None
+) -> None:
+    vocab: Any = {"aaa": 0, "\u2581b": 1} if kind == "BPE" else [["aaa", -1.0], ["\u2581b", -2.0]]
+    tokenizer = {"version": "1.0", "model": {"type": kind, "vocab": vocab, "merges": []}, "decoder": decoder}
+    (run / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_rows(run / "samples.jsonl", [sample(0, 0, tokens=[[0, 1]], scores=[1.0])])
+    assert opened(client(run))["rollouts"][0]["sequences"][0]["pieces"] == texts
+
+
+def test_a_long_answer_of_broken_characters_is_shown_at_once(run: Path) -> None:
+    (broken,) = (
+        number
+        for piece, number in json.loads((run / "model" / "tokenizer.json").read_bytes())["model"]["vocab"].items()
+        if piece == "\u0122"  # the byte 0x80
+    )
+    write_rows(run / "samples.jsonl", [sample(0, 0, tokens=[[broken] * 20_000], scores=[1.0])])
+    began = time.monotonic()
+    pieces = opened(client(run))["rollouts"][0]["sequences"][0]["pieces"]
+    assert time.monotonic() - began < 5
+    assert (len(pieces), "".join(pieces)) == (20_000, "\ufffd" * 20_000)
+
+
 def test_sequences_of_one_rollout_stand_together_and_failed_rollouts_are_shown(run: Path) -> None:
     failure = {"cause": "timeout", "error": "no answer in 5 s", "messages": [{"role": "user", "content": "slow"}]}
     row = sample(0, 0, rollouts=[4, 4], scores=[0.5, 0.5], failures=[failure], failed={"timeout": 1})
@@ -119,6 +166,15 @@ def test_tools_thoughts_and_parts_of_messages_are_kept(run: Path) -> None:
         "hm",
     )
     assert (tool["content"], tool["name"]) == ('{"a":1}', "f")
+
+
+def test_a_long_answer_of_thoughts_without_an_end_is_shown_at_once(run: Path) -> None:
+    said = [{"role": "assistant", "content": f"before</think>{'<think>' * 20_000}"}]
+    write_rows(run / "samples.jsonl", [sample(0, 0, messages=[said, said])])
+    began = time.monotonic()
+    (answer,) = opened(client(run))["rollouts"][0]["messages"]
+    assert time.monotonic() - began < 5
+    assert answer["parts"][0] == {"thought": "before"}
 
 
 def test_parts_of_a_message_are_ours_and_those_of_an_author_are_left_out(run: Path) -> None:

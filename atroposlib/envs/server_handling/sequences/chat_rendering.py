@@ -14,6 +14,13 @@ log = get_logger(__name__)
 # Templates of reasoning models drop <think> blocks from earlier turns; under these private-use names they see none.
 _TAG = re.compile("<(/?think)>")
 _STAND_IN = re.compile("\ue000(/?think)\ue001")
+# What `apply_chat_template` takes for itself: an agent's own template could run for ever, or make text without end.
+NOT_FOR_TEMPLATES = frozenset(
+    """
+    conversation messages chat_template tools add_generation_prompt continue_final_message tokenize padding truncation
+    max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+""".split()
+)
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # types of a message's parts, in OpenAI's two APIs
 # As the chat templates of Hermes and Qwen say it.
 TOOLS_PROMPT = """# Tools
@@ -43,9 +50,11 @@ def render_chat(
 
     `messages` are in OpenAI's form: mappings or the SDK's objects, with a text or a list of text parts as content.
     `preserve_think_blocks` keeps the thoughts of earlier turns, which the template may otherwise drop. Where the
-    template shows no `tools`, the system prompt describes them. Raises ValueError for an empty conversation and for
-    content that is not text, or that the template cannot show.
+    template shows no `tools`, the system prompt describes them. Raises ValueError for an empty conversation, for
+    content that is not text, or that the template cannot show, and for `template_arguments` that are not its own.
     """
+    if refused := sorted(NOT_FOR_TEMPLATES & {*(template_arguments or {})}):
+        raise ValueError(f"chat_template_kwargs: {refused[0]} is no argument of a chat template: leave it out")
     if not messages:
         raise ValueError("a chat completion needs at least one message")
     shown = [plain_message(message, index) for index, message in enumerate(messages)]

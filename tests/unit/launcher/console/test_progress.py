@@ -160,6 +160,25 @@ def test_a_failed_evaluation_is_over() -> None:
     assert bar(run, "gsm8k") is None
 
 
+@pytest.mark.parametrize("service", ["env", "api", "trainer"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Evaluating policy version {}",
+        "Evaluated {} of {}",
+        "Batch {} sent",
+        "Step {}/{} | step {} s",
+        "Step 1/3 | step 1.2.3 s",
+    ],
+)
+def test_no_line_of_a_log_ends_the_launcher(service: str, text: str) -> None:
+    """An environment may print what a model wrote, and Python reads no integer of 5,000 digits."""
+    progress = RunProgress(3, None)
+    progress.see(LogLine("env", "Evaluating policy version 1"), 0.0)
+    progress.see(LogLine(service, text.replace("{}", "1" * 5000)), 1.0)
+    assert progress.bars(2.0)
+
+
 def test_other_events_change_nothing() -> None:
     run = after(Interrupted(signal.SIGINT))
     assert run.bars(0.0) == [Bar("trainer", 0, 4, "step 0 of 4")]

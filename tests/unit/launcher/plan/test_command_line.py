@@ -11,6 +11,7 @@ from atropos_launcher.commands import quickstart, train
 from atropos_launcher.placement import gpus
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.runs import NoSuchRun
+from atropos_launcher.service import AGENTS
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import Broadcast
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan
@@ -203,6 +204,43 @@ def test_a_secret_of_the_run_is_refused(tmp_path: Path) -> None:
     run.write_text("base: arithmetic.yaml\ntrainer: {atropos_token: 0123456789abcdef0123}")
     with pytest.raises(ConfigError, match=r"trainer.atropos_token: a run keeps no secrets"):
         plan(str(run))
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--api.api-token", r"api.api_token: a run keeps no secrets"),
+        ("--trainer.vllm_api_key", r"trainer.vllm_api_key: a run keeps no secrets"),
+        ("--vllm.api-key", r"vllm.api_key: a run keeps no secrets, .* set VLLM_API_KEY"),
+        ("--vllm.hf_token", r"vllm.hf_token: a run keeps no secrets, .* set HF_TOKEN"),
+        ("--teacher.api_key", r"teacher.api_key: a run keeps no secrets, .* set VLLM_API_KEY"),
+    ],
+)
+@pytest.mark.usefixtures("no_processes")
+def test_a_secret_that_is_typed_is_refused(flag: str, names: str) -> None:
+    teacher = ["--teacher.model", "org/big", "--trainer.distill-coef", "1"] if "teacher" in flag else []
+    with pytest.raises(ConfigError, match=names):
+        plan("arithmetic", *teacher, flag, "0123456789abcdef0123")
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("flag", ["--env.rollout-server-token", "--env.openai.api_key"])
+def test_a_secret_that_is_typed_for_an_environment_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"environments.gsm8k.*: a run keeps no secrets"):
+        plan("arithmetic", f"{flag}=0123456789abcdef0123")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_who_calls_a_vllm_server_with_a_key_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "0123456789abcdef0123")
+    made = plan("agent", "--env.command", "true", "--model", "org/small")
+    assert made.environments["env"].resolved["openai"][0]["api_key_env"] == "VLLM_API_KEY"
+    services = {service.name: service for service in made.services}
+    assert services[AGENTS].environment["ATROPOS_AGENT_ENDPOINT_SERVER_KEY"] == "0123456789abcdef0123"
+    taught = plan("arithmetic", "--teacher.model", "org/big", "--trainer.distill-coef", "1")
+    assert taught.environments["env"].resolved["teacher"][0]["api_key_env"] == "VLLM_API_KEY"
+    elsewhere = plan("arithmetic", "--env.openai.base_url", "http://other:9001/v1")
+    assert not elsewhere.environments["env"].resolved["openai"][0]["api_key_env"]
 
 
 @pytest.mark.usefixtures("no_processes")
