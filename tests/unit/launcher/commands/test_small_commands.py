@@ -12,6 +12,7 @@ import pytest
 
 from atropos_launcher.cli import main
 from atropos_launcher.commands import evaluate, plot
+from atropos_launcher.plan.sections import no_program
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -192,6 +193,14 @@ def test_an_environment_that_is_not_there_is_one_line() -> None:
         in done.stderr
     )
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_environment_that_was_written_here_is_named_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_server.py").touch()
+    assert no_program("mine") == "there is no file or module 'mine'; did you mean mine_server.py?"
 
 
 @pytest.mark.services
