@@ -69,13 +69,15 @@ DAY_S = 86400.0  # after which a session whose environment has gone ends; agents
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What the agent is told, the answer if it is known, and the files of its directory by their names."""
+    """What the agent is told, the answer if it is known, and the files of its directory by their names. Logs show the
+    first two.
+    """
 
     task: str
     answer: str | None = None
-    files: dict[str, str] = field(default_factory=dict)
-    number: int = 0  # among the items of training
-    harbor: HarborTask | None = None
+    files: dict[str, str] = field(default_factory=dict, repr=False)
+    number: int = field(default=0, repr=False)  # among the items of training
+    harbor: HarborTask | None = field(default=None, repr=False)
 
 
 class AgentConfig(QuestionEnvConfig):

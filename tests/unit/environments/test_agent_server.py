@@ -13,10 +13,11 @@ import pytest
 from atroposlib.agents.client import EndpointClient
 from atroposlib.agents.program import Ran
 from atroposlib.child_processes.sandbox import bubblewrap
+from atroposlib.envs.authors.author_errors import shown
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost, attempt
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.agent_server import AgentEnv, read_tasks, reward_of
+from environments.agent_server import AgentEnv, AgentTask, read_tasks, reward_of
 from tests.unit.agents.support import Running, running
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -240,6 +241,10 @@ async def test_an_agent_that_fails_is_a_failed_rollout_with_its_cause_and_leaves
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:
     return str(folder / "agent.py") in (process.info["cmdline"] or [])
+
+
+def test_a_log_shows_a_task_without_its_files() -> None:
+    assert shown(AgentTask("2 + 2?", "4", {"data.csv": "a,b"})) == "AgentTask(task='2 + 2?', answer='4')"
 
 
 @pytest.mark.parametrize(

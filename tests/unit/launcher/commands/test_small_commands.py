@@ -169,6 +169,9 @@ def test_a_run_without_a_step_cannot_be_drawn(runs: Path, capsys: pytest.Capture
     shutil.copy("/dev/null", runs / "one/metrics.jsonl")
     assert plot.main(["one", "--runs", str(runs)]) == 1
     assert "has no rows yet" in capsys.readouterr().err
+    (runs / "one/metrics.jsonl").unlink()
+    assert plot.main(["one", "--runs", str(runs)]) == 1
+    assert "no step is done yet" in capsys.readouterr().err
 
 
 def launcher(*words: str) -> subprocess.CompletedProcess[str]:
