@@ -11,6 +11,8 @@ from pathlib import Path, PurePath
 PACKAGES = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 ENVIRONMENTS = "environments"
 
+RUNS = Path("runs")  # the directory of all runs, below the working directory
+
 
 def recipes() -> Path:
     """The directory of the recipes that come with Atropos."""

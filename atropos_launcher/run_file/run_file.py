@@ -39,7 +39,6 @@ from atropos_launcher.run_file.servers import (
     merged_servers,
 )
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
-from atropos_launcher.runs import RUNS
 from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config, merged_trees
 from atroposlib.flags import ConfigError, nearest
@@ -328,7 +327,7 @@ def find_run_file(name: str, beside: Path | None = None) -> Path:
     for place in places:
         if place.is_file():
             return place.resolve()
-    for run in (given, RUNS / given):
+    for run in (given, paths.RUNS / given):
         if (run / "run.yaml").is_file():
             kept = f"{run / 'run.yaml'} is its run file"
             raise ConfigError(f"{name!r} is a run: `atropos train --resume {run}` continues it, and {kept}")
