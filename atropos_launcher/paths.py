@@ -12,6 +12,8 @@ PACKAGES = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 VLLM_PROGRAM = PACKAGES / "example_trainer" / "vllm_api_server.py"
 ENVIRONMENTS = "environments"
 
+RUNS = Path("runs")  # the directory of all runs, below the working directory
+
 
 def recipes() -> Path:
     """The directory of the recipes that come with Atropos."""

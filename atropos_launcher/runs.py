@@ -4,13 +4,14 @@ import difflib
 import json
 from pathlib import Path
 
+from atropos_launcher import paths
 from atropos_launcher.services.records import FOLDER
 from atropos_launcher.services.run_log import why_it_ended
 from atroposlib.errors import WRONG_USE, AtroposError
 from atroposlib.files import is_open
 from atroposlib.processes.log_files import last_lines, printable
 
-RUNS = Path("runs")
+RUNS = paths.RUNS
 
 
 class NoSuchRun(AtroposError):

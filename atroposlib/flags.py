@@ -433,7 +433,7 @@ def _placeholder(key: Key) -> str:
         return "{" + ",".join(str(member.value) for member in kind) + "}"
     if (get_origin(kind) or kind) in COLLECTIONS:
         return "A,B,..."
-    return PLACEHOLDERS.get(kind, "FILE" if kind is Path else "TEXT")
+    return PLACEHOLDERS.get(kind, "PATH" if kind is Path else "TEXT")
 
 
 # --- spelling -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
-from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program
+from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -61,19 +62,22 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 TASK = "{task}"
+BASE_URLS = "OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
 NOT_FINITE = ("nan", "inf", "-inf")  # as Python prints them
 DAY_S = 86400.0  # after which a session whose environment has gone ends; agents have limits of their own
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What the agent is told, the answer if it is known, and the files of its directory by their names."""
+    """What the agent is told, the answer if it is known, and the files of its directory by their names. Logs show the
+    first two.
+    """
 
     task: str
     answer: str | None = None
-    files: dict[str, str] = field(default_factory=dict)
-    number: int = 0  # among the items of training
-    harbor: HarborTask | None = None
+    files: dict[str, str] = field(default_factory=dict, repr=False)
+    number: int = field(default=0, repr=False)  # among the items of training
+    harbor: HarborTask | None = field(default=None, repr=False)
 
 
 class AgentConfig(QuestionEnvConfig):
@@ -137,6 +141,9 @@ class AgentEnv(QuestionEnv):
         config = self.config
         if not config.command:
             raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
+        for setting, command in (("command", config.command), ("score_command", config.score_command)):
+            if command and shutil.which(program := words_of(command)[0], path=search_path()) is None:
+                raise DataError(f"there is no program {program!r} to run: correct --env.{setting}")
         if config.tasks_path is None:
             problems = arithmetic_problems(config.held_out_limit)
             self.held_out, self.tasks = map(_tasks_of, (problems.held_out, problems.train))
@@ -404,9 +411,10 @@ def _expect_whole(ran: Ran, session: "SessionState") -> None:
     late = ran.broken is not None and "longer" in ran.broken
     cause: Cause = "timeout" if late else "environment"
     if (why := session.failed or ran.why()) is not None:
-        raise RolloutFailed(f"the agent failed after {session.turns} calls of the model: {why}", cause)
+        when = f"after {session.turns} calls of the model" if session.turns else f"before it called {BASE_URLS}"
+        raise RolloutFailed(f"the agent failed {when}: {why}", cause)
     if not session.nodes:
-        raise RolloutFailed("the agent called no model: does it read OPENAI_BASE_URL?", cause)
+        raise RolloutFailed(f"the agent called no model: does it read {BASE_URLS}?", cause)
 
 
 def _addresses(url: str, session: "OpenSession", task: str) -> dict[str, str]:

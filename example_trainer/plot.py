@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     missing = [path for path in (*arguments.metrics, arguments.evaluations) if path is not None and not path.is_file()]
     if missing:
-        print(f"plot: error: {missing[0]} does not exist; give the files of a run directory", file=sys.stderr)
+        print(f"plot: error: {missing[0]} does not exist: no step is done yet, or this is no run", file=sys.stderr)
         return 1
     names = [path.parent.name for path in arguments.metrics]
     labels = names if len({*names}) == len(names) else [str(path.parent) for path in arguments.metrics]

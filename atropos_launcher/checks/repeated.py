@@ -34,7 +34,7 @@ class _Receipt(msgspec.Struct):
 def steps_of(run: Path) -> dict[int, StepDigests]:
     """The digests of each step of a run. Raises AtroposError where there are none."""
     path = run / METRICS
-    with reading(f"cannot read {path}", AtroposError, remedy="restore it, or name another run"):
+    with reading(f"cannot read {path}", AtroposError, remedy="wait for a step, restore it, or name another run"):
         found = read_digests(path)
     if not found:
         raise AtroposError(f"{run} cannot be checked: it has no digests, because it ran without --deterministic")

@@ -267,8 +267,8 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         yield Finding(
             "warn",
             "model",
-            f"{config.model or '--model not given'}: not on this machine",
-            "memory, ranks and shapes are not checked; download it",
+            f"{config.model} is not on this machine" if config.model else "no --model given",
+            f"memory, ranks and shapes are not checked; {'download it' if config.model else 'name one'}",
         )
     else:
         yield Finding(

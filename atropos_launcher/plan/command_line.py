@@ -29,6 +29,7 @@ from atropos_launcher.run_file.run_file import (
     LOCAL_FILES,
     Choice,
     RunFile,
+    RunName,
     check_kind,
     find_run_file,
     merge,
@@ -100,7 +101,9 @@ class RunFlags(Config):
         None, description="JSONL file with question and answer, or a directory with train.jsonl and test.jsonl"
     )
     bridge: str | None = Field(None, description=f"how new weights reach vLLM: {', '.join(LAUNCHED)}")
-    run_name: str | None = Field(None, description="all output goes to runs/NAME/ (default: the recipe, date and time)")
+    run_name: RunName | None = Field(
+        None, description="all output goes to runs/NAME/ (default: the recipe, date and time)"
+    )
     seed: int | None = Field(None, ge=1, description="seed of sampling, problems and trainer")
     batch_invariant: bool | None = Field(
         None,

@@ -420,6 +420,8 @@ def environment_program(name: str) -> tuple[str, ...] | None:
 def no_program(name: str) -> str:
     """Tell that there is no such environment, and what to give instead."""
     ours = ", ".join(environment_names())
+    if Path(f"{name}_server.py").is_file():
+        return f"there is no file or module {name!r}; did you mean {name}_server.py?"
     return f"there is no file or module {name!r}; give the path of its .py file, or one of {ours}"
 
 

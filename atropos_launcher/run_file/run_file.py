@@ -11,13 +11,22 @@ settings that connect the programs, and each program checks its own section. `vl
 `layout` assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from atropos_launcher import paths
 from atropos_launcher.run_file.core_settings import CoreLayout
@@ -60,6 +69,13 @@ def _list_for_each_server(value: object) -> object:
     return [_list_of_names(part) for part in value] if is_for_each(value) else _list_of_names(value)
 
 
+def _name_of_run(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", value):
+        raise ValueError("a run's name has letters, digits, '_', '-' and '.', and does not begin with '.'")
+    return value
+
+
+RunName = Annotated[str, AfterValidator(_name_of_run)]
 Gpus = Annotated[Literal["auto"] | list[str], BeforeValidator(_list_of_names)]
 ServerGpus = Annotated[Literal["auto"] | list[str] | list[list[str]], BeforeValidator(_list_for_each_server)]
 
@@ -102,9 +118,7 @@ class EnvironmentSection(Config):
 class RunFile(Config):
     """One training run."""
 
-    name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="all output goes to runs/NAME/"
-    )
+    name: RunName | None = Field(None, description="all output goes to runs/NAME/")
     model: str | None = Field(
         None,
         min_length=1,
@@ -313,6 +327,14 @@ def find_run_file(name: str, beside: Path | None = None) -> Path:
     for place in places:
         if place.is_file():
             return place.resolve()
+    for run in (given, paths.RUNS / given):
+        if (run / "run.yaml").is_file():
+            kept = f"{run / 'run.yaml'} is its run file"
+            raise ConfigError(f"{name!r} is a run: `atropos train --resume {run}` continues it, and {kept}")
+    if given.suffix == ".py" and given.is_file():
+        raise ConfigError(f"{name!r} is no run file: `atropos train arithmetic --env.file {name}` trains on it")
+    if given.is_file():
+        raise ConfigError(f"{name!r} is no run file: the name of one ends in .yaml")
     recipes = [path.stem for path in recipe_files()]
     raise ConfigError(f"no run file {name!r}{nearest(given.stem, recipes)}; recipes: {', '.join(recipes)}")
 

@@ -58,6 +58,8 @@ log = get_logger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES = BODY_MB << 20
+CALLS = ("/chat/completions", "/responses", "/messages")
+WRONG_BASE = "; an OpenAI base URL ends in /v1, an Anthropic one does not"
 BODIES = 16
 SHARE = 4  # of these, the part that one key may take: an agent that sends them slowly keeps no other out
 RETRY_S = 1
@@ -312,7 +314,8 @@ class Endpoint:
         if ANY_MODEL not in self.settings.models and name not in known:
             raise Refused(
                 NOT_FOUND,
-                f"The model '{name!s:.80}' does not exist: this endpoint serves '{self.settings.model}'",
+                f"The model '{name!s:.80}' does not exist: this endpoint serves '{self.settings.model}';"
+                " --also-model '*' takes any name",
                 code="model_not_found",
                 param="model",
             )
@@ -373,7 +376,8 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     """The error for an address or a method that there is not, in the form of the API that was called."""
     assert isinstance(error, HTTPException)
     dialect = messages if "/v1/messages" in request.url.path else chat
-    said = f"{error.detail}: {request.method} {request.url.path:.200}"
+    is_call = request.url.path.endswith(CALLS)
+    said = f"{error.detail}: {request.method} {request.url.path:.200}{WRONG_BASE if is_call else ''}"
     return JSONResponse(dialect.error(error.status_code, said), error.status_code, error.headers)
 
 

@@ -79,6 +79,11 @@ def _remove(area: "tempfile.TemporaryDirectory[str]") -> None:
     area.cleanup()
 
 
+def search_path() -> str:
+    """Where a program is looked for: this Python's directory, then the PATH."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
 async def run_program(
     command: Sequence[str],
     folder: Path,
@@ -92,9 +97,8 @@ async def run_program(
     """
     words = [*around, *command]
     shown = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    path = os.pathsep.join([os.path.dirname(sys.executable), shown.get("PATH", os.defpath)])
     mark = secrets.token_hex(16)
-    whole = {**shown, "PATH": path, "HOME": str(folder), "TMPDIR": str(folder), **environment, MARK: mark}
+    whole = {**shown, "PATH": search_path(), "HOME": str(folder), "TMPDIR": str(folder), **environment, MARK: mark}
     out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
     with out.open("w+b") as output, err.open("w+b") as errors:
         process, group = await start_group(

@@ -437,7 +437,8 @@ def main() -> None:
     except KeyboardInterrupt:
         log.info("Interrupted")
     except OSError as error:
-        raise SystemExit(f"{PROG}: cannot listen on {netloc(config.host, config.port)}: {error.strerror}") from None
+        where = netloc(config.host, config.port)
+        raise SystemExit(f"{PROG}: cannot listen on {where}: {error.strerror}; choose another --port") from None
 
 
 if __name__ == "__main__":

@@ -205,6 +205,6 @@ def _local_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise OSError(
-            f"no tokenizer for {name!r}: neither a local directory nor a model on the hub; set tokenizer_name to one "
-            "of these"
+            f"no tokenizer for {name!r}: neither a local directory nor a model on the hub; set tokenizer_name "
+            "(--env.tokenizer_name, of other programs --tokenizer) to one of these"
         ) from error

@@ -28,8 +28,8 @@ def parser() -> arguments.Parser:
         " its weights are the trainer's; one that leaves answers first what it has begun. Without RUN: the one that"
         " runs.",
     )
-    command.add_argument("service", choices=["vllm"], help="what there is to be more or less of")
-    command.add_argument("count", type=arguments.whole_number, metavar="N", help="how many there are to be")
+    command.add_argument("service", choices=["vllm"], help="the service to scale")
+    command.add_argument("count", type=arguments.whole_number, metavar="N", help="how many servers the run shall have")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
     arguments.add_runs(command)
     return command

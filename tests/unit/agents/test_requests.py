@@ -76,6 +76,10 @@ async def test_errors_have_the_form_of_the_api_that_was_called(path: str) -> Non
         ):
             reply = await started.post(path, wrong, x_api_key=key)
             assert (reply.status_code, kind_of(path, reply)) == (status, kind), reply.text
+            assert status != 404 or "--also-model '*' takes any name" in reply.text
+        unmounted = await started.post(path.removeprefix("/v1"), body, x_api_key=key)
+        assert unmounted.status_code == 404
+        assert "an OpenAI base URL ends in /v1, an Anthropic one does not" in unmounted.text
         assert (await started.post(path, body, x_api_key=key)).status_code == 200
         assert (await started.http.get(f"/sessions/{session}/nodes", headers={"x-api-key": key})).status_code == 401
 

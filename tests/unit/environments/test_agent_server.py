@@ -14,10 +14,11 @@ import pytest
 from atroposlib.agents.client import EndpointClient
 from atroposlib.agents.program import Ran
 from atroposlib.child_processes.sandbox import bubblewrap
+from atroposlib.envs.authors.author_errors import shown
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost, attempt
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.agent_server import AgentEnv, read_tasks, reward_of
+from environments.agent_server import AgentEnv, AgentTask, read_tasks, reward_of
 from tests.unit.agents.support import Running, running
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -226,7 +227,8 @@ WAITS = "import time; time.sleep(60)"
     ("does", "words"),
     [
         (f"{CALLS_ONCE}\nraise SystemExit('no more milk')", "no more milk"),
-        ("print(4)", "called no model"),
+        ("print(4)", "called no model: does it read OPENAI_BASE_URL or ANTHROPIC_BASE_URL"),
+        ("raise SystemExit('no key')", "failed before it called OPENAI_BASE_URL or ANTHROPIC_BASE_URL: .*no key"),
         (f"{CALLS_ONCE}\n{WAITS}", "longer than"),
         (f"{CALLS_ONCE}\n{FILLS}; {WAITS}", "MB"),
         (f"{CALLS_ONCE}\n{FORKS}; {WAITS}", "processes"),
@@ -252,6 +254,25 @@ async def test_an_agent_that_fails_is_a_failed_rollout_with_its_cause_and_leaves
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:
     return str(folder / "agent.py") in (process.info["cmdline"] or [])
+
+
+def test_a_log_shows_a_task_without_its_files() -> None:
+    assert shown(AgentTask("2 + 2?", "4", {"data.csv": "a,b"})) == "AgentTask(task='2 + 2?', answer='4')"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"command": ""}, "there is no agent to start: give --env.command"),
+        ({"command": "pyton agent.py"}, "there is no program 'pyton' to run: correct --env.command"),
+        ({"command": "python", "score_command": "./grade"}, "no program './grade' to run: correct --env.score_command"),
+    ],
+)
+async def test_a_program_that_is_not_there_ends_the_environment_at_its_start(
+    tmp_path: Path, fields: dict[str, str], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        await group_of(tmp_path, **fields)
 
 
 @pytest.mark.skipif(bubblewrap() is None, reason="the machine lets nobody make namespaces")

@@ -51,7 +51,9 @@ def test_a_taken_port_is_one_clear_line() -> None:
         command = [sys.executable, "-m", "atroposlib.testing.fake_inference_server", "--port", str(port)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr.splitlines()[-1]
+    last_line = result.stderr.splitlines()[-1]
+    assert f"cannot listen on 127.0.0.1:{port}" in last_line
+    assert last_line.endswith("choose another --port")
 
 
 async def test_a_client_of_openai_reads_a_chat_as_a_stream() -> None:

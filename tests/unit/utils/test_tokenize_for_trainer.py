@@ -68,7 +68,7 @@ def test_a_loaded_tokenizer_templates_to_a_list_and_to_text(tmp_path: Path) -> N
 
 
 def test_a_missing_tokenizer_is_named() -> None:
-    with pytest.raises(OSError, match=r"no tokenizer for '/no/such/folder'.*set tokenizer_name"):
+    with pytest.raises(OSError, match=r"no tokenizer for '/no/such/folder'.*set tokenizer_name .*--tokenizer"):
         load_tokenizer("/no/such/folder")
 
 

@@ -13,6 +13,7 @@ import pytest
 from atropos_launcher.cli import main
 from atropos_launcher.commands import evaluate
 from atropos_launcher.commands.existing_runs import plot
+from atropos_launcher.plan.sections import no_program
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -169,6 +170,9 @@ def test_a_run_without_a_step_cannot_be_drawn(runs: Path, capsys: pytest.Capture
     shutil.copy("/dev/null", runs / "one/metrics.jsonl")
     assert plot.main(["one", "--runs", str(runs)]) == 1
     assert "has no rows yet" in capsys.readouterr().err
+    (runs / "one/metrics.jsonl").unlink()
+    assert plot.main(["one", "--runs", str(runs)]) == 1
+    assert "no step is done yet" in capsys.readouterr().err
 
 
 def launcher(*words: str) -> subprocess.CompletedProcess[str]:
@@ -193,6 +197,14 @@ def test_an_environment_that_is_not_there_is_one_line() -> None:
         in done.stderr
     )
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_environment_that_was_written_here_is_named_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_server.py").touch()
+    assert no_program("mine") == "there is no file or module 'mine'; did you mean mine_server.py?"
 
 
 @pytest.mark.services

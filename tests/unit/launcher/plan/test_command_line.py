@@ -39,7 +39,10 @@ WRONG = [
     (["--dataset-path", "/nowhere.jsonl"], "--dataset-path /nowhere.jsonl does not exist"),
     (["--model", "/nowhere"], "--model /nowhere has no config.json"),
     (["one", "two"], "expected one MODEL, got 'one' and 'two'"),
-    (["--run-name", "../x"], "name: String should match pattern"),
+    (
+        ["--run-name", "my run"],
+        "--run-name: a run's name has letters, digits, '_', '-' and '.', and",
+    ),
     (["--dtype", "int8"], "dtype: Input should be 'float32' or 'bfloat16' (got 'int8')"),
     (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got 99999)"),
     (["--bridge", "lorra"], "bridge 'lorra' is not one of "),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.run_file.run_file import Choice, RunFile, merge, read_run, validated
+from atropos_launcher.run_file.run_file import Choice, RunFile, find_run_file, merge, read_run, validated
 from atroposlib.flags import ConfigError
 
 CPU = Choice("cpu")
@@ -103,6 +103,7 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("base: zzz.yaml", "no run file 'zzz.yaml'; recipes: agent, arithmetic, "),
         ("base: gsm9k", "no run file 'gsm9k'; did you mean 'gsm8k'?"),
         ("base: run.yaml", "is its own base"),
+        ("name: my run\nbase: base.yaml", "run.yaml: name: a run's name has letters, digits, "),
         ("steps: 3", "a run needs an environment: "),
         ("environments: {mine: {group_size: 3}}", "environments.mine.file is required"),
         ("- 1", "expected keys and values, found list"),
@@ -128,3 +129,24 @@ def test_what_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
 def test_an_unknown_dataset_is_refused_where_a_recipe_knows_its_own(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--dataset expects small, got 'large'; local files go to --dataset-path"):
         run(folder, "base: base.yaml", Choice("cpu", dataset="large"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine", "'mine' is a run: `atropos train --resume runs/mine` continues it, and runs/mine/run.yaml is its"),
+        ("runs/mine", "'runs/mine' is a run: `atropos train --resume runs/mine` continues it"),
+        ("my_server.py", "'my_server.py' is no run file: `atropos train arithmetic --env.file my_server.py` trains"),
+        ("notes.txt", "'notes.txt' is no run file: the name of one ends in .yaml"),
+    ],
+)
+def test_what_is_no_run_file_is_told_from_a_name_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    for file in ("runs/mine/run.yaml", "my_server.py", "notes.txt"):
+        (tmp_path / file).touch()
+    with pytest.raises(ConfigError) as raised:
+        find_run_file(name)
+    assert str(raised.value).startswith(message)
