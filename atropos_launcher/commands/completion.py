@@ -95,7 +95,7 @@ def _add_what_is_parsed_elsewhere(name: str, known: ArgumentParser) -> None:
 def _say_what_completes(action: Action) -> None:
     """By the action's name, or its placeholder."""
     by_name = {"run_file": RUN_FILE, "run": RUN, "names": RUN, "resume": RUN}
-    by_placeholder = {"FILE": "file", "DIR": "directory", "MODEL": "directory"}
+    by_placeholder = {"FILE": "file", "PATH": "file", "DIR": "directory", "MODEL": "directory"}
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if action.dest == "bridge":
         action.choices = list(LAUNCHED)
