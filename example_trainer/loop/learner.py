@@ -170,7 +170,8 @@ class Learner:
         self.progress = Progress(share_prefixes=config.shares_prefixes)
         if checkpoint:
             restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
-            self.progress = replace(restored, share_prefixes=config.shares_prefixes)
+            ends_early = restored.ends_early_after if config.stop_when_flat else None
+            self.progress = replace(restored, share_prefixes=config.shares_prefixes, ends_early_after=ends_early)
         if config.deterministic and self.device.type == "cpu":
             take_repeatable_products(self.trained.model)
         saved = self.progress.kernels if checkpoint else None

@@ -78,7 +78,6 @@ class Run:
     offline_examples: list[Sides] = field(default_factory=list)  # of --offline-data
     offline: OfflineData | None = None  # once there are weights to start from
     early: EarlyGradients | None = None  # of the batch that is fetched
-    ends_early_after: int | None = None  # the last step of a run that does not do all --training-steps
     proven: bool = False  # vLLM's weights by the probes, after an update
     batches_file: StepFile | None = None  # of a run that can be repeated
     _weights: str = ""  # the digest of the weights as they are, in such a run
@@ -88,7 +87,7 @@ class Run:
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
-        self.best = BestPolicies(self.config, self.trained, self.progress.run, self.progress.without_gain)
+        self.best = BestPolicies(self.config, self.trained, self.progress)
         self.membership = Membership(self.api, self.bridge, self.timeline)
         dtypes = compared_dtypes(self.bridge, self.config, self.progress.kernels)
         exact = self.exactness.served is not None
@@ -113,7 +112,7 @@ class Run:
             trained_leases=progress.leases,
             **asdict(self.needs),
         )
-        self.report(TrainerStep(progress.step, progress.policy_version))
+        self.report(TrainerStep(progress.step, progress.policy_version, num_steps=progress.ends_early_after))
         self.timeline.begin()
 
     def step(self, step: int) -> None:
@@ -130,7 +129,7 @@ class Run:
         with phase("sync"):
             sync = self.hand_over(step, updates)
         with phase("report"):
-            self.report(TrainerStep(step, sync.policy_version, num_steps=self.ends_early_after))
+            self.report(TrainerStep(step, sync.policy_version, num_steps=self.progress.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
             digests = self.chained(step)
         with phase("evaluation"):
@@ -156,7 +155,7 @@ class Run:
         with phase("save"):
             if held_out is not None:
                 self.best.note(step, self.progress.policy_version, held_out)
-                self.progress = replace(self.progress, without_gain=self.best.without_gain)
+                self.progress = replace(self.progress, without_gain=self.best.without_gain, highest=self.best.highest)
                 self.stop_if_flat(step)
             self.save_if_due(step)
 
@@ -304,13 +303,14 @@ class Run:
         """Make the next step the last one after --stop-when-flat evaluations without a new best policy."""
         flat, limit = self.best.without_gain, self.config.stop_when_flat
         if limit and flat >= limit and step + 1 < self.last_step:
-            self.ends_early_after = step + 1
+            self.progress = replace(self.progress, ends_early_after=step + 1)
             say(f"No better policy in {flat} evaluations: step {step + 1} is the last (--stop-when-flat {limit})")
 
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return self.ends_early_after or self.config.training_steps
+        steps = self.config.training_steps
+        return min(self.progress.ends_early_after or steps, steps)
 
     def serve_best_again(self) -> None:
         """Have the best policy evaluated on further questions, as the last one was, if it is another."""

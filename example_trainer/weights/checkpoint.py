@@ -56,8 +56,9 @@ class Progress:
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
-    steps, where they can be repeated (output/step_chain.py). `without_gain` are the evaluations in a row without a new
-    best policy.
+    steps, where they can be repeated (output/step_chain.py). `highest` is the best held-out accuracy so far,
+    `without_gain` the evaluations in a row that did not reach it, and `ends_early_after` the last step of a run that
+    was flat for so long.
     """
 
     step: int = 0
@@ -69,6 +70,8 @@ class Progress:
     share_prefixes: bool | None = field(default=None, compare=False)
     chain: str = field(default="", compare=False)
     without_gain: int = field(default=0, compare=False)
+    highest: float | None = field(default=None, compare=False)
+    ends_early_after: int | None = field(default=None, compare=False)
 
 
 class Checkpoints:
