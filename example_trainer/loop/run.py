@@ -12,7 +12,7 @@ skipped; a batch of nothing else is not a step.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,13 +22,13 @@ from msgspec.structs import replace as replace_struct
 from atroposlib.logs import get_logger, say
 from atroposlib.wire.batching import GroupRequirements, TrainerStep
 from atroposlib.wire.held_out import HeldOut
-from example_trainer.bridges import SyncReport, WeightBridge
+from example_trainer.bridges import BridgeError, SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.offline import Sides
 from example_trainer.data.order import in_order
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
-from example_trainer.loop.api_client import ApiClient
+from example_trainer.loop.api_client import ApiClient, ApiError
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
 from example_trainer.loop.best import BestPolicies
 from example_trainer.loop.decoded import DecodeProof
@@ -83,6 +83,7 @@ class Run:
     _weights: str = ""  # the digest of the weights as they are, in such a run
     _items: list[Item] = field(default_factory=list)  # of the step's batch
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
+    _failure: TrainerError | None = None  # of this step, by a peer
 
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
@@ -128,12 +129,14 @@ class Run:
             updates = self.learn(batch, step)
         with phase("sync"):
             sync = self.hand_over(step, updates)
+        held_out = None
         with phase("report"):
-            self.report(TrainerStep(step, sync.policy_version, num_steps=self.progress.ends_early_after))
+            with self.failing_once_saved():
+                self.report(TrainerStep(step, sync.policy_version, num_steps=self.progress.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
             digests = self.chained(step)
-        with phase("evaluation"):
-            held_out = self.evaluation(sync)
+        with phase("evaluation"), self.failing_once_saved():
+            held_out = None if self._failure else self.evaluation(sync)
         row = step_row(
             batch,
             updates.row(),
@@ -325,6 +328,14 @@ class Run:
         if held_out is not None:
             self.best.note_final(best.policy_version, held_out)
 
+    @contextlib.contextmanager
+    def failing_once_saved(self) -> Iterator[None]:
+        """Keep the error of a peer that is lost once a step is made: it must not cost the checkpoint that is due."""
+        try:
+            yield
+        except (ApiError, BridgeError) as error:
+            self._failure = error
+
     def report(self, report: TrainerStep) -> None:
         """Tell environments what is done and what vLLM serves."""
         self.reported = report
@@ -367,10 +378,14 @@ class Run:
         return interval > 0 and step % interval == 0
 
     def save_if_due(self, step: int) -> None:
-        """Begin the checkpoint that is due, and acknowledge what the run need not be given again."""
+        """Begin the checkpoint that is due, and acknowledge what the run need not be given again. Raises what has
+        failed in this step.
+        """
         config = self.config
         if self.is_due(step):
             self.saves.save(self.progress)
+        if self._failure is not None:
+            raise self._failure
         self.saves.advance()
         if config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()

@@ -170,7 +170,7 @@ def test_the_command_exports_or_says_why_not_in_one_line(
 ) -> None:
     assert main(["export", str(folder / "two/step_3"), str(tmp_path / "model")]) == 0
     assert capfd.readouterr().out == f"Wrote {tmp_path / 'model'}\n"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         export_main([str(folder / "two/step_3"), str(tmp_path / "model")])
     assert capfd.readouterr().err == (
         f"export: error: {tmp_path / 'model'} exists: give another directory, or remove it\n"
