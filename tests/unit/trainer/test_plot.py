@@ -54,7 +54,7 @@ def test_nothing_to_draw_is_one_line(
 
 
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}]
+    rows: list[dict[str, float | None]] = [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}]
     whole = write_rows(tmp_path / "metrics.jsonl", rows)
     assert plot.main([str(whole), "--out", "/dev/full"]) == 1
     cut = write_rows(tmp_path / "cut.jsonl", rows, '{"st\n{}\n')
