@@ -381,13 +381,13 @@ async def test_new_trainer_during_a_run_is_followed(stage: Stage) -> None:
 
 
 async def test_an_evaluation_under_way_does_not_count_for_the_next_trainer(stage: Stage) -> None:
-    class Late(CountingEnv):
-        ends = asyncio.Event()
+    ends = asyncio.Event()
 
+    class Late(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             self.evaluated.append(self._env_run.policy_version)
             if len(self.evaluated) == 1:
-                await self.ends.wait()
+                await ends.wait()
             return {"accuracy": 0.25 * len(self.evaluated)}
 
     env = stage.env(Late)
@@ -401,7 +401,7 @@ async def test_an_evaluation_under_way_does_not_count_for_the_next_trainer(stage
     resumed = Trainer(stage.api.url, num_steps=4, starting_step=1)
     await resumed.register()
     await resumed.joined(1)
-    env.ends.set()
+    ends.set()
     await resumed.train(3)
     await asyncio.wait_for(serving, 10)
     assert resumed.accuracies == {2: 0.5, 3: None, 4: 0.75}
