@@ -13,12 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atroposlib.errors import one_line_errors
+from atroposlib.errors import AtroposError, reading
 from atroposlib.extras import need
 from atroposlib.files import expect_regular
+from atroposlib.logs import print_error
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
 SAMPLED = "mean reward of sampled answers"
+
+
+class CannotPlot(AtroposError):
+    """A file cannot be read or written, or has nothing yet."""
 
 
 def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str = "") -> None:
@@ -58,7 +63,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 1 with a line on stderr if there is nothing to draw."""
+    """Command line; 1 with a line on stderr if nothing can be drawn: this may end a run that has done well."""
     parser = argparse.ArgumentParser(prog="plot", description=__doc__.splitlines()[0])
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of a run, or of several to compare")
     parser.add_argument("--evaluations", type=Path, help="evaluations.jsonl of one run")
@@ -71,18 +76,29 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     names = [path.parent.name for path in arguments.metrics]
     labels = names if len({*names}) == len(names) else [str(path.parent) for path in arguments.metrics]
-    runs = {label: read_rows(path) for label, path in zip(labels, arguments.metrics, strict=True)}
-    if empty := [path for label, path in zip(labels, arguments.metrics, strict=True) if not runs[label]]:
-        print(f"plot: error: {empty[0]} has no rows yet; wait for the first step", file=sys.stderr)
-        return 1
-    evaluations: Rows = []
+    try:
+        draw(dict(zip(labels, arguments.metrics, strict=True)), arguments.evaluations, arguments.out, arguments.title)
+    except AtroposError as error:
+        print_error("plot", error)
+        return error.exit_status
+    return 0
+
+
+def draw(files: dict[str, Path], evaluated: Path | None, out: Path, title: str) -> None:
+    """Plot files of metrics, by label, and of one run its evaluations. Raises CannotPlot."""
+    with reading(
+        f"cannot read {', '.join(map(str, files.values()))}", CannotPlot, remedy="remove the lines that were cut"
+    ):
+        runs = {label: read_rows(path) for label, path in files.items()}
+        evaluations = read_rows(evaluated) if evaluated else []
+    if empty := [path for label, path in files.items() if not runs[label]]:
+        raise CannotPlot(f"{empty[0]} has no rows yet; wait for the first step")
     if len(runs) == 1:
         (metrics,) = runs.values()
-        evaluations = read_rows(arguments.evaluations) if arguments.evaluations else metrics
+        evaluations = evaluations if evaluated else metrics
         runs = {SAMPLED: metrics}
-    with one_line_errors("plot"):
-        plot_rewards(runs, evaluations, arguments.out, arguments.title)
-    return 0
+    with reading(f"cannot write {out}", CannotPlot, remedy="free space, or give another --out"):
+        plot_rewards(runs, evaluations if len(runs) == 1 else [], out, title)
 
 
 if __name__ == "__main__":

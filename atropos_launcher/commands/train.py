@@ -10,7 +10,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -49,15 +49,15 @@ from atropos_launcher.plan.sections import (
 from atropos_launcher.plan.services import AGENT_JOURNAL, Plan, machine_lines, make_plan, reservations
 from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
 from atropos_launcher.run_record import add_outcome, write_record
-from atropos_launcher.runs import steps_done
 from atropos_launcher.service import Service
 from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
-from atropos_launcher.services.supervisor import Supervisor
+from atropos_launcher.services.supervisor import CannotStart, Supervisor
 from atroposlib import extras
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, reading
 from atroposlib.files import make_private_directory, write_whole
 from atroposlib.flags import ConfigError
+from atroposlib.logs import print_error
 from atroposlib.wire.folders import LATEST
 from example_trainer.memory.plan import GIB, amount
 from example_trainer.settings.bridges import MODES
@@ -104,9 +104,18 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
             ray_cluster.reserve(plan.site.machines, reservations(plan))
         status = train(asked, plan, newcomer, beside(plan.site, ports) if asked.view else None, ports)
     if status == 0:
-        add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
-        print(summary(run_dir, round(time.monotonic() - started), newcomer, typed_atropos(), is_accepted))
+        try:
+            sum_up(run_dir, round(time.monotonic() - started), newcomer)
+        except AtroposError as error:  # the run has done well
+            print_error(prog, error)
     return status
+
+
+def sum_up(run_dir: Path, seconds: int, newcomer: bool) -> None:
+    """Print the summary of a run that has ended, and keep its outcome. Raises CannotStart, with what it lacks."""
+    with reading(f"the run is done, and its record in {run_dir} is not whole", CannotStart, remedy="free space"):
+        print(summary(run_dir, seconds, newcomer, typed_atropos(), is_accepted))
+        add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
 
 
 def choose_folder(asked: Asked, prefix: str = "") -> Path:
@@ -279,7 +288,7 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
         memory = need_of(asked, site)
         for line in [] if memory is None else memory.lines(site.placement, cache_on_cpu(plan)):
             console.put(line)
-    if end.status != 0 or steps_done(site.run_dir) < run.steps:
+    if end.status != 0:
         say_how_to_continue(asked, plan, console)
     return end.status
 
@@ -382,7 +391,8 @@ def start(
     and leave.
     """
     run_dir = plan.site.run_dir
-    make_private_directory(run_dir)
+    with writing_to(run_dir):
+        make_private_directory(run_dir)
     token = plan.trainer.atropos_token
     apart = {"api", *(service.name for service in more)}
 
@@ -411,11 +421,17 @@ def start(
         ExitStack() as also,
     ):
         scalings = [] if scale is None else [also.enter_context(closing(scale(supervisor)))]
-        for name, text in plan.files.items():
-            write_whole(run_dir / name, text.encode())
-        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
+        with writing_to(run_dir):
+            for name, text in plan.files.items():
+                write_whole(run_dir / name, text.encode())
+            write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
         status = supervisor.run()
         return End(status, supervisor.out_of_memory, supervisor.killed)
+
+
+def writing_to(run_dir: Path) -> AbstractContextManager[None]:
+    """Turn what fails in writing to a run's directory into a CannotStart of one line."""
+    return reading(f"cannot write to {run_dir}", CannotStart, remedy="free space, or choose another --runs")
 
 
 def problems(plan: Plan) -> str:

@@ -92,6 +92,8 @@ def accuracy_lines(evaluations: Rows) -> list[str]:
 
 def reward_line(metrics: Rows) -> str:
     """`Mean sampled reward: 0.11 at step 1, 0.91 at step 20`."""
+    if not metrics:  # of a run whose disk was full
+        return "Mean sampled reward: not kept"
     first, last = metrics[0], metrics[-1]
     return (
         f"Mean sampled reward: {first['reward_mean']:.2f} at step {first['step']}, {last['reward_mean']:.2f} at step"
@@ -167,7 +169,7 @@ def summary(
     typed: str,
     accepts: Callable[[str], bool] = lambda command: True,
 ) -> str:
-    """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row. `typed`: what
+    """The text shown at the end of a run. `typed`: what
     people type for `atropos`. Only commands that this machine `accepts` are offered.
     """
     run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)

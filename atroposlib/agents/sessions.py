@@ -425,13 +425,15 @@ class Sessions:
         return self.by_id[identity]
 
     async def end(self, sessions: Iterable[Session]) -> None:
-        """Forget sessions and their children, here, and all at once on disk."""
+        """Forget sessions and their children, all at once on disk, and then here. Raises JournalError, and none has
+        ended then.
+        """
         family = list(dict.fromkeys(each for session in sessions for each in session.family))
+        if self.journal is not None:
+            await self.journal.end([each.record.id for each in family])
         for each in family:
             each.cancel()
             self._forget(each)
-        if self.journal is not None:
-            await self.journal.end(each.record.id for each in family)
 
     async def expire(self) -> None:
         """Fail the sessions that nobody uses, or that take too long; forget those that ended long ago. Raises
@@ -452,7 +454,8 @@ class Sessions:
             raise unwritten
 
     def _forget(self, session: Session) -> None:
-        self.by_id.pop(session.record.id, None)
+        if self.by_id.pop(session.record.id, None) is None:
+            return  # two requests have ended it
         self.by_key.pop(session.record.key, None)
         if (parent := self.by_id.get(session.record.parent or "")) is not None:
             parent.children.remove(session)

@@ -133,10 +133,14 @@ class TurnJournal:
         await self._write(TurnWritten(session, number), [Body(number, msgspec.msgpack.encode(turn), packed=True)])
 
     async def end(self, sessions: Iterable[str]) -> None:
-        """Forget sessions and their turns. Raises JournalError."""
-        ids = [each for each in sessions if each in self._kept]
-        self._journal.forget(body for each in ids for body in self._kept[each].bodies)
-        await self._write(SessionsEnded(ids))
+        """Forget sessions and their turns. Raises JournalError, and keeps them."""
+        ended = {each: self._kept[each] for each in sessions if each in self._kept}
+        try:
+            await self._write(SessionsEnded([*ended]))
+        except JournalError:
+            self._kept |= ended
+            raise
+        self._journal.forget(body for kept in ended.values() for body in kept.bodies)
 
     def close(self) -> None:
         """Finish all writes and close the file."""

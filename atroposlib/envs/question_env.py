@@ -42,13 +42,12 @@ from atroposlib.envs.rewards import reward as reward  # authors import these fro
 from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
-from atroposlib.envs.rollouts import rollout_group
+from atroposlib.envs.rollouts import rollout_group, said
 from atroposlib.envs.run.environment import ServerConfigs
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split as Split
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.dispatching.request_seeds import for_sample
-from atroposlib.grading.extraction import after_thoughts
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -342,7 +341,7 @@ class QuestionEnv(BaseEnv):
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         # thoughts without an end answer nothing: to score them would teach not to answer
-        answer = (after_thoughts(rollout.text) or "") if self.config.thinking_mode else rollout.text
+        answer = said(rollout, self.tokenizer) if self.config.thinking_mode else rollout.text
         try:
             scored = await self._rewards.scored(self, item, answer, rollout)
         except Unscored as error:

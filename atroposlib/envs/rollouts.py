@@ -9,12 +9,18 @@ node, and the rollout has one sequence more. All of its turns are trained on.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.sampling.sampled_with import fields_of, one_setting
 from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode, trained_once
+from atroposlib.grading.extraction import after_thoughts
 from atroposlib.type_definitions import Messages
+from atroposlib.utils.tokenizers import Tokenizer
+from atroposlib.wire.batching import NOT_TRAINED
+
+PROMPT_END = 16  # tokens, in which a <think> with blanks stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,29 @@ class Scored:
     reward: float | None
     outcome: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+def said(rollout: Rollout, tokenizer: Tokenizer) -> str:
+    """Return what the answer says after its thoughts, which the chat template may have opened; nothing where they have
+    no end.
+    """
+    text = rollout.text
+    if "</think>" not in text and _last_prompt(rollout.sequences, tokenizer).endswith("<think>"):
+        return ""
+    return after_thoughts(text) or ""
+
+
+def _last_prompt(sequences: Sequence[SequenceNode], tokenizer: Tokenizer) -> str:
+    """Return how the text ends that the last answer continues, without blanks; nothing where it is not known."""
+    if not sequences:
+        return ""
+    masks = sequences[-1].masked_tokens
+    end = max((place for place, pair in enumerate(pairwise(masks), 1) if _begins_answer(*pair)), default=0)
+    return str(tokenizer.decode(sequences[-1].tokens[max(0, end - PROMPT_END) : end])).rstrip()
+
+
+def _begins_answer(before: int, mask: int) -> bool:
+    return before == NOT_TRAINED != mask
 
 
 def rollout_group(

@@ -226,7 +226,6 @@ class RestartBridge(WeightBridge):
         self._config = config
         self._server = server
         self._trained = trained
-        self._folder: Path | None = None  # what vLLM was restarted from last
         status = server.wait()
         self._version_at_start = status.policy_version
         self._served: int | None = None  # policy version that vLLM serves, once a sync has made sure of it
@@ -279,9 +278,8 @@ class RestartBridge(WeightBridge):
         server.wait(str(folder), policy_version)
         end = time.perf_counter()
         self._served = policy_version
-        if self._folder is not None and self._folder != folder:
-            remove_replaced([self._folder], policy_version)
-        self._folder = folder
+        # those of earlier processes of the run among them
+        remove_replaced([old for old in folder.parent.glob("served_[0-9]*") if old != folder], policy_version)
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(
             policy_version,

@@ -20,6 +20,7 @@ from atroposlib.wire.folders import MANIFEST
 from atroposlib.wire.held_out import HeldOut, does_as_well
 from example_trainer.output.model_card import write_model_card
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import Progress
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, write_folder
 
 EVALUATION = "evaluation.json"
@@ -42,16 +43,16 @@ class BestPolicies:
     A run that resumes knows those that it wrote before; those of other runs stay where they are.
     """
 
-    def __init__(self, config: TrainerConfig, trained: TrainedModel, run: str, without_gain: int = 0) -> None:
+    def __init__(self, config: TrainerConfig, trained: TrainedModel, progress: Progress) -> None:
         self._config = config
         self._trained = trained
-        self._run = run
+        self._run = progress.run
         self._link = config.save_path / trained.form.best
         self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
         self._last: BestPolicy | None = None  # the newest result
-        self._highest = self._kept[0] if self._kept else None  # of all results, kept or not
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
-        self.without_gain = without_gain  # evaluations in a row that were not the best
+        self.highest = progress.highest  # of all results up to this step, kept or not
+        self.without_gain = progress.without_gain  # evaluations in a row that were not the best
         if self._kept:  # a process may have ended before it did this
             self._point_to(self.folder(self._kept[0]))
 
@@ -70,9 +71,9 @@ class BestPolicies:
         """
         policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(held_out, final=None))
         self.note_final(policy_version, held_out)
-        gains = self._highest is None or _rank(policy) > _rank(self._highest)
+        gains = self.highest is None or held_out.accuracy >= self.highest
         self.without_gain = 0 if gains else self.without_gain + 1
-        self._highest = policy if gains else self._highest
+        self.highest = held_out.accuracy if gains else self.highest
         others = [each for each in self._kept if each.policy_version != policy_version]
         ranked = sorted([policy, *others], key=_rank, reverse=True)
         kept, dropped = ranked[: self._config.keep_best], ranked[self._config.keep_best :]

@@ -46,7 +46,7 @@ from example_trainer.weights.checkpoint import Progress, restore, resumed
 from example_trainer.weights.fsdp import expect_packed, fsdp_modules, reshard
 from example_trainer.weights.gathered import RankSends, RowExchange, whole_model
 from example_trainer.weights.load import load_sharded, load_trained, read_into, start_policy
-from example_trainer.weights.optimizer_state import State, parts, whole
+from example_trainer.weights.optimizer_state import State, generators, parts, whole
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import CheckpointError, TrainedModel, writing
@@ -170,7 +170,8 @@ class Learner:
         self.progress = Progress(share_prefixes=config.shares_prefixes)
         if checkpoint:
             restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
-            self.progress = replace(restored, share_prefixes=config.shares_prefixes)
+            ends_early = restored.ends_early_after if config.stop_when_flat else None
+            self.progress = replace(restored, share_prefixes=config.shares_prefixes, ends_early_after=ends_early)
         if config.deterministic and self.device.type == "cpu":
             take_repeatable_products(self.trained.model)
         saved = self.progress.kernels if checkpoint else None
@@ -337,6 +338,14 @@ class Learner:
     def whole_moments(self) -> State:
         """On rank 0, the optimizer's state, whole."""
         return whole(self.optimizer, keep=self.ranks.leads)
+
+    @collective
+    def generators(self) -> dict[str, list[Tensor]]:
+        """The states of the random generators, each of every rank."""
+        return {
+            name: [row.clone() for row in self.ranks.rows(state).view(self.ranks.size, -1)]  # torch reads no views
+            for name, state in generators().items()
+        }
 
     def close(self) -> None:
         """Leave what is being written as it is."""

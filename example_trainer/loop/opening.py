@@ -116,14 +116,20 @@ def expect_work_left(learner: Learner, resumed: str) -> None:
     """Raise TrainerError if the checkpoint has done all steps, and the trained model is on the disk. A process that
     ended in between has left a run to finish.
     """
-    config, done = learner.config, learner.progress.step
-    if done < config.training_steps:
+    config, done, early = learner.config, learner.progress.step, learner.progress.ends_early_after
+    steps = min(early or config.training_steps, config.training_steps)
+    if done < steps:
         return
     final, checkpoint = config.save_path / learner.trained.form.final / MANIFEST, Path(resumed) / MANIFEST
-    if done > config.training_steps or (final.exists() and final.stat().st_mtime >= checkpoint.stat().st_mtime):
+    if done > steps or (final.exists() and final.stat().st_mtime >= checkpoint.stat().st_mtime):
+        if early == steps:
+            raise TrainerError(
+                f"{resumed} is of a run that ended at step {steps}, without a better policy: give --stop-when-flat 0 to"
+                " continue"
+            )
         raise TrainerError(
-            f"{resumed} has done {done} of {config.training_steps} steps: raise --training-steps (--steps of"
-            " `atropos train`) to continue"
+            f"{resumed} has done {done} of {steps} steps: raise --training-steps (--steps of `atropos train`) to"
+            " continue"
         )
     log.info("%s has done all %d steps, and the trained model is not written yet", resumed, done)
 

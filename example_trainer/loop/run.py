@@ -12,7 +12,7 @@ skipped; a batch of nothing else is not a step.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,13 +22,13 @@ from msgspec.structs import replace as replace_struct
 from atroposlib.logs import get_logger, say
 from atroposlib.wire.batching import GroupRequirements, TrainerStep
 from atroposlib.wire.held_out import HeldOut
-from example_trainer.bridges import SyncReport, WeightBridge
+from example_trainer.bridges import BridgeError, SyncReport, WeightBridge
 from example_trainer.data.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.data.offline import Sides
 from example_trainer.data.order import in_order
 from example_trainer.errors import TrainerError
 from example_trainer.exact.check import Exactness
-from example_trainer.loop.api_client import ApiClient
+from example_trainer.loop.api_client import ApiClient, ApiError
 from example_trainer.loop.bad_data import BadBatches, RejectionBudget
 from example_trainer.loop.best import BestPolicies
 from example_trainer.loop.decoded import DecodeProof
@@ -78,17 +78,17 @@ class Run:
     offline_examples: list[Sides] = field(default_factory=list)  # of --offline-data
     offline: OfflineData | None = None  # once there are weights to start from
     early: EarlyGradients | None = None  # of the batch that is fetched
-    ends_early_after: int | None = None  # the last step of a run that does not do all --training-steps
     proven: bool = False  # vLLM's weights by the probes, after an update
     batches_file: StepFile | None = None  # of a run that can be repeated
     _weights: str = ""  # the digest of the weights as they are, in such a run
     _items: list[Item] = field(default_factory=list)  # of the step's batch
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
+    _failure: TrainerError | None = None  # of this step, by a peer
 
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
-        self.best = BestPolicies(self.config, self.trained, self.progress.run, self.progress.without_gain)
+        self.best = BestPolicies(self.config, self.trained, self.progress)
         self.membership = Membership(self.api, self.bridge, self.timeline)
         dtypes = compared_dtypes(self.bridge, self.config, self.progress.kernels)
         exact = self.exactness.served is not None
@@ -113,7 +113,7 @@ class Run:
             trained_leases=progress.leases,
             **asdict(self.needs),
         )
-        self.report(TrainerStep(progress.step, progress.policy_version))
+        self.report(TrainerStep(progress.step, progress.policy_version, num_steps=progress.ends_early_after))
         self.timeline.begin()
 
     def step(self, step: int) -> None:
@@ -129,12 +129,14 @@ class Run:
             updates = self.learn(batch, step)
         with phase("sync"):
             sync = self.hand_over(step, updates)
+        held_out = None
         with phase("report"):
-            self.report(TrainerStep(step, sync.policy_version, num_steps=self.ends_early_after))
+            with self.failing_once_saved():
+                self.report(TrainerStep(step, sync.policy_version, num_steps=self.progress.ends_early_after))
             self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
             digests = self.chained(step)
-        with phase("evaluation"):
-            held_out = self.evaluation(sync)
+        with phase("evaluation"), self.failing_once_saved():
+            held_out = None if self._failure else self.evaluation(sync)
         row = step_row(
             batch,
             updates.row(),
@@ -156,7 +158,7 @@ class Run:
         with phase("save"):
             if held_out is not None:
                 self.best.note(step, self.progress.policy_version, held_out)
-                self.progress = replace(self.progress, without_gain=self.best.without_gain)
+                self.progress = replace(self.progress, without_gain=self.best.without_gain, highest=self.best.highest)
                 self.stop_if_flat(step)
             self.save_if_due(step)
 
@@ -304,13 +306,14 @@ class Run:
         """Make the next step the last one after --stop-when-flat evaluations without a new best policy."""
         flat, limit = self.best.without_gain, self.config.stop_when_flat
         if limit and flat >= limit and step + 1 < self.last_step:
-            self.ends_early_after = step + 1
+            self.progress = replace(self.progress, ends_early_after=step + 1)
             say(f"No better policy in {flat} evaluations: step {step + 1} is the last (--stop-when-flat {limit})")
 
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return self.ends_early_after or self.config.training_steps
+        steps = self.config.training_steps
+        return min(self.progress.ends_early_after or steps, steps)
 
     def serve_best_again(self) -> None:
         """Have the best policy evaluated on further questions, as the last one was, if it is another."""
@@ -324,6 +327,14 @@ class Run:
         held_out = self.api.evaluation(version, self.config.eval_deadline)
         if held_out is not None:
             self.best.note_final(best.policy_version, held_out)
+
+    @contextlib.contextmanager
+    def failing_once_saved(self) -> Iterator[None]:
+        """Keep the error of a peer that is lost once a step is made: it must not cost the checkpoint that is due."""
+        try:
+            yield
+        except (ApiError, BridgeError) as error:
+            self._failure = error
 
     def report(self, report: TrainerStep) -> None:
         """Tell environments what is done and what vLLM serves."""
@@ -367,10 +378,14 @@ class Run:
         return interval > 0 and step % interval == 0
 
     def save_if_due(self, step: int) -> None:
-        """Begin the checkpoint that is due, and acknowledge what the run need not be given again."""
+        """Begin the checkpoint that is due, and acknowledge what the run need not be given again. Raises what has
+        failed in this step.
+        """
         config = self.config
         if self.is_due(step):
             self.saves.save(self.progress)
+        if self._failure is not None:
+            raise self._failure
         self.saves.advance()
         if config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()

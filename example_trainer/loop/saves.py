@@ -80,7 +80,8 @@ class Saves:
             return
         shared = learner.ranks.mesh is not None
         moments = learner.whole_moments() if shared else None
-        self._checkpoints.save(progress, trained, learner.optimizer, moments)
+        of_ranks = learner.generators() if learner.ranks.size > 1 else None
+        self._checkpoints.save(progress, trained, learner.optimizer, moments, of_ranks)
         self.saved_leases += progress.leases
 
     def check(self) -> None:

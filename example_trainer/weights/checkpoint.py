@@ -19,7 +19,7 @@ before that leaves the previous checkpoint and `latest` unchanged. A LoRA run ke
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -56,8 +56,9 @@ class Progress:
     `leases` are the batches it has trained on that the API may not know to be done with. `kernels` multiply its
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
-    steps, where they can be repeated (output/step_chain.py). `without_gain` are the evaluations in a row without a new
-    best policy.
+    steps, where they can be repeated (output/step_chain.py). `highest` is the best held-out accuracy so far,
+    `without_gain` the evaluations in a row that did not reach it, and `ends_early_after` the last step of a run that
+    was flat for so long.
     """
 
     step: int = 0
@@ -69,6 +70,8 @@ class Progress:
     share_prefixes: bool | None = field(default=None, compare=False)
     chain: str = field(default="", compare=False)
     without_gain: int = field(default=0, compare=False)
+    highest: float | None = field(default=None, compare=False)
+    ends_early_after: int | None = field(default=None, compare=False)
 
 
 class Checkpoints:
@@ -82,10 +85,15 @@ class Checkpoints:
         self._written = list(written)
 
     def save(
-        self, progress: Progress, trained: TrainedModel, optimizer: Optimizer, moments: State | None = None
+        self,
+        progress: Progress,
+        trained: TrainedModel,
+        optimizer: Optimizer,
+        moments: State | None = None,
+        of_ranks: Mapping[str, list[Tensor]] | None = None,
     ) -> Path:
         """Write the directory of this step and point `latest` at it. `moments` are the optimizer's, where ranks share
-        them. Raises CheckpointError, with nothing changed.
+        them, and `of_ranks` the generators of several. Raises CheckpointError, with nothing changed.
         """
         state = {
             **about(progress, optimizer),
@@ -93,6 +101,7 @@ class Checkpoints:
             "generators": {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                "of_ranks": of_ranks,
             },
         }
         target = trained.write(
@@ -294,12 +303,21 @@ def _restored(state: Any, folder: Path, optimizer: Optimizer, model: nn.Module |
         set_generators(folder, rank)
     else:
         moments = from_whole(state["moments"], optimizer)
-        torch.set_rng_state(state["generators"]["torch"])
-        if torch.cuda.is_available() and state["generators"]["cuda"]:
-            # the process that wrote it may have seen more GPUs
-            torch.cuda.set_rng_state_all(state["generators"]["cuda"][: torch.cuda.device_count()])
+        _set_generators(state["generators"], rank)
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     return _progress(state)
+
+
+def _set_generators(saved: Any, rank: int) -> None:
+    """Set the random generators to those of `rank`; of rank 0 where there were fewer."""
+    of_ranks = saved.get("of_ranks")
+    own = {name: states[rank if rank < len(states) else 0] for name, states in (of_ranks or {}).items()}
+    torch.set_rng_state(own.get("cpu", saved["torch"]))
+    if torch.cuda.is_available():
+        if "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"])
+        elif saved["cuda"]:  # the process that wrote it may have seen more GPUs
+            torch.cuda.set_rng_state_all(saved["cuda"][: torch.cuda.device_count()])
 
 
 def _progress(state: Any) -> Progress:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from atroposlib.errors import one_line_errors
+from atroposlib.errors import WRONG_USE, one_line_errors
 from atroposlib.wire.folders import MANIFEST, SHARDS, is_sharded
 from example_trainer.model.loading import meta_model
 from example_trainer.weights.checkpoint import STATE, verify
@@ -21,12 +21,18 @@ from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, write_folder
 
 
+class NothingToExport(CheckpointError):
+    """The command names other directories than it needs."""
+
+    exit_status = WRONG_USE
+
+
 def export(checkpoint: Path, target: Path) -> None:
     """Make the directory `target`, whole or not at all. Raises CheckpointError or ModelError."""
     if target.exists():
-        raise CheckpointError(f"{target} exists: give another directory, or remove it")
+        raise NothingToExport(f"{target} exists: give another directory, or remove it")
     if not is_sharded(checkpoint):
-        raise CheckpointError(f"{checkpoint} is not a sharded checkpoint: it has no {SHARDS}/ and needs no export")
+        raise NothingToExport(f"{checkpoint} is not a sharded checkpoint: it has no {SHARDS}/ and needs no export")
     verify(checkpoint)
     model = meta_model(str(checkpoint))
     shapes, files = shapes_of(model), ShardFiles(checkpoint)
@@ -45,7 +51,7 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: 0 when written; exits with 1 and one line on stderr when not."""
+    """The command line: 0 when written; exits with 1 and one line on stderr when not, with 2 for wrong directories."""
     parser = argparse.ArgumentParser("export", description="Convert a sharded checkpoint to a Hugging Face directory.")
     parser.add_argument("checkpoint", type=Path, help="a step_N directory with shards/")
     parser.add_argument("directory", type=Path, help="directory to create")

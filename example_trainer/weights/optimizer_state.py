@@ -24,7 +24,7 @@ State = dict[int, dict[str, object]]  # by the parameters' order
 
 def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank: int) -> dict[str, Rows]:
     """This rank's part of a sharded checkpoint, by its name there: weights, moments and generators."""
-    rows = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in _generators().items()}
+    rows = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in generators().items()}
 
     def own(parameter: Tensor, value: Tensor) -> Rows:
         row, column = part(parameter).start
@@ -98,7 +98,7 @@ def stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
 
 
-def _generators() -> dict[str, Tensor]:
+def generators() -> dict[str, Tensor]:
     """The state of this process's generators: of its CPU, and of its GPU where it has one."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

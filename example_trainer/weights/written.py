@@ -6,6 +6,7 @@
 what a directory contains of the model: the whole model here, the adapter alone in example_trainer/weights/lora.py.
 """
 
+import errno
 import functools
 import os
 import shutil
@@ -199,10 +200,10 @@ def remove_leftovers(save_path: Path) -> None:
                 folder.rename(target)
         else:
             log.info("Removing %s, left by a process that has ended", folder)
-            if folder.is_dir() and not folder.is_symlink():
-                remove_folder(folder, remedy)
-            else:
-                with reading(f"cannot remove {folder}", CheckpointError, remedy=remedy):
+            with reading(f"cannot remove {folder}", CheckpointError, remedy=remedy):
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder)
+                else:
                     folder.unlink()
 
 
@@ -222,6 +223,12 @@ def _still_runs(owner: str) -> bool:
 
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:
-    """Remove what is needed no more. Raises `raises`, in one line with `remedy`."""
+    """Remove a directory that is needed no more. It loses its name first, so that nobody takes what a killed process
+    leaves of it for the whole. Raises `raises`, in one line with `remedy`.
+    """
     with reading(f"cannot remove {folder}", raises, remedy=remedy):
-        shutil.rmtree(folder)
+        if folder.is_symlink() or not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        unnamed = folder.rename(folder.with_name(f".{folder.name}.partial-{_owner()}"))
+    with reading(f"cannot remove {unnamed}, which was {folder.name}", raises, remedy=remedy):
+        shutil.rmtree(unnamed)

@@ -182,6 +182,7 @@ class ServeLoop:
                     status.version,
                     self.run.policy_version,
                 )
+                await self._drop_evaluations()
                 await self._join_again()
             await self._follow(status)
             await self._follow_servers()
@@ -217,9 +218,7 @@ class ServeLoop:
         """End workers and evaluation, and disconnect; seconds at most, whatever the peers do."""
         await self._reporting.stop()
         await self.pool.cancel_all()
-        if self.run.evaluation is not None:
-            self.run.evaluation.cancel()
-            await asyncio.gather(self.run.evaluation, return_exceptions=True)
+        await self._drop_evaluations()
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
                 await self.link.leave()
@@ -464,6 +463,15 @@ class ServeLoop:
         while self.run.evaluation is not None:
             await self.run.evaluation
             self._begin_evaluation()
+
+    async def _drop_evaluations(self) -> None:
+        """End the one that is running, of a policy that is served no more: its result would count for the policy that
+        has this number next.
+        """
+        self._due, running, self.run.evaluation = None, self.run.evaluation, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def _begin_evaluation(self) -> None:
         """Start the evaluation that is due, if any; one runs at a time, and the newest due one goes next."""

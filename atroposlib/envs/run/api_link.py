@@ -55,7 +55,7 @@ class ApiLink:
         self._timeout_s = timeout_s
         self._on_joined = on_joined
         self._run: str | None = None  # its name, if the trainer gave it one
-        self._last_evaluation: Evaluation | None = None
+        self._last_evaluation: Evaluation | None = None  # for this trainer
         self._lists_servers = True  # as far as is known
 
     async def wait_until_up(self) -> None:
@@ -72,6 +72,8 @@ class ApiLink:
             "registration", routes.REGISTER_ENV, lambda: self._announcement, remedy="start a trainer for this API"
         )
         assert isinstance(joined, EnvRegistered)
+        if joined.run != self._run:
+            self._last_evaluation = None
         self.env_id, self._run = joined.env_id, joined.run
         log.info(
             "Registered as %s (id %d) with %s at step %d of %d",
@@ -141,12 +143,13 @@ class ApiLink:
         await self._posted("a group", routes.SCORED_DATA, lambda: replace(group, env_id=self.env_id), key)
 
     async def post_evaluation(self, policy_version: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation; the last one is reported again to an API that was restarted."""
+        """Report an evaluation; the last one is reported again to an API that was restarted in the same run."""
         self._last_evaluation = Evaluation(NOBODY, policy_version, accuracy, dict(metrics))
         await self._report(self._last_evaluation)
 
     async def leave(self) -> None:
         """Disconnect, if registered; an API that is gone needs no goodbye."""
+        self._last_evaluation = None
         if self.env_id is None:
             return
         try:

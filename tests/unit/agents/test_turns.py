@@ -211,6 +211,20 @@ async def test_a_session_that_is_ended_twice_by_one_request_is_ended_once(tmp_pa
         assert (await started.http.get(f"/sessions/{session}")).json()["children"] == []
 
 
+async def test_an_end_that_could_not_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        session, key = await started.session()
+        assert (await started.post(CHAT, body("a"), x_api_key=key)).status_code == 200
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", full)
+            assert (await started.http.delete(f"/sessions/{session}")).status_code == 503
+        assert len(await started.nodes(session)) == 1
+        assert (await started.http.delete(f"/sessions/{session}")).status_code == 200
+    async with running(journal=journal) as started:
+        assert [*started.endpoint.sessions.by_id] == []
+
+
 async def test_a_call_that_fails_after_it_was_sampled_leaves_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent tries again, and what it gets then is all that is trained."""
     async with running(lambda prompt: CALL) as started:

@@ -11,6 +11,7 @@ from atroposlib.envs.errors import EnvError
 from atroposlib.envs.question_env import QuestionEnvConfig, with_reply
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import CHATML
 from tests.unit.environments.support import running_env
 from tests.unit.envs.fakes import Asking
 from tests.waiting import until
@@ -196,6 +197,18 @@ async def test_thinking_mode_asks_to_think_and_scores_what_comes_after(tmp_path:
     assert group["scores"] == [0.0, 1.0, 0.0, 1.0], "thoughts that never end answer nothing"
     assert group["messages"] is not None
     assert group["messages"][0][0] == {"role": "system", "content": "Ponder."}
+
+
+async def test_thoughts_that_the_template_opened_and_that_never_end_answer_nothing(tmp_path: Path) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(CHATML.replace("assistant\n", "assistant\n<think>\n"))
+    async with (
+        FakeInferenceServer(lambda prompt: ["so 7", "7</think>8", "so</think>7", "<think>7"]) as server,
+        running_env(EchoEnv, tmp_path, server, thinking_mode=True, chat_template=str(template)) as env,
+    ):
+        group, _ = await env.collect_trajectories("7")
+    assert group is not None
+    assert group["scores"] == [0.0, 0.0, 1.0, 0.0]
 
 
 async def test_evaluation_leaves_out_what_has_no_score_and_keeps_samples(tmp_path: Path) -> None:

@@ -15,10 +15,14 @@ import pytest
 from atropos_launcher import runs
 from atropos_launcher.commands import evaluate, train
 from atropos_launcher.console.console import PlainConsole
+from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.service import Service
 from atropos_launcher.services import ray_actor
+from atropos_launcher.services.records import Records
+from atropos_launcher.services.supervisor import CannotStart
 from atroposlib.view.run_data.runs import Runs
+from tests.unit.common.disk import broken_disk
 from tests.unit.launcher.plans import no_processes, plan
 
 __all__ = ["no_processes"]
@@ -57,6 +61,43 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     made = replace(made, site=replace(made.site, run_dir=tmp_path), services=SHORT)
     train.start(made, PlainConsole(tmp_path, {}), [])
     assert mode_of(tmp_path) == 0o750
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_that_cannot_be_kept_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("arithmetic")
+    (tmp_path / "file").write_text("")
+    under = replace(made, site=replace(made.site, run_dir=tmp_path / "file" / "mine"), services=SHORT)
+    with pytest.raises(CannotStart, match=r"cannot write to .*mine: Not a directory; free space, or choose another"):
+        train.start(under, PlainConsole(tmp_path, {}), [])
+    folder = tmp_path / "mine"
+    made = replace(made, site=replace(made.site, run_dir=folder), services=SHORT)
+    with broken_disk(), pytest.raises(CannotStart, match=r"cannot write to .*mine: Input/output error; free space"):
+        train.start(made, PlainConsole(folder, {}), [])
+    assert not Records(folder).exist()
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_run_that_ended_early_and_well_is_not_to_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    """As by --stop-when-flat."""
+    monkeypatch.setattr(train, "start", lambda *_: train.End(status, False, False))
+    monkeypatch.setattr(train, "draw", lambda *_: 0)
+    made = plan("arithmetic")
+    made = replace(made, site=replace(made.site, run_dir=tmp_path))
+    (tmp_path / "run.yaml").write_text("")
+    with Ports() as ports:
+        train.train(read_command_line(["arithmetic"]), made, False, None, ports)
+    assert ("To continue" in capsys.readouterr().out) == (status != 0)
+
+
+def test_a_run_that_is_done_says_what_its_record_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with broken_disk(), pytest.raises(CannotStart, match=r"the run is done, and its record in .* is not whole: Input"):
+        train.sum_up(tmp_path, 60, newcomer=False)
+    assert "Mean sampled reward: not kept" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -53,6 +53,17 @@ def test_nothing_to_draw_is_one_line(
     assert not (tmp_path / "reward.png").exists()
 
 
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, float | None]] = [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}]
+    whole = write_rows(tmp_path / "metrics.jsonl", rows)
+    assert plot.main([str(whole), "--out", "/dev/full"]) == 1
+    cut = write_rows(tmp_path / "cut.jsonl", rows, '{"st\n{}\n')
+    assert plot.main([str(cut), "--out", str(tmp_path / "reward.png")]) == 1
+    written, read = capsys.readouterr().err.splitlines()
+    assert written.startswith("plot: error: cannot write /dev/full: it is a device")
+    assert read.startswith(f"plot: error: cannot read {cut}: ")
+
+
 def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:
     files = []
     for run in ("broadcast", "lora"):

@@ -380,6 +380,33 @@ async def test_new_trainer_during_a_run_is_followed(stage: Stage) -> None:
     assert second.accuracies[2] == 0.5
 
 
+async def test_an_evaluation_under_way_does_not_count_for_the_next_trainer(stage: Stage) -> None:
+    ends = asyncio.Event()
+
+    class Late(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            self.evaluated.append(self._env_run.policy_version)
+            if len(self.evaluated) == 1:
+                await ends.wait()
+            return {"accuracy": 0.25 * len(self.evaluated)}
+
+    env = stage.env(Late)
+    first = Trainer(stage.api.url, num_steps=4)
+    serving = asyncio.create_task(serve(env))
+    await first.register()
+    await first.train(1)
+    await first.fetch()
+    await first.call("POST", "/trainer-step", {"step": 2, "policy_version": 2})
+    await until(lambda: env.evaluated == [2])
+    resumed = Trainer(stage.api.url, num_steps=4, starting_step=1)
+    await resumed.register()
+    await resumed.joined(1)
+    ends.set()
+    await resumed.train(3)
+    await asyncio.wait_for(serving, 10)
+    assert resumed.accuracies == {2: 0.5, 3: None, 4: 0.75}
+
+
 async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full_once(
     stage: Stage,
     monkeypatch: pytest.MonkeyPatch,

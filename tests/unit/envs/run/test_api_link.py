@@ -51,8 +51,8 @@ async def ask(method: str, url: str, body: Any = None, **headers: str) -> tuple[
         return reply.content_type, await reply.read()
 
 
-async def start_run(url: str, **headers: str) -> None:
-    await ask("POST", f"{url}/register", RUN, **headers)
+async def start_run(url: str, name: str | None = None, **headers: str) -> None:
+    await ask("POST", f"{url}/register", RUN | {"run": name}, **headers)
     await ask("GET", f"{url}/batch", **headers)
 
 
@@ -85,6 +85,23 @@ async def full_queue(timeout_s: float) -> AsyncIterator[tuple[Api, ApiLink]]:
         await link.join()
         await link.post_groups([group(1)])
         yield api, link
+
+
+@pytest.mark.parametrize(("after", "accuracies"), [("one", [0.5]), ("another", [])])
+async def test_an_evaluation_is_told_again_to_an_api_that_forgot_it_in_the_same_run(
+    after: str, accuracies: list[float]
+) -> None:
+    async with running_api() as api, api_client(api.url) as client:
+        link = ApiLink(client, ANNOUNCEMENT, 10)
+        await start_run(api.url, "one")
+        await link.join()
+        await link.post_evaluation(2, 0.5, {})
+        await api.stop()
+        await api.start()
+        await start_run(api.url, after)
+        await link.status()
+        _, reply = await ask("GET", f"{api.url}/evaluations?policy_version=2")
+        assert [each["accuracy"] for each in msgspec.json.decode(reply)["results"]] == accuracies
 
 
 async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:

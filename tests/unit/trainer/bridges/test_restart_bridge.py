@@ -115,6 +115,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_version_is_served_at_every_interval_and_at_the_end(bench: Bench, model: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/served_7").mkdir(parents=True)  # by a process of the run that was killed
     bridge = bench.bridge("--start-s 0.5", vllm_restart_interval=2)
     assert bridge.served_dtype == "bfloat16"
     pids, reports, updates = [], [], []

@@ -14,6 +14,7 @@ from example_trainer import grpo
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.errors import TrainerError
 from example_trainer.loop.best import BestPolicy
+from example_trainer.loop.saves import Saves
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.manifest import expect_whole
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, serve
@@ -199,6 +200,51 @@ def test_a_resumed_run_is_as_flat_as_it_was(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3, **flat)
     api, _ = train(model, tmp_path, {3: 0.5, 4: 0.5}, resume="latest", **flat)
     assert api.steps[-1] == {"step": 4, "policy_version": 4, "done": True, "num_steps": 4}
+
+
+def test_a_run_that_is_about_to_end_does_so_when_it_resumes(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 2, "training_steps": 8}
+    train(model, tmp_path, {1: 0.75, 2: 0.5, 3: 0.5}, stop_at=4, **flat)
+    api, bridge = train(model, tmp_path, {4: 0.875}, resume="latest", **flat)
+    assert bridge.versions == [3, 4]
+    assert api.steps[0] == {"step": 3, "policy_version": 3, "num_steps": 4}
+    with pytest.raises(TrainerError, match=r"of a run that ended at step 4, .*: give --stop-when-flat 0 to continue"):
+        train(model, tmp_path, {}, resume="latest", **flat)
+    _, bridge = train(model, tmp_path, {}, resume="latest", training_steps=8)
+    assert bridge.versions == [4, 5, 6, 7, 8]
+
+
+def test_a_run_that_ended_early_without_its_model_writes_it_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 1, "training_steps": 8}
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "write_final", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, tmp_path, {1: 0.75, 2: 0.5}, **flat)
+    _, bridge = train(model, tmp_path, {}, resume="latest", **flat)
+    assert bridge.versions == [3]
+    assert (tmp_path / "checkpoints/final_model").is_dir()
+
+
+def raise_interrupt(saves: Saves) -> Path:
+    raise KeyboardInterrupt
+
+
+def test_a_resumed_run_counts_gains_from_its_checkpoint_on(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 1, "training_steps": 8}
+    train(model, tmp_path, {1: 0.5, 2: 0.5, 3: 0.75}, stop_at=4, **flat)
+    again = str(tmp_path / "checkpoints/step_2")  # from where steps are made and evaluated a second time
+    (tmp_path / "checkpoints/latest").write_text("step_2\n")
+    api, _ = train(model, tmp_path, {3: 0.75, 4: 0.75, 5: 0.5}, resume=again, **flat)
+    assert api.steps[-1]["step"] == 6
+
+
+def test_a_resumed_run_knows_how_well_a_policy_did_that_it_did_not_keep(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 2, "training_steps": 8, "keep_best": 0}
+    train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3, **flat)
+    api, _ = train(model, tmp_path, {3: 0.625}, resume="latest", **flat)
+    assert api.steps[-1]["step"] == 4
 
 
 def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path: Path) -> None:

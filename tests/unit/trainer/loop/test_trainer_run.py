@@ -16,11 +16,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from atroposlib.wire.batching import TrainerStep
 from atroposlib.wire.bridge import Decoded, DecodeProbe
 from example_trainer import grpo
 from example_trainer.bridges import Prepare, SyncReport
 from example_trainer.bridges.base import Decodes
 from example_trainer.errors import TrainerError
+from example_trainer.loop.api_client import ApiClient, ApiError
 from example_trainer.loop.run import Run
 from example_trainer.loop.timeline import Phase
 from example_trainer.output.metrics import ROW_KEYS
@@ -242,6 +244,27 @@ def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> No
         assert {key: value for key, value in row.items() if key not in timings} == {
             key: value for key, value in expected_row.items() if key not in timings
         }
+
+
+@pytest.mark.parametrize("lost", ["report_step", "evaluation"])
+def test_an_api_that_is_lost_once_a_step_is_made_costs_no_checkpoint(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    works = getattr(ApiClient, lost)
+
+    def fails(api: ApiClient, what: Any, *more: float, **named: float) -> object:
+        if what in (2, TrainerStep(2, 2)):
+            raise ApiError("the batching API did not answer")
+        return works(api, what, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ApiClient, lost, fails)
+        with pytest.raises(ApiError, match="did not answer"):
+            train(model, tmp_path / "one", checkpoint_interval=2)
+    assert [row["step"] for row in rows(tmp_path / "one")] == [1, 2]
+    train(model, tmp_path / "one", first_step=2, checkpoint_interval=2, resume="latest")
+    train(model, tmp_path / "other")
+    assert [row["loss"] for row in rows(tmp_path / "one")] == [row["loss"] for row in rows(tmp_path / "other")]
 
 
 def test_a_batch_without_a_signal_changes_no_weight_but_raises_the_version(model: str, tmp_path: Path) -> None:
@@ -547,6 +570,7 @@ def test_the_guide_s_command_resolves_when_run_by_path() -> None:
         (["--model", "m", "--single-copy", "--use-shared-memory"], "cannot be combined"),
         (["--model", "m", "--trainig-steps", "5"], "did you mean 'training_steps'"),
         (["--model", "m", "--clip-eps", "-1"], "clip_eps"),
+        (["--model", "m", "--optimizer", "adafactor", "--adam-betas", "0.9,0.95"], "adafactor has none"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

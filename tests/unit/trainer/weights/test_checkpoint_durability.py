@@ -15,7 +15,13 @@ from atroposlib.processes.identity import first_ticks
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore, written_before
 from example_trainer.weights.manifest import MANIFEST
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers, write_folder
+from example_trainer.weights.written import (
+    CheckpointError,
+    TrainedModel,
+    remove_folder,
+    remove_leftovers,
+    write_folder,
+)
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
 
@@ -60,6 +66,23 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(
     remove_leftovers(tmp_path)
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
+
+
+def test_what_a_kill_leaves_of_a_former_checkpoint_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        (folder / MANIFEST).unlink()
+        raise KeyboardInterrupt
+
+    write_folder(tmp_path / "step_1", write_two_files, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folder(tmp_path / "step_1", "")
+    assert not (tmp_path / "step_1").exists()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def results(folder: Path) -> dict[str, Any]:
 
     hf = {"checkpoint_format": "hf"}
     lora = {"weight_bridge_mode": "lora_only", "lora_r": 4}
+    dropout = lora | {"lora_dropout": 0.3}
     jobs = {
         "two": job(2, "two", save=[3], out=str(folder / "two_end")),
         "one": job(1, "one", save=[3], config={"checkpoint_format": "sharded"}),
@@ -87,6 +88,8 @@ def results(folder: Path) -> dict[str, Any]:
         "lora": job(2, "lora", save=[3], config=lora),
         "two from lora": job(2, "x", "lora/adapter_step_3", config=lora),
         "one from lora": job(1, "x", "lora/adapter_step_3", config=lora),
+        "dropout": job(2, "dropout", save=[3], config=dropout),
+        "two from dropout": job(2, "x", "dropout/adapter_step_3", config=dropout),
         "another model": job(2, "x", "two/step_3", config={"model_name": other}),
         "another optimizer": job(1, "x", "two/step_3", config={"optimizer": "adafactor"}),
         "full": job(2, "full", steps=3, save=[1, 2], hurt={"rank": 1, "limit": 60_000}),
@@ -151,6 +154,10 @@ def test_an_adapter_of_several_ranks_resumes_with_its_moments(
     assert results[resumed]["losses"] == pytest.approx(results["lora"]["losses"][3:], abs=1e-6)
 
 
+def test_each_rank_resumes_with_its_own_dropout(results: dict[str, Any]) -> None:
+    assert results["two from dropout"]["losses"] == results["dropout"]["losses"][3:]
+
+
 def test_the_export_is_the_model_that_was_trained(folder: Path, results: dict[str, Any], tmp_path: Path) -> None:
     export(folder / "two/step_3", tmp_path / "model")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -170,7 +177,7 @@ def test_the_command_exports_or_says_why_not_in_one_line(
 ) -> None:
     assert main(["export", str(folder / "two/step_3"), str(tmp_path / "model")]) == 0
     assert capfd.readouterr().out == f"Wrote {tmp_path / 'model'}\n"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         export_main([str(folder / "two/step_3"), str(tmp_path / "model")])
     assert capfd.readouterr().err == (
         f"export: error: {tmp_path / 'model'} exists: give another directory, or remove it\n"
