@@ -169,8 +169,8 @@ def summary(
     typed: str,
     accepts: Callable[[str], bool] = lambda command: True,
 ) -> str:
-    """The text shown at the end of a run. `typed`: what
-    people type for `atropos`. Only commands that this machine `accepts` are offered.
+    """The text shown at the end of a run. `typed`: what people type for `atropos`. Only commands that this machine
+    `accepts` are offered.
     """
     run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)
     steps = next_steps(run, newcomer, typed, accepts)
