@@ -184,8 +184,9 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
         program = environment_program(section.file)
         if program is None:
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
-        known = ask_environment(name, program, {}, [], environ)
         own = flags.environments.get(name, [])
+        given = [word for flag in own if flag.name.startswith("env.") for word in flag.words()]
+        known = ask_environment(name, program, {"env": section.own}, given, environ)
         urls = [section.openai.get("base_url"), *(flag.value for flag in own if flag.name == "openai.base_url")]
         has_key = bool(site.environ.get(KEY)) and (urls[-1] is None or str(urls[-1]).removesuffix("/v1") in site.vllm)
         asked = environment_settings(run, site, name, known, has_key=has_key)
@@ -199,8 +200,8 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
 def environment_settings(
     run: RunFile, site: Site, name: str, known: Mapping[str, Any], *, has_key: bool
 ) -> dict[str, Tree]:
-    """The configuration to give each server of one environment, by service. `known` is the program's own, without any
-    settings: `env` has every field. With `has_key` it sends the key of the run's vLLM servers.
+    """The configuration to give each server of one environment, by service. `known` is the program's own, with the
+    settings that the run gives to the environment itself: `env` has every field. With `has_key` it sends the key of the run's vLLM servers.
     """
     section = run.environments[name]
     settings: dict[str, Tree] = {}

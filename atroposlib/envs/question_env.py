@@ -178,7 +178,7 @@ class QuestionEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
         """One vLLM on port 9001, whose model names itself and its tokenizer."""
-        return cls.env_config_cls(tokenizer_name="default"), APIServerConfig(
+        return cls.env_config_cls.model_construct(tokenizer_name="default"), APIServerConfig(
             model_name="default", base_url="http://localhost:9001/v1", server_type="vllm"
         )
 

@@ -308,7 +308,8 @@ def with_teacher(env_cls: type[Environment]) -> type[Environment]:
 
     def config_init(cls: type[Environment]) -> tuple[BaseEnvConfig, ServerConfigs]:
         config, servers = env_cls.config_init.__func__(cls)  # type: ignore[attr-defined]
-        return cast(BaseEnvConfig, config_cls(**config.model_dump(exclude_unset=True))), servers
+        given = {name: getattr(config, name) for name in config.model_fields_set}
+        return cast(BaseEnvConfig, config_cls.model_construct(**given)), servers
 
     made: type[Environment] = type(
         env_cls.__name__,

@@ -495,15 +495,6 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
-    def _adam_has_its_settings(self) -> "TrainerConfig":
-        for name in ("adam_betas", "adam_eps"):
-            if self.optimizer == "adafactor" and getattr(self, name) != TrainerConfig.model_fields[name].default:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} is AdamW's, and --optimizer adafactor has none: drop one of them"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _every_update_has_a_rollout(self) -> "TrainerConfig":
         rollouts = self.batch_size * self.gradient_accumulation_steps
         if self.updates_per_batch > rollouts:

@@ -123,9 +123,9 @@ class Environment(FormerAttributes, ABC):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
         """The configuration before YAML and flags: the environment's, and that of one server, a list of them, or a
-        ServerBaseline.
+        ServerBaseline. Nothing is checked before those: a setting without a default is theirs to give.
         """
-        return cls.env_config_cls(), ServerBaseline()
+        return cls.env_config_cls.model_construct(), ServerBaseline()
 
     async def setup(self) -> None:
         """Load data; called once, before anything else, when the tokenizer is loaded and the inference server

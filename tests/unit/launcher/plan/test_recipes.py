@@ -15,7 +15,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
-from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan, resolved
+from tests.unit.launcher.plans import NEEDED, ROOT, ask_for, no_processes, on_gpus, plan, resolved
 
 __all__ = ["no_processes"]
 
@@ -39,8 +39,8 @@ def test_every_recipe_is_a_run(recipe: str, gpus: int, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError, match="2 vLLM servers and a trainer need 3 GPUs"):
             plan(recipe)
         return
-    made = plan(recipe)
-    shown = train.described(made, ask_for(recipe))
+    made = plan(recipe, *NEEDED.get(recipe, ()))
+    shown = train.described(made, ask_for(recipe, *NEEDED.get(recipe, ())))
     assert f"All output goes to {made.site.run_dir}/" in shown
     assert "# Memory of " in shown
     assert "KV cache" in shown
@@ -51,9 +51,38 @@ def test_every_recipe_is_a_run(recipe: str, gpus: int, monkeypatch: pytest.Monke
     assert again == yaml.safe_load(made.files["run.yaml"])
 
 
+def test_an_agent_that_is_not_named_is_refused_by_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("agent")
+    assert "--env.command is required" in capsys.readouterr().err
+
+
+NEEDY = """
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+
+class NeedyConfig(QuestionEnvConfig):
+    level: int
+
+class Needy(QuestionEnv):
+    name = "needy"
+    env_config_cls = NeedyConfig
+    async def training_item(self, number): return {"question": "1 + 1?", "answer": "2"}
+    async def score(self, item, answer): return 1.0
+"""
+
+
+@pytest.mark.parametrize("given", ["flag", "file"])
+def test_a_setting_without_a_default_is_the_runs_to_give(given: str, tmp_path: Path) -> None:
+    (program := tmp_path / "needy_server.py").write_text(NEEDY)
+    section = {"file": str(program), **({"level": 3} if given == "file" else {})}
+    (run := tmp_path / "run.yaml").write_text(yaml.safe_dump({"bridge": "broadcast", "environments": {"e": section}}))
+    made = plan(str(run), *(("--env.level", "3") if given == "flag" else ()))
+    assert made.environments["env"].resolved["env"]["level"] == 3
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_program_reads_back_what_it_is_told(recipe: str, tmp_path: Path) -> None:
-    made = plan(recipe, "--wandb", run_dir=tmp_path)
+    made = plan(recipe, "--wandb", *NEEDED.get(recipe, ()), run_dir=tmp_path)
     for name, text in made.files.items():
         (tmp_path / name).write_text(text)
     trainer, _ = resolve_config(TrainerConfig, ["--config", str(tmp_path / "trainer.yaml")], prog="grpo", env={})
@@ -72,6 +101,11 @@ def test_its_first_line_is_a_title_and_its_comment_the_help(recipe: str) -> None
     title, blank, *_ = description(ROOT / f"recipes/{recipe}.yaml").splitlines()
     assert len(title) <= 95
     assert blank == ""
+
+
+def test_a_recipe_with_settings_of_adamw_takes_the_optimizer_that_the_plan_advises() -> None:
+    assert plan("quickstart").trainer.adam_betas == (0.9, 0.95)
+    assert plan("quickstart", "--trainer.optimizer", "adafactor").trainer.optimizer == "adafactor"
 
 
 @pytest.mark.parametrize("flag", ["--bridge", "--bridge.kind"])

@@ -570,7 +570,6 @@ def test_the_guide_s_command_resolves_when_run_by_path() -> None:
         (["--model", "m", "--single-copy", "--use-shared-memory"], "cannot be combined"),
         (["--model", "m", "--trainig-steps", "5"], "did you mean 'training_steps'"),
         (["--model", "m", "--clip-eps", "-1"], "clip_eps"),
-        (["--model", "m", "--optimizer", "adafactor", "--adam-betas", "0.9,0.95"], "adafactor has none"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
