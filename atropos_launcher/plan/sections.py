@@ -201,7 +201,8 @@ def environment_settings(
     run: RunFile, site: Site, name: str, known: Mapping[str, Any], *, has_key: bool
 ) -> dict[str, Tree]:
     """The configuration to give each server of one environment, by service. `known` is the program's own, with the
-    settings that the run gives to the environment itself: `env` has every field. With `has_key` it sends the key of the run's vLLM servers.
+    settings that the run gives to the environment itself: `env` has every field. With `has_key` it sends the key of the
+    run's vLLM servers.
     """
     section = run.environments[name]
     settings: dict[str, Tree] = {}
