@@ -84,7 +84,7 @@ class AgentConfig(QuestionEnvConfig):
     """Settings of the agent environment, besides those of every question environment."""
 
     command: str = Field(
-        min_length=1,
+        default="",
         description='The agent: a command, without a shell, such as "python my_agent.py {task}"; {task} becomes the'
         " task's text.",
     )
@@ -141,6 +141,8 @@ class AgentEnv(QuestionEnv):
     async def setup(self) -> None:
         """Read the tasks, hold some out, and find the endpoint."""
         config = self.config
+        if not config.command:
+            raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
         for setting, command in (("command", config.command), ("score_command", config.score_command)):
             if command and shutil.which(program := words_of(command)[0], path=search_path()) is None:
                 raise DataError(f"there is no program {program!r} to run: correct --env.{setting}")

@@ -263,6 +263,7 @@ def test_a_log_shows_a_task_without_its_files() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"command": ""}, "there is no agent to start: give --env.command"),
         ({"command": "pyton agent.py"}, "there is no program 'pyton' to run: correct --env.command"),
         ({"command": "python", "score_command": "./grade"}, "no program './grade' to run: correct --env.score_command"),
     ],

@@ -21,7 +21,6 @@ from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
-NEEDED = {"agent": ("--env.command", "true")}  # flags without which a recipe is no run
 PAGE_FILES = {"answers.jsonl": str(ROOT / "tests/unit/docs/answers.jsonl")}  # that commands of pages name
 
 

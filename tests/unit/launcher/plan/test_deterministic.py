@@ -4,7 +4,7 @@ import pytest
 
 from atropos_launcher.plan.sections import expect_filled_batches
 from atroposlib.flags import ConfigError
-from tests.unit.launcher.plans import NEEDED, no_processes, plan  # noqa: F401  a fixture
+from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 
@@ -46,7 +46,7 @@ def test_an_environment_whose_programs_are_not_ours_is_refused_in_one_line(
     environment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        plan(environment, *NEEDED.get(environment, ()), "--deterministic")
+        plan(environment, "--deterministic")
     said = capsys.readouterr().err
     assert f"deterministic: {environment} does not give the same groups again" in said
     assert len(said.strip().splitlines()) == 1

@@ -15,7 +15,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.config import TrainerConfig
-from tests.unit.launcher.plans import NEEDED, ROOT, ask_for, no_processes, on_gpus, plan, resolved
+from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan, resolved
 
 __all__ = ["no_processes"]
 
@@ -39,8 +39,8 @@ def test_every_recipe_is_a_run(recipe: str, gpus: int, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError, match="2 vLLM servers and a trainer need 3 GPUs"):
             plan(recipe)
         return
-    made = plan(recipe, *NEEDED.get(recipe, ()))
-    shown = train.described(made, ask_for(recipe, *NEEDED.get(recipe, ())))
+    made = plan(recipe)
+    shown = train.described(made, ask_for(recipe))
     assert f"All output goes to {made.site.run_dir}/" in shown
     assert "# Memory of " in shown
     assert "KV cache" in shown
@@ -49,12 +49,6 @@ def test_every_recipe_is_a_run(recipe: str, gpus: int, monkeypatch: pytest.Monke
     assert any(is_server(service.name) for service in made.services) != owned
     again = yaml.safe_load(shown)
     assert again == yaml.safe_load(made.files["run.yaml"])
-
-
-def test_an_agent_that_is_not_named_is_refused_by_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan("agent")
-    assert "--env.command is required" in capsys.readouterr().err
 
 
 NEEDY = """
@@ -82,7 +76,7 @@ def test_a_setting_without_a_default_is_the_runs_to_give(given: str, tmp_path: P
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_program_reads_back_what_it_is_told(recipe: str, tmp_path: Path) -> None:
-    made = plan(recipe, "--wandb", *NEEDED.get(recipe, ()), run_dir=tmp_path)
+    made = plan(recipe, "--wandb", run_dir=tmp_path)
     for name, text in made.files.items():
         (tmp_path / name).write_text(text)
     trainer, _ = resolve_config(TrainerConfig, ["--config", str(tmp_path / "trainer.yaml")], prog="grpo", env={})
