@@ -64,13 +64,10 @@ def all_pids() -> list[int]:
 def descendants(pid: int) -> list[int]:
     """List the processes below `pid`, also those that have ended and whose status nobody has asked for."""
     parents = {each: int(fields[1]) for each in all_pids() if (fields := _fields(each))}
-
-    def is_below(each: int) -> bool:
-        while (each := parents.get(each, 0)) not in (0, pid):
-            pass
-        return each == pid
-
-    return [each for each in parents if is_below(each)]
+    found = {pid}
+    while below := {each for each, parent in parents.items() if parent in found} - found:
+        found |= below
+    return sorted(found - {pid})
 
 
 def _fields(pid: int) -> list[str]:
