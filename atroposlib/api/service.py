@@ -80,7 +80,10 @@ class TooManyServers(Exception):
 
 
 class NotTheTrainer(Exception):
-    """Another trainer has registered since."""
+    """Another trainer has registered since this one did."""
+
+    def __init__(self, trainer: int | None) -> None:
+        super().__init__(f"trainer {trainer} is not the one registered here: another has taken over its batches")
 
 
 class RolloutService(JournalledState):
@@ -208,8 +211,12 @@ class RolloutService(JournalledState):
             pass
 
     async def report_step(self, report: TrainerStep) -> None:
-        """Record what the trainer has finished, and what vLLM serves."""
-        await self._submit(changes.TrainerReported(*astuple(report)))
+        """Record what the trainer has finished, and what vLLM serves. Raises NotTheTrainer where it names another."""
+        async with self._deciding:
+            if self.state.queue.registration is not None and report.trainer not in (None, self.state.trainer):
+                raise NotTheTrainer(report.trainer)
+            *progress, _ = astuple(report)
+            await self._submit(changes.TrainerReported(*progress))
 
     def servers(self) -> dict[str, State]:
         """Inference servers that have joined or left. Those of the journal count once their trainer is heard of: one
@@ -233,9 +240,7 @@ class RolloutService(JournalledState):
             if self.state.queue.registration is None:
                 raise NotRegistered(unless_registered)
             if trainer != self.state.trainer:
-                raise NotTheTrainer(
-                    f"trainer {trainer} is not the one registered here: another has taken over its batches"
-                )
+                raise NotTheTrainer(trainer)
             self._trainers.heard(trainer, self._clock())
             self._trainer_heard = True
             if returned := self.state.leases.reclaimable(trainer):

@@ -375,7 +375,8 @@ class TrainerStep(Struct, omit_defaults=True):
     """The trainer finished `step`, and vLLM serves `policy_version` from now on.
 
     `num_steps` replaces the registered number of a run that ends earlier. A version after the last step has the weights
-    of version `weights_of`, and is served to be evaluated. No version follows one that is `done`.
+    of version `weights_of`, and is served to be evaluated. No version follows one that is `done`. `trainer` is the uuid
+    of /register: a report of one whose batches another has taken over is refused.
     """
 
     step: Step
@@ -383,6 +384,7 @@ class TrainerStep(Struct, omit_defaults=True):
     num_steps: Step | None = None
     weights_of: Step | None = None
     done: bool = False
+    trainer: Integer | None = None
 
 
 class Evaluation(Struct):

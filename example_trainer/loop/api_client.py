@@ -178,7 +178,7 @@ class ApiClient:
     def report_step(self, report: wire.TrainerStep) -> None:
         """POST /trainer-step: what is done and what vLLM serves."""
         self._progress = report
-        self._patiently(routes.TRAINER_STEP, self._progress, what="the step report")
+        self._patiently(routes.TRAINER_STEP, replace(report, trainer=self._trainer), what="the step report")
 
     def evaluation(self, policy_version: int, deadline_s: float) -> HeldOut | None:
         """Return the held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s`

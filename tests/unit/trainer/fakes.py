@@ -256,6 +256,7 @@ class FakeApi:
             self.forget_trainer = False
             return {"uuid": 1}
         if (method, path) == ("POST", "/trainer-step"):
+            assert body.pop("trainer") == 1, "a step is reported by the trainer that registered"
             self.steps.append(body)
             return {"status": "success"}
         if path == "/v1/bridge/status":

@@ -89,6 +89,10 @@ def test_a_new_trainer_gets_what_the_old_one_held_and_the_old_one_nothing_more(
     new = client.post("/register", json=registration(8, starting_step=1)).json()["uuid"]
     for path, more in (("/batch/lease", {}), ("/batch/ack", {"leases": [2]}), ("/heartbeat", {})):
         assert client.post(path, json={"trainer": old, **more}).status_code == 409
+    for trainer, code in ((old, 409), (new, 200)):
+        report = {"trainer": trainer, "step": 1, "policy_version": 1}
+        assert client.post("/trainer-step", json=report | {"done": trainer == old}).status_code == code
+    assert client.get("/status").json()["policy_version"] == 1
     assert [lease(client, new), lease(client, new, 2)] == [(2, [2, 3]), (None, None)]
 
 
