@@ -16,15 +16,12 @@ from typing import Any, TypeGuard
 
 from atroposlib.config import merged_trees
 from atroposlib.flags import ConfigError
+from example_trainer.settings.bridges import SECRETS
 
 Tree = dict[str, Any]
 Servers = Tree | list[Tree]
 
 MOST = 64
-SECRETS = {
-    "api_key": "VLLM_API_KEY",
-    "hf_token": "HF_TOKEN",
-}  # of vLLM's flags, and the variables that it reads instead
 SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
 NAME = "vllm"
 TOKENS = re.compile(r"(\d+)|(\d+(?:\.\d+)?)([kmgKMG])")  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
@@ -64,7 +61,7 @@ def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
     `max_model_len`, which may also be "auto", and `gpu_memory_utilization`. Raises ConfigError.
     """
     for name, variable in SECRETS.items():
-        if isinstance(flags.get(name), str):
+        if not isinstance(flags.get(name), bool | None):  # `hf_token: true` is the stored login
             raise ConfigError(
                 f"{section}.{name}: a run keeps no secrets, and its command lines are read: set {variable}"
             )

@@ -20,6 +20,7 @@ from atroposlib.config import Ambient, Config
 from atroposlib.flags import Hoisted
 from atroposlib.wire.bridge import NCCL_BUCKET
 
+SECRETS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}  # vLLM's flags, and the variables that it reads instead
 SWITCHES = ("use_shared_memory", "single_copy")  # which of the two shared_vllm modes
 
 
@@ -308,7 +309,12 @@ class Restarting(Mode):
     @field_validator("vllm_flags")
     @classmethod
     def _flags_are_whole(cls, value: str) -> str:
-        shlex.split(value)  # its ValueError names an open quotation
+        words = shlex.split(value)  # its ValueError names an open quotation
+        for word, following in zip(words, [*words[1:], "--"], strict=True):
+            flag, given, _ = word.partition("=")
+            variable = SECRETS.get(flag.removeprefix("--").replace("-", "_"))
+            if variable and (given or not following.startswith("--")):  # `--hf-token` alone is the stored login
+                raise ValueError(f"{flag}: a run keeps no secrets, and its command lines are read: set {variable}")
         return value
 
 

@@ -219,11 +219,19 @@ def test_a_secret_of_the_run_is_refused(tmp_path: Path) -> None:
         ("--teacher.api_key", r"teacher.api_key: a run keeps no secrets, .* set VLLM_API_KEY"),
     ],
 )
+@pytest.mark.parametrize("secret", ["0123456789abcdef0123", "12345678901234567890"])
 @pytest.mark.usefixtures("no_processes")
-def test_a_secret_that_is_typed_is_refused(flag: str, names: str) -> None:
+def test_a_secret_that_is_typed_is_refused(flag: str, names: str, secret: str) -> None:
     teacher = ["--teacher.model", "org/big", "--trainer.distill-coef", "1"] if "teacher" in flag else []
     with pytest.raises(ConfigError, match=names):
-        plan("arithmetic", *teacher, flag, "0123456789abcdef0123")
+        plan("arithmetic", *teacher, flag, secret)
+
+
+@pytest.mark.parametrize("flags", ["--api-key KEY", "--max-model-len 256 --api_key=KEY", "--hf-token KEY"])
+@pytest.mark.usefixtures("no_processes")
+def test_a_secret_among_flags_of_the_vllm_that_the_trainer_starts_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"(api.key|hf-token): a run keeps no secrets.*: set (VLLM_API_KEY|HF_TOKEN)"):
+        plan("arithmetic", "--bridge.kind", "restart", f"--bridge.vllm_flags={flags}")
 
 
 @pytest.mark.services
