@@ -226,6 +226,7 @@ class RestartBridge(WeightBridge):
         self._config = config
         self._server = server
         self._trained = trained
+        self.last_version = config.training_steps
         status = server.wait()
         self._version_at_start = status.policy_version
         self._served: int | None = None  # policy version that vLLM serves, once a sync has made sure of it
@@ -239,7 +240,7 @@ class RestartBridge(WeightBridge):
         # every multiple of the interval is served, and the last version, whose evaluation environments wait for
         due = (
             policy_version % self._config.mode(Restarting).restart_interval == 0
-            or policy_version == self._config.training_steps
+            or policy_version == self.last_version
         )
         if self._served is not None and (policy_version == self._served or not due):
             return SyncReport(self._served, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)

@@ -281,6 +281,7 @@ class Run:
             self.timeline.look()
         make = self.timeline.phase("optimizer")(updates.make)  # where the bridge lets the weights change
         self.membership.follow()
+        self.bridge.last_version = self.last_step
         sync = self.bridge.sync(self.progress.policy_version, make)
         self.membership.report()
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)

@@ -12,6 +12,7 @@ imports neither torch nor vLLM.
 
 import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
@@ -310,7 +311,7 @@ class Restarting(Mode):
     @classmethod
     def _flags_are_whole(cls, value: str) -> str:
         words = shlex.split(value)  # its ValueError names an open quotation
-        for word, following in zip(words, [*words[1:], "--"], strict=True):
+        for word, following in pairwise([*words, "--"]):
             flag, given, _ = word.partition("=")
             variable = SECRETS.get(flag.removeprefix("--").replace("-", "_"))
             if variable and (given or not following.startswith("--")):  # `--hf-token` alone is the stored login

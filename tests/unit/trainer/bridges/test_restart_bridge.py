@@ -138,6 +138,13 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(bench: Bench, mode
     assert session_members(pids[-1]) == []
 
 
+def test_the_version_that_the_run_says_is_the_last_is_served(bench: Bench) -> None:
+    bridge = bench.bridge(vllm_restart_interval=3)
+    bridge.sync(0, keep)
+    bridge.last_version = 2
+    assert [bridge.sync(version, keep).policy_version for version in (1, 2)] == [0, 2]
+
+
 def test_the_server_of_a_trainer_rank_is_no_rank(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (told | {"OMP_NUM_THREADS": "1", VARIABLE: "0 2 5 6 7"}).items():

@@ -29,6 +29,7 @@ def train(
     accuracies: dict[int, float],
     stop_at: int | None = None,
     final: dict[int, float] | None = None,
+    serves_every: int = 1,
     **changes: Any,
 ) -> tuple[FakeApi, RecordingBridge]:
     """A run whose policy versions have these held-out accuracies, and `final` ones with further questions, killed when
@@ -37,7 +38,7 @@ def train(
     first = int((folder / "checkpoints/latest").read_text().rpartition("_")[2]) if "resume" in changes else 0
     api = FakeApi(lambda delivered: [item([1.0, 0.0, 0.0, 1.0], seed=10 + first + delivered)])
     api.evaluations, api.questions, api.final = accuracies, 64, final or {}
-    bridge = RecordingBridge(fail_at=stop_at)
+    bridge = RecordingBridge(fail_at=stop_at, serves_every=serves_every)
     settings: dict[str, Any] = dict(
         model_name=model,
         training_steps=4,
@@ -193,6 +194,13 @@ def test_a_run_ends_when_it_is_flat(
     shorter = {"num_steps": steps} if steps < 8 else {}
     assert api.steps[-1] == {"step": steps, "policy_version": steps, "done": True} | shorter
     assert (tmp_path / "checkpoints/final_model").is_dir()
+
+
+def test_a_bridge_that_serves_some_versions_serves_the_last_of_a_run_that_ends_early(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 1, "training_steps": 12}
+    api, bridge = train(model, tmp_path, {3: 0.75, 6: 0.5}, serves_every=3, **flat)
+    assert bridge.versions[-1] == 7
+    assert [step["policy_version"] for step in api.steps] == [0, 0, 0, 3, 3, 3, 6, 7, 7]
 
 
 def test_a_resumed_run_is_as_flat_as_it_was(model: str, tmp_path: Path) -> None:
