@@ -41,9 +41,11 @@ def listed_runs(runs: Sequence[Summary], words: str, order: str) -> list[Summary
 
 
 def state_of(run: Summary) -> str:
-    """Return the state; `finished` for a run that has made all its steps."""
-    is_finished = run["state"] == "ended" and run["steps_done"] and run["steps_done"] == run["planned_steps"]
-    return "finished" if is_finished else str(run["state"])
+    """Return the state; `finished` for a run that has made all its steps, or ended early because --stop-when-flat said
+    so.
+    """
+    has_made_all = run["steps_done"] and run["steps_done"] == run["planned_steps"]
+    return "finished" if run["state"] == "ended" and (has_made_all or run["ended_well"]) else str(run["state"])
 
 
 def standing(evaluations: Sequence[dict[str, object]]) -> dict[str, object]:

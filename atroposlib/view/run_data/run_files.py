@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from atroposlib.logs import escape
 from atroposlib.processes.identity import boot_id, is_alive
@@ -64,10 +64,11 @@ class RemovedRows(Struct):
 
 
 class RunRecord(Struct):
-    """run.json."""
+    """run.json; `held_out` stands there once the last start has come to an end of its own."""
 
     starts: list[Start] = []
     planned_steps: int | None = None
+    held_out: Raw | UnsetType = UNSET
 
 
 class StartBar(Struct):
@@ -122,6 +123,7 @@ class RunFiles:
             "ended": self._last_write() if state not in ("running", "unknown") else None,
             "steps_done": int(steps.get("step") or 0),
             "planned_steps": self._planned(record, settings),
+            "ended_well": record.held_out is not UNSET,
             "model": last.model,
             "recipe": _recipe(record.starts),
             "bridge": kind if isinstance(kind := _inner(settings, "bridge", "kind"), str) else None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atropos_launcher.run_record import add_outcome
 from atroposlib.api.journal.journal_file import create
 from atroposlib.view import server
 from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, sample, tokens_of, write_rows
@@ -39,6 +40,13 @@ def test_runs_are_listed_with_how_far_they_have_come(run: Path) -> None:
     assert found["latest"] == {"reward_mean": 0.3, "accuracy": 0.5}
     assert (found["environments"], found["problems"]) == (["gsm8k"], [])
     assert found["started"] == 1_800_000_000
+
+
+def test_a_run_that_ended_early_of_its_own_is_finished(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=2)
+    assert get(client(run), "/api/runs")["runs"][0]["state"] == "ended"
+    add_outcome(run / "run.json", {"last": {"accuracy": 0.5}})
+    assert get(client(run), "/api/runs")["runs"][0]["state"] == "finished"
 
 
 def test_a_run_whose_launcher_lives_is_running(run: Path) -> None:
