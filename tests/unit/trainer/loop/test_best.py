@@ -196,7 +196,9 @@ def test_a_run_ends_when_it_is_flat(
     assert (tmp_path / "checkpoints/final_model").is_dir()
 
 
-def test_a_bridge_that_serves_some_versions_serves_the_last_of_a_run_that_ends_early(model: str, tmp_path: Path) -> None:
+def test_a_bridge_that_serves_some_versions_serves_the_last_of_a_run_that_ends_early(
+    model: str, tmp_path: Path
+) -> None:
     flat: dict[str, Any] = {"stop_when_flat": 1, "training_steps": 12}
     api, bridge = train(model, tmp_path, {3: 0.75, 6: 0.5}, serves_every=3, **flat)
     assert bridge.versions[-1] == 7
