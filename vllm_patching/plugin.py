@@ -30,9 +30,12 @@ def register() -> None:
         from vllm_patching.batch_invariant import hooks
 
         hooks.install()
-    from vllm_patching.compat import vllm_engine, vllm_layers
+    from vllm_patching.compat import vllm_engine, vllm_kernels, vllm_layers
 
     if vllm_layers.on_cpu():
+        if not switch.is_on():
+            vllm_kernels.fuse_norm_and_activation()
+        vllm_layers.share_rows()
         vllm_engine.accept_routed_experts()
         vllm_engine.take_back_discarded_draws()
         vllm_engine.sleep_while_waiting()

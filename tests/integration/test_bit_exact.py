@@ -172,6 +172,18 @@ def test_prefill_scores_what_decoding_sampled_with_the_same_bits(server: Server)
         assert np.array_equal(np.array(prefilled, dtype=np.float32), decoded)
 
 
+def test_answers_to_one_question_have_the_bits_of_each_alone(server: Server) -> None:
+    """Their questions are computed once in one pass: a question without a whole block of the cache, and one with."""
+    asked = [[*range(5, 5 + length)] for length in (20, 50)]
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda tokens: answers(server, tokens, n=6), asked))
+    for sequence in [each for group in groups for each in group]:
+        ids = sequence.tokens.tolist()
+        scored = server.generate(ids, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+        alone = [scored[at][str(ids[at])] for at in np.flatnonzero(sequence.trained)]
+        assert np.array_equal(np.array(alone, dtype=np.float32), logprobs_of(sequence)[sequence.trained])
+
+
 def test_the_trainer_computes_the_sampled_bits_however_it_packs(server: Server, trainer: Any) -> None:
     sequences = together([partial(sample, server, prompt(index)) for index in range(PROMPTS)])
     assert_exact(trainer, sequences)

@@ -13,6 +13,8 @@ from vllm.platforms import current_platform
 from vllm_patching import vllm_types
 from vllm_patching.version import VERSION
 
+KERNEL_WIDTH = 32  # words: each row of the C++ kernels for CPUs is a multiple of their widest vector, of bfloat16
+
 
 def replace_routing(route: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Choose experts on CPUs by `route(logits, count, renormalize)`: their shares, and their numbers."""
@@ -131,6 +133,38 @@ def replace_norm_and_activation(
     activations: Any = SiluAndMul
     activations.forward_cpu = lambda self, x: silu_and_mul(x)
     activations.forward_native = staticmethod(silu_and_mul)
+
+
+def fuse_norm_and_activation() -> None:
+    """Have RMSNorm and SiluAndMul call vLLM's C++ kernels on CPUs too, where it computes them by up to eight operations
+    of torch: threads wait for each other after each. A compiled model keeps those, which the compiler fuses.
+    """
+    import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def norm(self: vllm_types.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> object:
+        weight, last = self.weight.data, x.shape[-1]
+        is_plain = self.variance_size_override is None and weight.dtype == x.dtype and last % KERNEL_WIDTH == 0
+        if not is_plain or (residual is not None and not (x.is_contiguous() and residual.is_contiguous())):
+            return self.forward_native(x, residual)
+        if residual is None:
+            normed = torch.empty(x.shape, dtype=x.dtype)
+            torch.ops._C.rms_norm(normed, x.contiguous(), weight, self.variance_epsilon)
+            return normed
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
+        return x, residual
+
+    def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[-1] // 2
+        if width % KERNEL_WIDTH:
+            return cast(torch.Tensor, self.forward_native(x))
+        gated = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+        torch.ops._C.silu_and_mul(gated, x.contiguous())
+        return gated
+
+    cast(Any, RMSNorm).forward_cpu = norm
+    cast(Any, SiluAndMul).forward_cpu = silu_and_mul
 
 
 def cuda_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

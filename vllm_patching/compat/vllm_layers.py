@@ -1,6 +1,7 @@
-"""vLLM's layers on CPUs: what they multiply by, so that new weights reach them."""
+"""vLLM's layers on CPUs: what they multiply by, so that new weights reach them, and which rows they compute."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 
 from vllm_patching import vllm_types
 from vllm_patching.compat.vllm_ops import cpu_kernels
+from vllm_patching.kv_cache.shared_rows import SharedRows, shared_rows
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
@@ -35,6 +37,8 @@ __all__ = [
     "UnquantizedFusedMoEMethod",
     "VocabParallelEmbedding",
 ]
+
+ROW_INPUTS = ("input_ids", "positions")  # of a model: one for each row
 
 
 def on_cpu() -> bool:
@@ -207,6 +211,74 @@ def replace_adapter_products(
     # lora_ops has the sgmv_* functions for prompts, too, which call these
     for operators in cast(tuple[Any, ...], (lora_ops, punica_cpu)):
         operators.bgmv_shrink, operators.bgmv_expand, operators.bgmv_expand_slice = shrink, expand, expand_slice
+
+
+@functools.cache
+def share_rows() -> None:
+    """Compute rows that are alike once per pass, as shared_rows.py finds them, where all that mixes rows is attention.
+
+    The model runs on the distinct rows; attention, which also writes each request's keys and values, on all of them.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    run, attend = GPUModelRunner._model_forward, Attention.forward
+    shared: list[tuple[torch.Tensor, torch.Tensor]] = []  # the pass under way: its distinct rows, the place of each row
+
+    def model_forward(self: vllm_types.ModelRunner, **inputs: Any) -> object:
+        rows = _alike(self, inputs)
+        if rows is None:
+            return run(self, **inputs)
+        distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)
+        shared.append((distinct, place))
+        try:
+            chosen = {name: inputs[name].index_select(0, distinct) for name in ROW_INPUTS}
+            return cast(torch.Tensor, run(self, **inputs | chosen)).index_select(0, place)
+        finally:
+            shared.clear()
+
+    def attention_forward(self: Any, query: torch.Tensor, key: Any, value: Any, *more: Any, **named: Any) -> object:
+        if not shared:
+            return attend(self, query, key, value, *more, **named)
+        distinct, place = shared[0]
+        every = [None if each is None else each.index_select(0, place) for each in (query, key, value)]
+        return cast(Any, attend)(self, *every, *more, **named).index_select(0, distinct)
+
+    cast(Any, GPUModelRunner)._model_forward, cast(Any, Attention).forward = model_forward, attention_forward
+
+
+def _alike(runner: vllm_types.ModelRunner, inputs: Mapping[str, Any]) -> SharedRows | None:
+    """Find the shared rows of a pass; None, too, for a model or an input of which a row is more than its token."""
+    tokens, positions = inputs["input_ids"], inputs["positions"]
+    requests = runner.input_batch.num_reqs
+    starts = runner.query_start_loc.np[: requests + 1]
+    only_tokens = tokens is not None and positions.dim() == 1 and len(tokens) == len(positions) == starts[-1]
+    if not only_tokens or any(each is not None for name, each in inputs.items() if name not in ROW_INPUTS):
+        return None
+    if not _mixes_rows_by_attention_alone(runner):
+        return None
+    table = runner.input_batch.block_table[0]
+    return shared_rows(
+        tokens.numpy(),
+        starts,
+        runner.input_batch.num_computed_tokens_cpu[:requests],
+        table.get_numpy_array()[:requests],
+        table.block_size,
+    )
+
+
+def _mixes_rows_by_attention_alone(runner: vllm_types.ModelRunner) -> bool:
+    from vllm.model_executor.layers.attention import Attention
+
+    config = runner.vllm_config
+    return (
+        config.model_config.enforce_eager
+        and config.lora_config is None
+        and config.speculative_config is None
+        and config.parallel_config.pipeline_parallel_size == 1
+        and len(runner.kv_cache_config.kv_cache_groups) == 1
+        and all(type(layer) is Attention for layer in config.compilation_config.static_forward_context.values())
+    )
 
 
 def adapted_layer(model: torch.nn.Module, tensor: str) -> str:

@@ -2,6 +2,7 @@
 
 salts.py     in the engine process: which requests may share keys and values, by the version at which they began
 session.py   in the API process: the conversation that a request belongs to
+shared_rows.py  in the worker: what the cache cannot share, as a block is longer, is computed once
 counted.py   in the API process: how many tokens were read, found in the cache, and read again
 """
 

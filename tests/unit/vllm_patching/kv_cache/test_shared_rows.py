@@ -1,0 +1,159 @@
+"""Which rows of a pass are computed once, and that a model that runs on them alone gives what it gives on all."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_patching.compat import vllm_engine, vllm_layers  # noqa: F401  # before a test's time limit begins
+from vllm_patching.kv_cache.shared_rows import LEAST_ROWS, SharedRows, shared_rows
+
+BLOCK = 4
+LONG = list(range(20, 20 + LEAST_ROWS))
+
+
+def found(chunks: list[list[int]], computed: list[int] | None = None, blocks: list[list[int]] | None = None) -> Any:
+    count = len(chunks)
+    return shared_rows(
+        np.array([token for chunk in chunks for token in chunk], dtype=np.int32),
+        np.cumsum([0, *map(len, chunks)]),
+        np.array(computed or [0] * count),
+        np.array(blocks or [[0] * 8] * count),
+        BLOCK,
+    )
+
+
+def distinct_rows(rows: SharedRows | None) -> list[int] | None:
+    return None if rows is None else rows.distinct.tolist()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "computed", "blocks", "distinct"),
+    [
+        ([LONG, LONG], None, None, list(range(8))),
+        ([LONG, [1], LONG], None, None, list(range(9))),  # a decode between
+        ([LONG, [*LONG[:-1], 1]], None, None, None),  # other prompts
+        ([[1, *LONG], [2, *LONG]], None, None, None),  # which end alike
+        ([LONG[:-1], LONG[:-1]], None, None, None),  # too short to be worth it
+        # the second found the first's block, which is written in this pass
+        ([[5, 6, 7, 8, *LONG], LONG], [0, 4], [[3, 0], [3, 0]], list(range(12))),
+        ([[5, 6, 7, 8, *LONG], LONG], [0, 4], [[3, 0], [4, 0]], None),  # another block, so other tokens before
+        ([LONG, LONG], [4, 4], [[3, 0], [3, 1]], list(range(8))),
+        ([LONG, LONG], [5, 5], [[3, 7], [3, 8]], None),  # the fifth token's block is each one's own
+        ([LONG, [5, 6, 7, 8, *LONG]], [4, 0], [[3, 0], [3, 0]], None),  # the later one computes more
+    ],
+)
+def test_rows_are_shared_that_follow_the_same_tokens(
+    chunks: list[list[int]], computed: Any, blocks: Any, distinct: list[int] | None
+) -> None:
+    assert distinct_rows(found(chunks, computed, blocks)) == distinct
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 4, 6, 8]), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=9),
+    st.randoms(use_true_random=False),
+)
+def test_a_row_stands_for_another_only_after_the_same_tokens(requests: list[tuple[int, int, int]], random: Any) -> None:
+    """A block is named by the tokens up to its end, as in vLLM's cache; one that is not whole is a request's own."""
+    texts = [[random.randrange(2) for _ in range(22)] for _ in range(3)]
+    chunks, computed, blocks = [], [], []
+    names: dict[object, int] = {}
+    for number, (before, length, text) in enumerate(requests):
+        tokens = texts[text][: before + length]
+        chunks.append(tokens[before:])
+        computed.append(before)
+        ends = [min(end, before) for end in range(BLOCK, before + BLOCK, BLOCK)]
+        held = [tuple(tokens[:end]) if end % BLOCK == 0 else (number, end) for end in ends]
+        blocks.append([names.setdefault(name, len(names)) for name in held] + [-1] * (8 - len(held)))
+    rows = found(chunks, computed, blocks)
+    if rows is None:
+        return
+    prefixes = [
+        tuple(texts[text][: before + offset + 1]) for before, length, text in requests for offset in range(length)
+    ]
+    assert [prefixes[rows.distinct[place]] for place in rows.place] == prefixes
+
+
+class Layer(torch.nn.Module):
+    """Stands in for a model: rows are mixed by attention alone, in which each request sees its own rows before."""
+
+    def __init__(self, starts: list[int]) -> None:
+        super().__init__()
+        self.starts = starts
+        self.attention = Attention.__new__(Attention)
+        self.rows: list[int] = []
+
+    def forward(self, *, input_ids: torch.Tensor, positions: torch.Tensor, **more: object) -> torch.Tensor:
+        assert set(more.values()) <= {None}
+        x = torch.stack([input_ids.double().sin(), positions.double().cos()], 1)
+        self.rows.append(len(x))
+        for _ in range(2):
+            x = x + Attention.forward(self.attention, x, x * 2, x * 3).tanh()
+        return x
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Layer:
+    model = Layer([0, 9, 10, 19, 28])
+
+    def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        spans = zip(model.starts, model.starts[1:], strict=False)
+        return torch.cat([query[a:b] + (key[a:b] * value[a:b]).cumsum(0) for a, b in spans])
+
+    monkeypatch.setattr(Attention, "forward", attend)
+    monkeypatch.setattr(GPUModelRunner, "_model_forward", lambda self, **inputs: self.model(**inputs))
+    vllm_layers.share_rows.__wrapped__()
+    return model
+
+
+def runner(model: Layer, **config: Any) -> Any:
+    parts = {"model_config": SimpleNamespace(enforce_eager=True), "lora_config": None, "speculative_config": None}
+    parts["parallel_config"] = SimpleNamespace(pipeline_parallel_size=1)
+    parts["compilation_config"] = SimpleNamespace(static_forward_context={"attention": model.attention})
+    table = SimpleNamespace(block_size=32, get_numpy_array=lambda: np.zeros((4, 2), dtype=np.int32))
+    batch = SimpleNamespace(num_reqs=4, num_computed_tokens_cpu=np.array([0, 9, 0, 0]), block_table=[table])
+    return SimpleNamespace(
+        model=model,
+        input_batch=batch,
+        query_start_loc=SimpleNamespace(np=np.array(model.starts)),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+        vllm_config=SimpleNamespace(**parts | config),
+    )
+
+
+INPUTS: dict[str, Any] = {
+    "input_ids": torch.tensor([*range(9), 4, *range(9), *range(8), 77]),
+    "positions": torch.tensor([*range(9), 9, *range(9), *range(9)]),
+    "intermediate_tensors": None,
+    "inputs_embeds": None,
+}
+
+
+def test_a_model_runs_on_distinct_rows_and_attention_on_all(patched: Layer) -> None:
+    whole = patched(**INPUTS)
+    shared: Any = GPUModelRunner._model_forward(runner(patched), **INPUTS)
+    assert torch.equal(shared, whole)
+    assert patched.rows == [28, 19]
+    assert torch.equal(patched(**INPUTS), whole)  # nothing is left of the pass
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_config": SimpleNamespace(enforce_eager=False)},
+        {"lora_config": object()},
+        {"speculative_config": object()},
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
+        {"compilation_config": SimpleNamespace(static_forward_context={"a": Attention.__new__(Attention), "m": 1})},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_a_model_whose_rows_are_more_than_their_tokens_runs_on_all(patched: Layer, config: dict[str, Any]) -> None:
+    GPUModelRunner._model_forward(runner(patched, **config), **INPUTS)
+    assert patched.rows == [28]
