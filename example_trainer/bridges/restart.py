@@ -239,8 +239,7 @@ class RestartBridge(WeightBridge):
             self._served = policy_version  # started from these very weights
         # every multiple of the interval is served, and the last version, whose evaluation environments wait for
         due = (
-            policy_version % self._config.mode(Restarting).restart_interval == 0
-            or policy_version == self.last_version
+            policy_version % self._config.mode(Restarting).restart_interval == 0 or policy_version == self.last_version
         )
         if self._served is not None and (policy_version == self._served or not due):
             return SyncReport(self._served, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
