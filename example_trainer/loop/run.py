@@ -130,8 +130,7 @@ class Run:
         with phase("forward and backward"):
             self.proof.expect()
             updates = self.learn(batch, step)
-        with phase("evaluation"):
-            self.take_missed_evaluation()
+        self.take_missed_evaluation()
         with phase("sync"):
             sync = self.hand_over(step, updates)
         held_out = None
@@ -315,7 +314,8 @@ class Run:
         self._misses_evaluation = False
         if not misses:
             return
-        held_out = self.api.evaluation(progress.policy_version, self.config.eval_deadline)
+        with self.timeline.phase("evaluation"):
+            held_out = self.api.evaluation(progress.policy_version, self.config.eval_deadline)
         if held_out is not None:
             say(f"Step {progress.step}, before the run was resumed | accuracy {100 * held_out.accuracy:.1f} %")
             self.note(held_out)

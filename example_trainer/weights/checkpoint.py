@@ -150,7 +150,7 @@ def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> None:
     them, it comes to name the run's checkpoint of this step, or nothing where that lies elsewhere. Raises
     CheckpointError.
     """
-    found = _written_by(progress.run, save_path, prefix)
+    found = _written_by(progress.run, save_path, prefix) if progress.step else {}
     later = [found[step] for step in sorted(found) if step > progress.step]
     pointer = save_path / LATEST
     with reading(f"{pointer} cannot be changed", CheckpointError, remedy="free space, then resume again"):
