@@ -51,7 +51,7 @@ def test_a_turn_that_the_template_shortens_once_others_follow_is_trained_as_far_
         "(message['content'] if loop.last", f"({opens!r} + message['content'] if loop.last"
     )
     tokenizer = make_tiny_tokenizer(chat_template=template)
-    chat = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
+    chat: list[Message] = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
     result = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True)
     assert trained_text(result) == f"a1<|im_end|>\n{opens}a2<|im_end|>\n"
     result = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True, first_turn=3)
