@@ -18,10 +18,12 @@ def tokenize_for_trainer(
     include_messages: bool = False,
     train_on_all_assistant_turns: bool = False,
     finish_reason: str = "",
+    first_turn: int = 0,
 ) -> dict[str, Any]:
     """`tokens` and `masks` of one length (and `messages` on request) for `chat`.
 
-    The mask shows the last message's tokens, or those of all assistant and agent turns. A reply that was cut off
+    The mask shows the last message's tokens, or those of all assistant and agent turns from `first_turn` on, as far as
+    the template keeps them (some drop the thoughts of earlier turns). A reply that was cut off
     (`finish_reason` "length") ends without the end-of-sequence token that the template adds. Raises ValueError for
     an empty chat.
     """
@@ -29,19 +31,30 @@ def tokenize_for_trainer(
         raise ValueError("tokenize_for_trainer got an empty chat; it needs at least one message")
     tokens = chat_ids(tokenizer, chat)
     last = len(chat) - 1
-    trained = [turn for turn, message in enumerate(chat) if message["role"] in TRAINED_ROLES]
+    trained = [turn for turn in range(first_turn, len(chat)) if chat[turn]["role"] in TRAINED_ROLES]
     masks = [NOT_TRAINED] * len(tokens)
     for turn in trained if train_on_all_assistant_turns else [last]:
         start = 0  # of what the message says itself, behind its role header
         if turn > 0:
             before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES)
             start = _shared_length(before, tokens)
-        end = len(tokens) if turn == last else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
+        end = len(tokens) if turn == last else _end(chat_ids(tokenizer, chat[: turn + 1]), start, tokens)
         masks[start:end] = tokens[start:end]
     if finish_reason == "length":
         tokens, masks = _without_ending(tokenizer, tokens, masks)
     result: dict[str, object] = {"tokens": tokens, "masks": masks}
     return result | {"messages": chat} if include_messages else result
+
+
+def _end(until: list[int], start: int, tokens: list[int]) -> int:
+    """Return where the turn that begins at `start` ends, which is the last of `until`. Where others follow it, the
+    template may have dropped its beginning: then the longest end of it that stands at `start` counts.
+    """
+    shared = _shared_length(until, tokens)
+    if shared == len(until):
+        return shared
+    left = (begin for begin in range(start, len(until)) if until[begin:] == tokens[start : start + len(until) - begin])
+    return max(shared, next((start + len(until) - begin for begin in left), start))
 
 
 def _shared_length(prefix: list[int], tokens: list[int]) -> int:

@@ -81,7 +81,7 @@ def whole(
                 "rollout": number,
                 "score": finite(scores[number]) if number < len(scores) else None,
                 "rewards": _rewards(_at(row.rewards, last)),
-                "advantage": _advantage(trained, last),
+                "advantage": _advantage(row, trained, last),
                 "failed": None,
                 "finish_reason": _at(row.finish_reasons, last),
                 "error": None,
@@ -216,11 +216,14 @@ def _versions(row: Sample, place: int, mask: list[int]) -> list[int | None]:
     return found
 
 
-def _advantage(trained: Trained | None, place: int) -> float | None:
-    """Return the advantage of a sequence: one number, or one per token of which the first stands for all."""
+def _advantage(row: Sample, trained: Trained | None, place: int) -> float | None:
+    """Return the advantage of a sequence: one number, or one per token, of which the first sampled one stands for
+    all.
+    """
     value = decoded(_at(trained.advantages if trained else None, place), object)
-    while isinstance(value, list) and value:
-        value = value[0]
+    if isinstance(value, list):
+        mask = _fit(_integers(_at(row.masks, place)), len(value), NOT_TRAINED)
+        value = next((each for each, sampled in zip(value, mask, strict=True) if sampled != NOT_TRAINED), None)
     return finite(value)
 
 

@@ -83,7 +83,7 @@ class Batch:
     """Holds what one optimizer step trains on, and statistics of everything that was sampled for it.
 
     The statistics count all groups that can be trained on, whether or not they are among the `sequences`;
-    `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
+    `truncated_sequences` are those above `seq_len`, and `zero_variance_groups` the groups without a signal.
     `cut_answers` counts sequences whose answer reached its limit of tokens, as far as groups say (None: no group does).
     Rewards are those of rollouts, without those that failed. `rejected` holds the places of the items that cannot be
     trained on, with the reasons; nothing else counts them. `records` has the outcome of each item. `shown` is
@@ -159,6 +159,7 @@ def make_batch(
         scores += _rollout_scores(group)
         tokens = np.array([(np.asarray(mask) != NOT_TRAINED).sum() for mask in group.masks], np.int64)
         completions += tokens.tolist()
+        truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
         rollouts = np.array(rollouts_of(group))
         weights, share = token_weights(tokens, rollouts, loss.loss_mean, loss.loss_constant or seq_len)
         divisor += share
@@ -178,7 +179,6 @@ def make_batch(
                 if sequence.trained_tokens:
                     places[index] = len(sequences)
                     sequences.append(sequence)
-            truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
         left_out = None if any(place is not None for place in places) else _why_left_out(group, computed)
         records.append(GroupRecord(group.tokens, group.masks, advantages, places, left_out))
     stale = np.concatenate(staleness or [np.empty(0, np.int64)])

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from atroposlib.envs.data.dataset import Row, read_rows
 from atroposlib.errors import reading
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from atroposlib.utils.tokenizers import chat_ids
 from atroposlib.wire.batching import NOT_TRAINED
 from example_trainer.data.batching import Sequence
 from example_trainer.errors import TrainerError
@@ -126,9 +125,9 @@ def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[NDArray[np.int6
         trained = np.arange(len(tokens)) >= max(1, len(given))
         return tokens, trained
     turns: Any = [*prefix, *answer]
-    chat = tokenize_for_trainer(tokenizer, turns, train_on_all_assistant_turns=True)
+    chat = tokenize_for_trainer(tokenizer, turns, train_on_all_assistant_turns=True, first_turn=len(prefix))
     trained = np.array(chat["masks"]) != NOT_TRAINED
-    trained[: len(chat_ids(tokenizer, prefix)) if prefix else 1] = False
+    trained[:1] = False
     tokens = np.array(chat["tokens"], np.int64)
     ends = trained & (tokens == tokenizer.eos_token_id)  # of answers; behind a user's begins what is trained
     trained[1:] &= ~ends[:-1]  # a template's line end, which no model is asked for

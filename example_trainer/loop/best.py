@@ -21,7 +21,7 @@ from atroposlib.wire.held_out import HeldOut, does_as_well
 from example_trainer.output.model_card import write_model_card
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, write_folder
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, set_aside, write_folder
 
 EVALUATION = "evaluation.json"
 
@@ -40,7 +40,8 @@ class BestPolicy(msgspec.Struct, frozen=True):
 class BestPolicies:
     """Keeps the `--keep-best` policies with the highest held-out accuracy; of equal ones the later ones.
 
-    A run that resumes knows those that it wrote before; those of other runs stay where they are.
+    A run that resumes knows those that it wrote up to its checkpoint. Later ones, of steps that it makes again, get
+    other names, and those of other runs stay where they are.
     """
 
     def __init__(self, config: TrainerConfig, trained: TrainedModel, progress: Progress) -> None:
@@ -48,6 +49,7 @@ class BestPolicies:
         self._trained = trained
         self._run = progress.run
         self._link = config.save_path / trained.form.best
+        self._set_later_aside(progress.policy_version)
         self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
         self._last: BestPolicy | None = None  # the newest result
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
@@ -147,6 +149,15 @@ class BestPolicies:
             new.symlink_to(folder.name)
             new.replace(self._link)
             sync(self._link.parent)
+
+    def _set_later_aside(self, policy_version: int) -> None:
+        """Rename what this run wrote after that version. Raises CheckpointError."""
+        for policy in self._written():
+            folder = self.folder(policy)
+            if policy.policy_version > policy_version:
+                if self._link.is_symlink() and self._link.readlink().name == folder.name:
+                    self._link.unlink()
+                set_aside(folder, f"of a version after {policy_version}, from which this run continues")
 
     def _written(self) -> list[BestPolicy]:
         """Return the policies that this run has written, as far as they are whole."""

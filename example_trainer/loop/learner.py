@@ -167,7 +167,7 @@ class Learner:
         self._policy.routing = routing_of(self.trained.model, config.routing_replay)
         self._reference = self._start_policy() if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
-        self.progress = Progress(share_prefixes=config.shares_prefixes)
+        self.progress = Progress(share_prefixes=config.shares_prefixes, evaluated=0)
         if checkpoint:
             restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
             ends_early = restored.ends_early_after if config.stop_when_flat else None

@@ -84,9 +84,12 @@ class Run:
     _items: list[Item] = field(default_factory=list)  # of the step's batch
     _passed_over: list[GroupRecord] = field(default_factory=list)  # of batches without a group that can be trained on
     _failure: TrainerError | None = None  # of this step, by a peer
+    _misses_evaluation: bool = False  # of the policy that the run was resumed with
 
     def __post_init__(self) -> None:
         self.trained, self.progress = self.learner.trained, self.learner.progress
+        done = self.progress
+        self._misses_evaluation = done.step > 0 and done.evaluated not in (None, done.policy_version)
         self.bad_batches = BadBatches(self.config.on_bad_batch, self.config.max_bad_batches)
         self.best = BestPolicies(self.config, self.trained, self.progress)
         self.membership = Membership(self.api, self.bridge, self.timeline)
@@ -127,6 +130,7 @@ class Run:
         with phase("forward and backward"):
             self.proof.expect()
             updates = self.learn(batch, step)
+        self.take_missed_evaluation()
         with phase("sync"):
             sync = self.hand_over(step, updates)
         held_out = None
@@ -157,9 +161,7 @@ class Run:
         say(step_line(row, self.config.training_steps))
         with phase("save"):
             if held_out is not None:
-                self.best.note(step, self.progress.policy_version, held_out)
-                self.progress = replace(self.progress, without_gain=self.best.without_gain, highest=self.best.highest)
-                self.stop_if_flat(step)
+                self.note(held_out)
             self.save_if_due(step)
 
     def finish(self) -> None:
@@ -172,6 +174,7 @@ class Run:
         self.proof.expect()
         self.exactness.expect_agreement()
         try:
+            self.take_missed_evaluation()
             self.serve_best_again()
         except TrainerError as error:  # what was trained is on the disk
             log.warning("The best policy is not asked further questions: %s", error)
@@ -302,6 +305,28 @@ class Run:
         """Wait for the evaluation of the new policy; None without one, and where vLLM does not serve that policy."""
         version = self.progress.policy_version
         return self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None
+
+    def take_missed_evaluation(self) -> None:
+        """Before the weights change, wait for the evaluation of the policy that the run was resumed with, if an earlier
+        process wrote its checkpoint and did not live to learn how it does.
+        """
+        progress, misses = self.progress, self._misses_evaluation
+        self._misses_evaluation = False
+        if not misses:
+            return
+        with self.timeline.phase("evaluation"):
+            held_out = self.api.evaluation(progress.policy_version, self.config.eval_deadline)
+        if held_out is not None:
+            say(f"Step {progress.step}, before the run was resumed | accuracy {100 * held_out.accuracy:.1f} %")
+            self.note(held_out)
+
+    def note(self, held_out: HeldOut) -> None:
+        """Take the held-out accuracy of the policy that the trainer holds."""
+        step, version = self.progress.step, self.progress.policy_version
+        self.best.note(step, version, held_out)
+        highest, without_gain = self.best.highest, self.best.without_gain
+        self.progress = replace(self.progress, evaluated=version, without_gain=without_gain, highest=highest)
+        self.stop_if_flat(step)
 
     def stop_if_flat(self, step: int) -> None:
         """Make the next step the last one after --stop-when-flat evaluations without a new best policy."""

@@ -31,7 +31,7 @@ from example_trainer.model.loading import expect_rebuildable, is_rebuildable
 from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about, written_before
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about, set_later_aside, written_before
 from example_trainer.weights.gathered import write_about_model
 from example_trainer.weights.optimizer_state import rest
 from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing
@@ -65,6 +65,7 @@ class Saves:
         self._config = config
         self._learner = learner
         self._pause = pause
+        set_later_aside(config.save_path, learner.trained.form.step_prefix, learner.progress)
         self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, former(config, learner))
         self._current: Save | None = None
         self._looked = 0.0

@@ -41,7 +41,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.manifest import MANIFEST, expect_whole
 from example_trainer.weights.optimizer_state import State, from_shards, from_whole, set_generators
 from example_trainer.weights.source import shapes_of
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, set_aside
 
 STATE = "trainer_state.pt"
 
@@ -57,8 +57,8 @@ class Progress:
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
     steps, where they can be repeated (output/step_chain.py). `highest` is the best held-out accuracy so far,
-    `without_gain` the evaluations in a row that did not reach it, and `ends_early_after` the last step of a run that
-    was flat for so long.
+    `without_gain` the evaluations in a row that did not reach it, `evaluated` the version of the last of them, and
+    `ends_early_after` the last step of a run that was flat for so long.
     """
 
     step: int = 0
@@ -71,6 +71,7 @@ class Progress:
     chain: str = field(default="", compare=False)
     without_gain: int = field(default=0, compare=False)
     highest: float | None = field(default=None, compare=False)
+    evaluated: int | None = field(default=None, compare=False)  # None in a checkpoint of before this was kept
     ends_early_after: int | None = field(default=None, compare=False)
 
 
@@ -139,6 +140,31 @@ def written_before(save_path: Path, prefix: str, progress: Progress) -> list[Pat
     """Return the step directories under `save_path` that the run of `progress` wrote up to its step, the oldest first.
     Later ones, which it would make again, and those of other runs are not its to remove.
     """
+    found = _written_by(progress.run, save_path, prefix)
+    return [found[step] for step in sorted(found) if step <= progress.step]
+
+
+def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> None:
+    """Rename the step directories under `save_path` that the run of `progress` wrote after its step, from which it now
+    makes those steps again, so that neither it nor one that resumes it takes them for its own. If `latest` names one of
+    them, it comes to name the run's checkpoint of this step, or nothing where that lies elsewhere. Raises
+    CheckpointError.
+    """
+    found = _written_by(progress.run, save_path, prefix) if progress.step else {}
+    later = [found[step] for step in sorted(found) if step > progress.step]
+    pointer = save_path / LATEST
+    with reading(f"{pointer} cannot be changed", CheckpointError, remedy="free space, then resume again"):
+        if later and pointer.exists() and pointer.read_text().strip() in {folder.name for folder in later}:
+            if progress.step in found:
+                write_whole(pointer, f"{found[progress.step].name}\n".encode())
+            else:
+                pointer.unlink()
+    for folder in later:
+        set_aside(folder, f"of a step after {progress.step}, from which this run continues")
+
+
+def _written_by(run: str, save_path: Path, prefix: str) -> dict[int, Path]:
+    """Find the step directories under `save_path` that a run wrote, by their steps."""
     found = {}
     for folder in save_path.glob(f"{prefix}[0-9]*"):
         if folder.is_symlink():  # to what somebody moved
@@ -150,9 +176,9 @@ def written_before(save_path: Path, prefix: str, progress: Progress) -> list[Pat
         except CheckpointError as error:
             log.warning("%s is not counted among the checkpoints of this run: %s", folder, error)
             continue
-        if saved.run == progress.run and saved.step <= progress.step and folder.name == f"{prefix}{saved.step}":
+        if saved.run == run and folder.name == f"{prefix}{saved.step}":
             found[saved.step] = folder
-    return [found[step] for step in sorted(found)]
+    return found
 
 
 def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:

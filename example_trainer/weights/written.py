@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -220,6 +221,17 @@ def _still_runs(owner: str) -> bool:
     if not pid.isdecimal() or int(pid) == os.getpid():
         return False
     return is_alive(int(pid), int(start) if start.isdecimal() else None)
+
+
+def set_aside(folder: Path, why: str) -> None:
+    """Give a directory a name that nobody takes for one of a run's, with the time at which it was written. Raises
+    CheckpointError.
+    """
+    with reading(f"cannot rename {folder}", CheckpointError, remedy="move it away by hand, then resume again"):
+        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+        aside = folder.rename(folder.with_name(f"{folder.name}.{written}"))
+        sync(folder.parent)
+    log.info("Moved %s, %s, to %s", folder, why, aside)
 
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:

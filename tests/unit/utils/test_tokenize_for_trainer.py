@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
+from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.type_definitions import Message
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
@@ -39,6 +39,23 @@ def test_the_last_reply_is_trained_and_all_is_plain_lists() -> None:
 
 def test_all_assistant_turns_are_trained_on_request() -> None:
     assert trained_text(tokenize_for_trainer(TOKENIZER, CHAT, False, True)) == "a1<|im_end|>\na2<|im_end|>\n"
+
+
+@pytest.mark.parametrize("answer", ["a1", "<think>\nhm\n</think>\n\na1"])
+@pytest.mark.parametrize("opens", ["", "<think>\n\n</think>\n\n"])
+def test_a_turn_that_the_template_shortens_once_others_follow_is_trained_as_far_as_it_stands(
+    answer: str, opens: str
+) -> None:
+    """Templates drop the thoughts of earlier turns, or open the last turn alone with empty ones."""
+    template = THINK_DROPPING_CHATML.replace(
+        "(message['content'] if loop.last", f"({opens!r} + message['content'] if loop.last"
+    )
+    tokenizer = make_tiny_tokenizer(chat_template=template)
+    chat: list[Message] = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
+    result = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True)
+    assert trained_text(result) == f"a1<|im_end|>\n{opens}a2<|im_end|>\n"
+    result = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True, first_turn=3)
+    assert trained_text(result) == f"{opens}a2<|im_end|>\n"
 
 
 def test_messages_come_along_on_request() -> None:

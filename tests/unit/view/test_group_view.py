@@ -39,7 +39,7 @@ def test_a_group_is_shown_token_by_token(run: Path) -> None:
 
 def test_values_of_the_trainer_are_placed_at_the_tokens_that_it_computed(run: Path) -> None:
     write_rows(run / "samples.jsonl", [sample(0, 0)])
-    row = trained(0, 1, logprobs=[[None, -0.25], [-1.0] * 9], advantages=[[0.5, 0.5, 0.5], None])
+    row = trained(0, 1, logprobs=[[None, -0.25], [-1.0] * 9], advantages=[[0.0, 0.0, 0.5], None])
     write_rows(run / "trained.jsonl", [trained(0, 1, group=None), row])
     first, second = opened(client(run))["rollouts"]
     assert first["sequences"][0]["trainer_logprobs"] == [None, None, None, -0.25, None]  # it was cut

@@ -255,6 +255,12 @@ def test_truncation_of_each_sequence_is_its_sampler_s(
     assert [(sequence.top_p, sequence.top_k) for sequence in batch.sequences] == expected
 
 
+def test_long_sequences_of_groups_without_a_signal_are_counted() -> None:
+    group = item([1.0, 1.0], seed=3)
+    longest = max(len(tokens) for tokens in group["tokens"])
+    assert batch_of(group, seq_len=longest - 1).truncated_sequences == 1
+
+
 def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
     group = item([1.0, 0.0], seed=3)
     group["ref_logprobs"] = [[-1.0 - at / 8 for at in range(len(tokens))] for tokens in group["tokens"]]

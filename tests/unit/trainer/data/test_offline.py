@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.errors import DataError
-from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, make_tiny_tokenizer
 from example_trainer.data.offline import Example, OfflineDataError, order_of, read_examples, tokenized
 
 TOKENIZER = make_tiny_tokenizer()
@@ -94,6 +94,14 @@ def test_an_answer_right_behind_the_end_of_a_question_is_trained_whole() -> None
     for example in (Example("", [], ([QUESTION, ANSWER],)), Example("", [QUESTION], ([ANSWER],))):
         ((side,),), _, _ = tokenized([example], tokenizer, 500)
         assert tokenizer.decode(side.tokens[side.trained].tolist()) == "4<|im_end|>"
+
+
+def test_an_answer_behind_a_longer_prefix_than_the_template_keeps_is_trained_whole() -> None:
+    tokenizer = make_tiny_tokenizer(chat_template=THINK_DROPPING_CHATML)
+    thoughts = {"role": "assistant", "content": f"<think>{'hm ' * 20}</think>4"}
+    example = Example("", [QUESTION, thoughts], ([{"role": "user", "content": "3+3?"}, WORSE],))
+    ((side,),), _, _ = tokenized([example], tokenizer, 500)
+    assert tokenizer.decode(side.tokens[side.trained].tolist()) == "5<|im_end|>"
 
 
 def test_long_examples_are_cut_counted_and_left_out_where_no_answer_remains() -> None:

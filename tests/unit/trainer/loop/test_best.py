@@ -13,10 +13,13 @@ from atroposlib.wire.held_out import HeldOut
 from example_trainer import grpo
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.errors import TrainerError
+from example_trainer.loop.api_client import ApiClient, ApiError
 from example_trainer.loop.best import BestPolicy
 from example_trainer.loop.saves import Saves
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import find_checkpoint
 from example_trainer.weights.manifest import expect_whole
+from example_trainer.weights.written import CheckpointError
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -269,6 +272,76 @@ def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path
     assert kept(tmp_path) == ("best_model_1", ["best_model_1", "best_model_8", "best_model_9"])
     train(model, tmp_path, {3: 0.625, 4: 0.75}, resume="latest")
     assert kept(tmp_path) == ("best_model_4", ["best_model_4", "best_model_8", "best_model_9"])
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_a_run_wrote_after_its_checkpoint_is_not_its_own_when_it_resumes(
+    model: str, tmp_path: Path, adapter: bool
+) -> None:
+    """Resumed from step 1, it is killed before its next checkpoint."""
+    form: dict[str, Any] = {"weight_bridge_mode": "lora_only", "use_shared_memory": False} if adapter else {}
+    step, best = ("adapter_step_", "best_adapter") if adapter else ("step_", "best_model")
+    train(model, tmp_path, {1: 0.5, 3: 0.875}, stop_at=4, keep_best=2, **form)
+    checkpoints = tmp_path / "checkpoints"
+    former = weights_in(checkpoints / f"{step}3")
+    train(model, tmp_path, {}, resume=str(checkpoints / f"{step}1"), stop_at=2, keep_checkpoints=2, **form)
+    assert (checkpoints / "latest").read_text() == f"{step}1\n"
+    assert (checkpoints / best).readlink().name == f"{best}_1"
+    (aside,) = checkpoints.glob(f"{step}3.*")
+    assert weights_in(aside) == former
+    assert len(list(checkpoints.glob(f"{best}_3.*"))) == 1
+    train(
+        model, tmp_path, {3: 0.25}, resume="latest", keep_checkpoints=2, keep_best=2, training_steps=3, lr=2e-2, **form
+    )
+    names = sorted(each.name for each in checkpoints.iterdir() if "." not in each.name)
+    assert [name for name in names if "step" in name] == [f"{step}2", f"{step}3"]
+    assert (checkpoints / best).readlink().name == f"{best}_1"
+    assert weights_in(checkpoints / f"{best}_3") == weights_in(checkpoints / f"{step}3") != former
+
+
+def weights_in(folder: Path) -> bytes:
+    (file,) = folder.glob("*model.safetensors")
+    return file.read_bytes()
+
+
+def test_latest_names_nothing_where_the_checkpoint_that_a_run_continues_lies_elsewhere(
+    model: str, tmp_path: Path
+) -> None:
+    train(model, tmp_path, {}, training_steps=2)
+    checkpoints = tmp_path / "checkpoints"
+    elsewhere = (checkpoints / "step_1").rename(tmp_path / "step_1")
+    train(model, tmp_path, {}, resume=str(elsewhere), stop_at=2)
+    with pytest.raises(CheckpointError, match=r"has 1 checkpoints but no latest"):
+        find_checkpoint("latest", checkpoints)
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_an_evaluation_that_was_lost_is_asked_for_when_the_run_resumes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """At the last step, too."""
+
+    def fails(api: ApiClient, version: int, deadline_s: float) -> HeldOut | None:
+        if version == 2:
+            raise ApiError("the batching API did not answer")
+        return works(api, version, deadline_s)
+
+    works = ApiClient.evaluation
+    with monkeypatch.context() as patch:
+        patch.setattr(ApiClient, "evaluation", fails)
+        with pytest.raises(ApiError, match="did not answer"):
+            train(model, tmp_path, {1: 0.5}, training_steps=steps)
+    train(model, tmp_path, {2: 0.75, 4: 0.625}, training_steps=steps, resume="latest")
+    assert kept(tmp_path) == ("best_model_2", ["best_model_2"])
+    checkpoints = tmp_path / "checkpoints"
+    assert weights_in(checkpoints / "best_model") == weights_in(checkpoints / "step_2")
+
+
+def test_an_evaluation_that_was_counted_is_not_asked_for_again(model: str, tmp_path: Path) -> None:
+    flat: dict[str, Any] = {"stop_when_flat": 2, "training_steps": 8}
+    train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3, **flat)
+    api, _ = train(model, tmp_path, {2: 0.5, 3: 0.75, 4: 0.5, 5: 0.5}, resume="latest", **flat)
+    assert api.steps[-1]["step"] == 6
 
 
 def test_a_link_that_a_killed_process_had_begun_is_removed(model: str, tmp_path: Path) -> None:
