@@ -39,7 +39,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(5, WIDTH), (3, 4, WIDTH)])
 def test_the_kernels_give_what_torch_gives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     norm, silu_and_mul = layers(dtype=dtype)
-    near = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    near: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     x, residual = rows(*shape, dtype=dtype), rows(*shape, dtype=dtype).flip(0)
     torch.testing.assert_close(norm.forward_cpu(x), norm.forward_native(x), **near)
     expected = norm.forward_native(x.clone(), residual.clone())
@@ -53,15 +53,13 @@ def test_queries_that_lie_beside_keys_are_normed_as_if_they_lay_alone() -> None:
     torch.testing.assert_close(norm.forward_cpu(heads), norm.forward_native(heads))
 
 
-@pytest.mark.parametrize("case", ["width", "variance", "weight"])
-def test_what_the_kernels_do_not_cover_is_computed_by_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm, silu_and_mul = layers(
-        **{
-            "width": {"width": 72},
-            "variance": {"var_hidden_size": 64},
-            "weight": {"dtype": torch.bfloat16},
-        }[case]
-    )
+@pytest.mark.parametrize(
+    "settings", [{"width": 72}, {"var_hidden_size": 64}, {"dtype": torch.bfloat16}], ids=lambda each: next(iter(each))
+)
+def test_what_the_kernels_do_not_cover_is_computed_by_torch(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, silu_and_mul = layers(**settings)
     x = rows(4, norm.weight.shape[0])
     expected = norm.forward_native(x), silu_and_mul.forward_native(x)
     monkeypatch.setattr(torch.ops._C, "rms_norm", None)
