@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from atroposlib.envs.config import InputPath
 from atroposlib.envs.data.dataset import OVERLAP, Overlap
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import (
@@ -47,7 +48,7 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         default="auto",
         description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it is reachable.",
     )
-    dataset_path: str | None = Field(
+    dataset_path: InputPath = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )
