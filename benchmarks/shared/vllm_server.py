@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atroposlib.clients.one_request import NoReply, request
@@ -61,5 +61,6 @@ def _await_health(server: subprocess.Popen[bytes], port: int, output: Path) -> N
                     return
             except NoReply:
                 time.sleep(0.5)
-        os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(server.pid, signal.SIGKILL)
         raise RuntimeError(f"vLLM did not come up within {START_DEADLINE_S} s: {output.read_text()[-2000:]}")
