@@ -31,7 +31,7 @@ from atroposlib.logs import configure_logging
 from atroposlib.wire.sessions import SESSION_HEADER
 from benchmarks.shared.vllm_server import free_port, vllm_server
 from example_trainer.bridges import WeightBridge, make_bridge
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained
@@ -190,7 +190,7 @@ def measure(kept: str, model: str, flags: Flags, round_number: int) -> Seen:
 def main() -> None:
     flags = load_config(Flags, prog="kv_on_sync")
     configure_logging("benchmark")
-    model = str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    model = str(cached_model())
     seen: dict[str, list[Seen]] = {kept: [] for kept in ON_SYNC}
     for number in range(flags.rounds):
         for kept in ON_SYNC if number % 2 == 0 else reversed(ON_SYNC):

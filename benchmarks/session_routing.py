@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import configure_logging
 from atroposlib.utils.tokenizers import load_tokenizer
 from benchmarks.shared.vllm_server import free_port, vllm_server
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 
 Arm = Literal["sticky", "least loaded"]
 ARMS: tuple[Arm, ...] = ("sticky", "least loaded")
@@ -75,7 +75,7 @@ async def two_servers(model: str) -> AsyncIterator[list[int]]:
 
 async def measure(flags: Flags) -> None:
     """Run both arms in turn."""
-    model = str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    model = str(cached_model())
     tokenizer = load_tokenizer(model)
     async with two_servers(model) as ports:
         configs = [
