@@ -15,7 +15,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from tests.integration.conftest import REPOSITORY, save_tiny_model
+from tests.integration.conftest import REPOSITORY, SHAPE, save_tiny_model
 from tests.integration.trainer_process import PARITY, parities
 from tests.serving import free_port
 
@@ -134,16 +134,7 @@ def test_ranks_that_split_layers_hand_their_weights_over(
 
 @pytest.mark.nightly
 def test_ranks_that_split_layers_train_the_memory_of_as_many_ranks_of_vllm(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=1024,  # which vLLM does not pad
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": 1024}, tie_word_embeddings=False)  # which vLLM does not pad
     model = save_tiny_model(tmp_path / "model", config)
     run, said = train_split(model, tmp_path, 3, "--bridge", "single_copy")
     assert "Got 2 trainer ranks" in said
