@@ -3,10 +3,8 @@ test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py, verifiers.ya
 """
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -16,6 +14,7 @@ import yaml
 from transformers import LlamaConfig
 
 from tests.integration.conftest import REPOSITORY, SHAPE, save_tiny_model
+from tests.integration.launched import launch
 from tests.integration.trainer_process import PARITY, parities
 from tests.serving import free_port
 
@@ -44,19 +43,6 @@ RECIPES = {
     "lora_24gb": [*ARITHMETIC, "--vllm.gpu_memory_utilization", "null"],
 }
 ALWAYS = ("agent", "two_environments")  # the others' bridges have tests of their own
-
-
-def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atropos_launcher", *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        cwd=cwd,
-    )
 
 
 @pytest.mark.rotating

@@ -11,7 +11,7 @@ import pytest
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML
 from example_trainer.quickstart_model import cached_model
 from tests.integration.conftest import REPOSITORY
-from tests.integration.test_recipes import launch
+from tests.integration.launched import launch
 from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]

@@ -23,7 +23,7 @@ from atroposlib.envs.failures import Failure
 from environments.verifiers_server import OWN_PYTHON, VerifiersConfig, VerifiersEnv
 from example_trainer.quickstart_model import cached_model
 from tests.integration.conftest import REPOSITORY
-from tests.integration.test_recipes import launch
+from tests.integration.launched import launch
 from tests.serving import free_port
 from tests.unit.environments.fake_renderers_server import FakeRenderersServer
 from tests.waiting import until
