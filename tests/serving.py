@@ -54,17 +54,26 @@ class ThreadedServer:
     def __init__(self, answer: Callable[[Asked], Reply | None], port: int = 0) -> None:
         class Handler(BaseHTTPRequestHandler):
             def reply(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                reply = answer(Asked(self.command, self.path, self.headers, body))
+                reply = answer(Asked(self.command, self.path, self.headers, self.body()))
                 if reply is None:
                     return
                 self.send_response(reply.status)
                 for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(reply.body)
+                if self.command != "HEAD":
+                    self.wfile.write(reply.body)
 
-            do_GET = do_POST = do_DELETE = reply
+            do_HEAD = do_GET = do_POST = do_DELETE = reply
+
+            def body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                chunks = []
+                while size := int(self.rfile.readline(), 16):
+                    chunks.append(self.rfile.read(size + 2)[:-2])  # a line ends each
+                self.rfile.readline()
+                return b"".join(chunks)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
