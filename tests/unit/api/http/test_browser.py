@@ -10,7 +10,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,11 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from tests.client import http
-from tests.serving import Asked, Reply, ThreadedServer
+from tests.serving import Asked, Reply, ThreadedServer, free_port, threaded_app
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -132,12 +130,8 @@ def vllm_routes(port: int) -> Iterator[None]:
     endpoints = BridgeEndpoints()
     endpoints.attach_router(app)
     endpoints._guard_hosts(Namespace(host="127.0.0.1", allowed_host=[]), [])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", host="127.0.0.1", port=port))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    yield
-    server.should_exit = True
-    thread.join(DEADLINE_S)
+    with threaded_app(app, port):
+        yield
 
 
 SERVERS = {"batching API": batching_api, "vLLM": vllm_routes}
@@ -178,8 +172,7 @@ def refusals(url: str) -> int:
 
 
 def test_a_page_outside_and_a_link_on_it_change_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (
         batching_api(port, "--legacy-gets"),
@@ -197,8 +190,7 @@ def test_a_page_outside_and_a_link_on_it_change_nothing(tmp_path: Path) -> None:
     ("path", "shown"), [("/reset_data", "no browser may"), ("/batch", "no browser may"), ("/status", "queue_size")]
 )
 def test_an_address_that_is_opened_in_the_browser_changes_nothing(path: str, shown: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     with batching_api(port, "--legacy-gets"):
         opened = chromium(tmp_path, "--dump-dom", f"http://127.0.0.1:{port}{path}")
         page = subprocess.run(opened, capture_output=True, text=True, timeout=BROWSER_DEADLINE_S).stdout
