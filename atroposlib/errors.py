@@ -56,13 +56,11 @@ def reading(
     return _as_one_line(what, raises, remedy, (OSError, ValueError, RecursionError, EOFError, *also))
 
 
-def loading(
-    library: str, raises: MakeError, *, remedy: str = "", also: tuple[type[Exception], ...] = ()
-) -> AbstractContextManager[None]:
+def loading(library: str, raises: MakeError, *, remedy: str = "") -> AbstractContextManager[None]:
     """Import a library, or let it load what only it can. An ImportError, OSError, RuntimeError, ValueError or KeyError
     (a release that differs) becomes `raises("LIBRARY: REASON; REMEDY")`.
     """
-    return _as_one_line(library, raises, remedy, (ImportError, OSError, RuntimeError, ValueError, KeyError, *also))
+    return _as_one_line(library, raises, remedy, (ImportError, OSError, RuntimeError, ValueError, KeyError))
 
 
 @contextmanager

@@ -37,6 +37,7 @@ import aiohttp
 import msgspec
 from pydantic import Field
 
+from atropos_launcher.placement.this_machine import processor
 from atroposlib.clients.waiting import waiting
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging, get_logger
@@ -357,11 +358,7 @@ def percentile(times: list[float], share: float) -> float:
 
 def machine() -> str:
     """Processor, cores and Python, in a line."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [
-        line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def measure(

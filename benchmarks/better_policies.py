@@ -29,7 +29,7 @@ from atroposlib.wire.held_out import HeldOut
 from benchmarks.shared.finished_runs import FinishedRun, commit, evaluations_of, keep, processor, read_run, steps_of
 from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 
 Arm = Literal["former", "quickstart", "repeat", "taught", "taught_top_k", "warm"]
 SEEDS: Mapping[Arm, Sequence[int]] = {
@@ -118,7 +118,7 @@ def fine_tune(config: BetterPolicies, seed: int) -> None:
     data = folder / "answers.jsonl"
     chosen = random.Random(seed).sample(arithmetic_problems(held_out=256).train, ANSWERS)
     data.write_text("".join(json.dumps({"messages": chat(problem)}) + "\n" for problem in chosen))
-    model = ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
+    model = cached_model()
     words = ["fine-tune", str(data), "--model", str(model), "--out", str(folder), "--seed", str(seed)]
     words += ["--training-steps", str(UPDATES), "--batch-size", "8", "--gradient-accumulation-steps", "4"]
     words += ["--lr", "2e-5", "--seq-len", "256", "--checkpoint-interval", "0"]

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 
 BATCHES = (8, 32)
 ARMS = ("stock", "server", "exact")
@@ -163,9 +163,7 @@ def main() -> None:
     """Measure, and print one line per task and the results as JSON."""
     config = load_config(CostConfig, prog="benchmarks/bit_exact_cost.py")
     if config.model is None:
-        config = config.model_copy(
-            update={"model": str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))}
-        )
+        config = config.model_copy(update={"model": str(cached_model())})
     if config.arm:
         serve_arm(config)
         return

@@ -14,11 +14,7 @@ seen, and a Markdown table at the end.
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
 
 import contextlib
-import os
-import signal
-import socket
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,9 +29,9 @@ from pydantic import Field
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging
 from atroposlib.wire.sessions import SESSION_HEADER
-from benchmarks.weight_sync import _start_server
+from benchmarks.shared.vllm_server import free_port, vllm_server
 from example_trainer.bridges import WeightBridge, make_bridge
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.by_rank import SharedRanks
 from example_trainer.weights.load import load_trained
@@ -168,29 +164,25 @@ def trainer(model: str, port: int, move: float) -> Iterator[tuple[WeightBridge, 
 
 def measure(kept: str, model: str, flags: Flags, round_number: int) -> Seen:
     """One arm of one round."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        server = _start_server(model, port, ["--max-model-len", "2048", "--kv-on-sync", kept], folder)
-        try:
-            with trainer(model, port, flags.move) as (bridge, update):
-                served = Served(port)
-                before, start = served.counted(), time.monotonic()
-                with Syncing(bridge, update, flags.every_s) as syncing, ThreadPoolExecutor(AT_ONCE) as pool:
-                    seeds = [1000 * round_number + seed for seed in range(flags.conversations)]
-                    done = [pool.submit(served.converse, f"c{seed}", seed, flags.turns) for seed in seeds]
-                    for each in done:
-                        each.result()
-                    seconds, syncs = time.monotonic() - start, syncing.version
-                    after = served.counted()
-                    differences = [
-                        difference
-                        for seed in seeds[: flags.compared]
-                        for difference in served.differences(f"d{seed}", seed, flags.turns)
-                    ]
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
+    port = free_port()
+    with (
+        vllm_server(model, port, ["--max-model-len", "2048", "--kv-on-sync", kept]),
+        trainer(model, port, flags.move) as (bridge, update),
+    ):
+        served = Served(port)
+        before, start = served.counted(), time.monotonic()
+        with Syncing(bridge, update, flags.every_s) as syncing, ThreadPoolExecutor(AT_ONCE) as pool:
+            seeds = [1000 * round_number + seed for seed in range(flags.conversations)]
+            done = [pool.submit(served.converse, f"c{seed}", seed, flags.turns) for seed in seeds]
+            for each in done:
+                each.result()
+            seconds, syncs = time.monotonic() - start, syncing.version
+            after = served.counted()
+            differences = [
+                difference
+                for seed in seeds[: flags.compared]
+                for difference in served.differences(f"d{seed}", seed, flags.turns)
+            ]
     spent = {name: after[name] - before[name] for name in ("prompt_tokens", "cached_tokens", "tokens_again")}
     return Seen(seconds, syncs, **spent, differences=differences)
 
@@ -198,7 +190,7 @@ def measure(kept: str, model: str, flags: Flags, round_number: int) -> Seen:
 def main() -> None:
     flags = load_config(Flags, prog="kv_on_sync")
     configure_logging("benchmark")
-    model = str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    model = str(cached_model())
     seen: dict[str, list[Seen]] = {kept: [] for kept in ON_SYNC}
     for number in range(flags.rounds):
         for kept in ON_SYNC if number % 2 == 0 else reversed(ON_SYNC):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.trainer_step import cpu_name
+from atropos_launcher.placement.this_machine import processor
 from example_trainer.model.cpu_kernels import onednn_product
 
 CALLS = 12
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=970, help="tokens of a micro-batch (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{cpu_name()}, one thread, {options.rows} rows, GFLOP/s\n")
+    print(f"{processor()}, one thread, {options.rows} rows, GFLOP/s\n")
     print(f"| weights | product | {' | '.join(PRODUCTS)} |\n|{'---|' * (2 + len(PRODUCTS))}")
     for outs, ins in SMOLLM2:
         for name, (left, right) in factors(options.rows, outs, ins).items():

@@ -11,10 +11,6 @@ what each has seen.
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -28,8 +24,8 @@ from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import configure_logging
 from atroposlib.utils.tokenizers import load_tokenizer
-from benchmarks.weight_sync import _start_server
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from benchmarks.shared.vllm_server import free_port, vllm_server
+from example_trainer.quickstart_model import cached_model
 
 Arm = Literal["sticky", "least loaded"]
 ARMS: tuple[Arm, ...] = ("sticky", "least loaded")
@@ -68,22 +64,18 @@ async def counted(ports: list[int]) -> tuple[int, int]:
 @contextlib.asynccontextmanager
 async def two_servers(model: str) -> AsyncIterator[list[int]]:
     """Start both, and end them."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         ports = []
-        for number in range(2):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                ports.append(free.getsockname()[1])
-            own = os.path.join(folder, str(number))
-            os.mkdir(own)
-            server = await asyncio.to_thread(_start_server, model, ports[-1], ["--max-model-len", "1024"], own)
-            stack.callback(server.wait, 60)
-            stack.callback(os.killpg, server.pid, signal.SIGTERM)
+        for _ in range(2):
+            ports.append(free_port())
+            server = vllm_server(model, ports[-1], ["--max-model-len", "1024"])
+            await asyncio.to_thread(stack.enter_context, server)
         yield ports
 
 
 async def measure(flags: Flags) -> None:
     """Run both arms in turn."""
-    model = str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    model = str(cached_model())
     tokenizer = load_tokenizer(model)
     async with two_servers(model) as ports:
         configs = [

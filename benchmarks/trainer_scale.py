@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainer_step import cpu_name, make_items
+from atropos_launcher.placement.this_machine import processor
+from benchmarks.trainer_step import make_items
 
 ALONE = "one process"
 ARMS: dict[str, dict[str, Any]] = {
@@ -189,7 +190,7 @@ def compare(options: argparse.Namespace) -> None:
         group.pop("prompt_tokens")
         group["inference_logprobs"] = [[1.0 if token == -100 else -10.0 for token in mask] for mask in group["masks"]]
     tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
-    print(f"{cpu_name()}; {options.ranks} ranks of one thread; {tokens} tokens per step, {options.model}", flush=True)
+    print(f"{processor()}; {options.ranks} ranks of one thread; {tokens} tokens per step, {options.model}", flush=True)
     alone: list[dict[str, Any]] = []
     for name in [*ARMS, *([SPLIT] if options.tp_size > 1 else [])]:
         if name != ALONE and options.only not in name:

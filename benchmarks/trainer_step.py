@@ -15,7 +15,6 @@ same work.
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -203,13 +202,6 @@ def prepare_model(model: str | None, work: Path) -> int:
     return vocabulary
 
 
-def cpu_name() -> str:
-    """The processor as the kernel calls it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, float]]]:
     """One warm-up round, then `steps` rounds, each arm in turn."""
     for _ in range(steps + 1):
@@ -340,10 +332,12 @@ def main() -> None:
     if options.arm == "prepare":
         return prepare_logprobs(options.work, options.threads)
 
+    from atropos_launcher.placement.this_machine import processor
+
     with tempfile.TemporaryDirectory(prefix="trainer-step-") as folder:
         work = Path(folder)
         vocabulary = prepare_model(options.model, work)
-        print(f"{cpu_name()}, {options.threads} threads", flush=True)
+        print(f"{processor()}, {options.threads} threads", flush=True)
         if "," not in options.kernels:
             return compare_batches(vocabulary, work, options)
         items = make_items(

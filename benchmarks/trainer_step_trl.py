@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atropos_launcher.placement.this_machine import processor
 from benchmarks.peers.environment import folder_of, layered_python
 from benchmarks.trainer_step import (
     CLIP,
@@ -34,7 +35,6 @@ from benchmarks.trainer_step import (
     Arm,
     Settings,
     answer,
-    cpu_name,
     make_items,
     prepare_model,
     run_arm,
@@ -221,7 +221,7 @@ def main() -> None:
         (work / "items.json").write_text(json.dumps(items))
         run_arm("prepare", folder, options.threads)
         lengths = [len(sequence) for group in items for sequence in group["tokens"]]
-        print(f"{cpu_name()}, {options.threads} threads; {len(lengths)} sequences, {sum(lengths)} tokens", flush=True)
+        print(f"{processor()}, {options.threads} threads; {len(lengths)} sequences, {sum(lengths)} tokens", flush=True)
         for precision in options.precisions:
             print(f"{precision}:", flush=True)
             report(measured(precision, work, options), PRECISIONS[precision][2])

@@ -13,12 +13,9 @@ import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
 import argparse
 import json
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -29,8 +26,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
+from atropos_launcher.placement.this_machine import processor
 from atroposlib.logs import configure_logging
-from benchmarks.weight_sync import _cpu_name, _start_server
+from benchmarks.shared.vllm_server import free_port, vllm_server
 from example_trainer.bridges import make_bridge
 from example_trainer.loop.run import keep_weights
 from example_trainer.settings.config import TrainerConfig
@@ -67,23 +65,16 @@ def main() -> None:
 
 def _compare(options: argparse.Namespace) -> dict[str, Rows]:
     """The reports of each arm's syncs, the first of which sends everything."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        server = _start_server(options.model, port, ["--dtype", options.dtype], folder)
-        try:
-            for name, lr, delta in [
-                ("everything", RATES[0], False),
-                *((f"what has changed, lr {lr:.0e}", lr, True) for lr in RATES),
-            ]:
-                arm = {"model": options.model, "port": port, "lr": lr, "delta": delta, "steps": options.steps}
-                command = [sys.executable, "-m", "benchmarks.weight_changes", "--model", "-", "--arm", json.dumps(arm)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
-                found[name] = [json.loads(line) for line in done.stdout.splitlines()]
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
+    port, found = free_port(), {}
+    with vllm_server(options.model, port, ["--dtype", options.dtype]):
+        for name, lr, delta in [
+            ("everything", RATES[0], False),
+            *((f"what has changed, lr {lr:.0e}", lr, True) for lr in RATES),
+        ]:
+            arm = {"model": options.model, "port": port, "lr": lr, "delta": delta, "steps": options.steps}
+            command = [sys.executable, "-m", "benchmarks.weight_changes", "--model", "-", "--arm", json.dumps(arm)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
+            found[name] = [json.loads(line) for line in done.stdout.splitlines()]
     return found
 
 
@@ -126,7 +117,7 @@ def _pieces(model: str) -> Iterator[torch.Tensor]:
 def _page(options: argparse.Namespace, found: dict[str, Rows]) -> Iterator[str]:
     """A table for docs/benchmarks/speed.md."""
     limited = f"loopback limited to {options.rate}" if options.rate else "loopback"
-    yield f"Machine: {_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}; {limited}."
+    yield f"Machine: {processor()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}; {limited}."
     yield ""
     yield "| sent | first step: words changed | MB | last step: words changed | MB | transfer, median (worst) |"
     yield "|---|---|---|---|---|---|"

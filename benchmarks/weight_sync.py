@@ -17,11 +17,8 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import shlex
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +26,7 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +35,11 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from atropos_launcher.placement.this_machine import processor
 from atroposlib.clients.one_request import NoReply, request
-from atroposlib.clients.waiting import waiting
-from atroposlib.logs import configure_logging, get_logger
+from atroposlib.logs import configure_logging
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from benchmarks.shared.vllm_server import ENVIRONMENT, SERVER_FLAGS, free_port, vllm_server
 from benchmarks.shared.weight_sync_page import DIRECT, GATHERED, KINDS, Result, written_page
 from example_trainer.bridges import make_bridge
 from example_trainer.loop.learner import Learner
@@ -51,13 +50,8 @@ from example_trainer.settings.config import TrainerConfig
 from vllm_patching import transport
 from vllm_patching.version import VERSION
 
-log = get_logger("weight_sync")
-SERVER = Path(__file__).parents[1] / "example_trainer" / "vllm_api_server.py"
-START_DEADLINE_S = 600
 SAMPLE_S = 0.05
 PAUSE_S = 1.5  # before an idle sync: vLLM's worker looks for messages without pause for 1 s after each
-SERVER_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "64"]
-ENVIRONMENT = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 PARITY = {"float32": 2e-5, "bfloat16": 1.0}  # nats, by what vLLM serves; the trainer's weights are float32
 
 
@@ -143,7 +137,7 @@ def _described(options: argparse.Namespace, nbytes: int, load: float, seconds: f
         "command": f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients"
         f" {options.clients}",
         "model": f"{Path(options.named).name}, {nbytes / 1e6:.1f} MB of weights in {options.dtype}",
-        "machine": f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
+        "machine": f"{processor()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
         "load": f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",
         "clients": str(options.clients),
     }
@@ -153,20 +147,12 @@ def _measure(name: str, options: argparse.Namespace) -> Result:
     """One mode from the start of its server to its end."""
     mode = ARMS[name]
     idle, loaded = mode.idle_syncs or options.syncs, options.syncs if mode.loaded else 0
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        server = (
-            None
-            if mode.server is None
-            else _start_server(
-                options.model,
-                port,
-                [*mode.server, "--dtype", options.dtype, "--tensor-parallel-size", str(options.vllm_tp)],
-                folder,
-            )
-        )
-        alone = _pss([server.pid]) if server else None
+    port = free_port()
+    flags = [*(mode.server or []), "--dtype", options.dtype, "--tensor-parallel-size", str(options.vllm_tp)]
+    with ExitStack() as ending:
+        folder = ending.enter_context(tempfile.TemporaryDirectory())
+        servers = [] if mode.server is None else [ending.enter_context(vllm_server(options.model, port, flags))]
+        alone = _pss(servers) if servers else None
         arm = {
             "model": options.model,
             "port": port,
@@ -183,15 +169,11 @@ def _measure(name: str, options: argparse.Namespace) -> Result:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
         )
         try:
-            return _read_arm(trainer, [trainer.pid, *([server.pid] if server else [])]) | {"server_alone": alone}
+            return _read_arm(trainer, [trainer.pid, *servers]) | {"server_alone": alone}
         finally:
             if trainer.poll() is None:
                 trainer.terminate()
             trainer.wait(60)
-            if server is not None:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGTERM)
-                server.wait(60)
 
 
 def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> Result:
@@ -456,37 +438,6 @@ def _broadcasts(store: torch.distributed.Store, session: str, rank: int, nbytes:
         groups.barrier()
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def _start_server(model: str, port: int, flags: list[str], folder: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-u", str(SERVER), "--model", model, "--port", str(port), *SERVER_FLAGS, *flags]
-    output = (Path(folder) / "vllm.log").open("wb")
-    server = subprocess.Popen(
-        command,
-        env=os.environ | ENVIRONMENT | {"LOGDIR": folder},
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    with waiting(log, "the vLLM server", peer=f"127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
-        deadline = time.monotonic() + START_DEADLINE_S
-        while server.poll() is None and time.monotonic() < deadline:
-            try:
-                if request("GET", f"http://127.0.0.1:{port}/health", connect_s=5, read_s=5).status == 200:
-                    return server
-            except NoReply:
-                time.sleep(0.5)
-        os.killpg(server.pid, signal.SIGKILL)
-        raise RuntimeError(f"vLLM did not come up within {START_DEADLINE_S} s: {Path(output.name).read_text()[-2000:]}")
-
-
-def _cpu_name() -> str:
-    lines = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return lines[0] if lines else platform.machine()
 
 
 if __name__ == "__main__":

@@ -277,6 +277,11 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
     return folder
 
 
+def cached_model() -> Path:
+    """The model in this user's cache, made first where it is missing or damaged. Raises QuickstartModelError."""
+    return ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
+
+
 def main() -> None:
     """Command line: prints the directory, or one line of error and exit status 1."""
     config = load_config(QuickstartModelConfig, prog="python -m example_trainer.quickstart_model")

@@ -236,9 +236,9 @@ def train(config: SimpleConfig) -> Path:
     from torch.utils.tensorboard import SummaryWriter
 
     from example_trainer.model.loading import load_tokenizer
-    from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+    from example_trainer.quickstart_model import cached_model
 
-    name = config.model or str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    name = config.model or str(cached_model())
     engine = start_vllm(name, config)
     from vllm_patching.compat.vllm_server import load_weights
 

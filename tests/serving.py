@@ -1,14 +1,15 @@
-"""Small web servers of a test, on loopback: of aiohttp's routes, or in a thread."""
+"""Small web servers of a test, on loopback: of aiohttp's routes, or in a thread, an ASGI application, too."""
 
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+import uvicorn
 from aiohttp import web
 
 
@@ -54,17 +55,26 @@ class ThreadedServer:
     def __init__(self, answer: Callable[[Asked], Reply | None], port: int = 0) -> None:
         class Handler(BaseHTTPRequestHandler):
             def reply(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                reply = answer(Asked(self.command, self.path, self.headers, body))
+                reply = answer(Asked(self.command, self.path, self.headers, self.body()))
                 if reply is None:
                     return
                 self.send_response(reply.status)
                 for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(reply.body)
+                if self.command != "HEAD":
+                    self.wfile.write(reply.body)
 
-            do_GET = do_POST = do_DELETE = reply
+            do_HEAD = do_GET = do_POST = do_DELETE = reply
+
+            def body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                chunks = []
+                while size := int(self.rfile.readline(), 16):
+                    chunks.append(self.rfile.read(size + 2)[:-2])  # a line ends each
+                self.rfile.readline()
+                return b"".join(chunks)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
@@ -84,6 +94,22 @@ class ThreadedServer:
         """Stop, and refuse connections."""
         self._http.shutdown()
         self._http.server_close()
+
+
+@contextmanager
+def threaded_app(app: Callable[..., Any], port: int = 0, at_once: bool = False, **config: Any) -> Iterator[int]:
+    """The port at which uvicorn serves `app` in a thread. It lets requests finish and the app's lifespan end, but for
+    one that ends `at_once`.
+    """
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, **config))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit, server.force_exit = True, at_once
+            thread.join(30)
 
 
 def free_port() -> int:

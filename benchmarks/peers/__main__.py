@@ -26,7 +26,7 @@ from benchmarks.peers.comparisons import COMPARISONS, ROOT
 from benchmarks.peers.metering import metered
 from benchmarks.peers.table import Result, table
 from benchmarks.shared.finished_runs import commit, processor
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 
 PROG = "peers"
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(name: str, settings: Settings) -> None:
     """Run every arm of a comparison, in turns, and append each result; leave out runs that the file has."""
     ended = {(result.arm, result.run) for result in read(settings.out) if result.comparison == name}
-    model = settings.model or ensure_model(load_config(QuickstartModelConfig, [], prog=PROG).folder)
+    model = settings.model or cached_model()
     with tempfile.TemporaryDirectory(prefix=f"peers-{name}-") as folder:
         for run in range(1, settings.runs + 1):
             with COMPARISONS[name].arms(Work(Path(folder), model, run)) as arms:

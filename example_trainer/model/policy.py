@@ -93,18 +93,6 @@ def _with_named(
     return grad.scatter_(1, named, of_named).scatter_add_(1, named, grad_named)
 
 
-def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, temperatures: Tensor, truncation: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` [rows] and entropy [rows] under the sampler's distribution; logits are [rows,
-    vocab].
-
-    That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept tokens
-    alone.
-    """
-    return of_tokens(logits, targets, temperatures, truncation)[:2]
-
-
 def of_tokens(
     logits: Tensor,
     targets: Tensor,
@@ -112,8 +100,12 @@ def of_tokens(
     truncation: tuple[Tensor, Tensor] | None = None,
     named: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Named | None]:
-    """The same, and what the policy gives the tokens `named` by a teacher [rows, k]: of softmax(logits / temperature),
-    since one that the sampler's truncation left out would have no log-probability.
+    """Log-probability of `targets` [rows] and entropy [rows] under the sampler's distribution; logits are [rows,
+    vocab]. That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept
+    tokens alone.
+
+    Also what the policy gives the tokens `named` by a teacher [rows, k]: of softmax(logits / temperature), since one
+    that the sampler's truncation left out would have no log-probability.
 
     At most three buffers of the logits' size are alive at once, or four with both (memory/plan.py counts on it), so
     float32 logits are changed in place.

@@ -44,7 +44,7 @@ def export(checkpoint: Path, target: Path) -> None:
             if path.is_file() and path.name not in (STATE, MANIFEST):
                 shutil.copy(path, folder)
         tensors = ((name, files.part(name, 0, 0, shape[0])) for name, shape in shapes.items())
-        write_safetensors(folder / "model.safetensors", shapes, "float32", tensors, model.config.model_type)
+        write_safetensors(folder / "model.safetensors", shapes, tensors, model.config.model_type)
 
     nbytes = 4 * sum(math.prod(shape) for shape in shapes.values())
     write_folder(target, write, nbytes, remedy="free space, or give another directory")

@@ -161,33 +161,35 @@ class GatheredWeights(WeightSource):
         self._gather({tensor.name: place for tensor, place in places(bucket, packed)})
         return packed
 
-    def whole(self, names: Sequence[str], dtype: str) -> dict[str, Tensor]:
-        """These tensors, whole."""
-        kind = getattr(torch, dtype)
-        tensors = {name: torch.empty(math.prod(self._shapes[name]), dtype=kind, device=self._device) for name in names}
+    def _whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = {
+            name: torch.empty(math.prod(self._shapes[name]), dtype=torch.float32, device=self._device) for name in names
+        }
         self._gather(tensors)
         return {name: flat.view(self._shapes[name]) for name, flat in tensors.items()}
 
-    def walk(self, dtype: str, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, or those of `names`, whole and in order; about FILE_BUCKET_BYTES of them exist at once."""
+    def walk(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, or those of `names`, whole, in order and in float32; about FILE_BUCKET_BYTES of them exist at
+        once.
+        """
         bucket: list[str] = []
         for name in [*(self._shapes if names is None else names), None]:
-            held = sum(math.prod(self._shapes[each]) * getattr(torch, dtype).itemsize for each in bucket)
+            held = sum(math.prod(self._shapes[each]) * torch.float32.itemsize for each in bucket)
             if bucket and (name is None or held >= FILE_BUCKET_BYTES):
-                yield from self.whole(bucket, dtype).items()
+                yield from self._whole(bucket).items()
                 bucket = []
             if name is not None:
                 bucket.append(name)
 
 
 def write_safetensors(
-    path: Path, shapes: Mapping[str, Shape], dtype: str, tensors: Iterator[tuple[str, Tensor]], model_type: str
+    path: Path, shapes: Mapping[str, Shape], tensors: Iterator[tuple[str, Tensor]], model_type: str
 ) -> None:
-    """Write `tensors`, which come in the order of `shapes`, as a safetensors file, without ever holding all of them.
+    """Write `tensors`, float32 and in the order of `shapes`, as a safetensors file, without ever holding all of them.
     They get the names that published models of the type have.
     """
     parts = {name: list(in_files(name, shape, model_type)) for name, shape in shapes.items()}
-    header = {part.name: (part.shape, getattr(torch, dtype)) for of_name in parts.values() for part in of_name}
+    header = {part.name: (part.shape, torch.float32) for of_name in parts.values() for part in of_name}
     with path.open("wb") as file:
         file.write(safetensors_header(header, {"format": "pt"}))
         for name, tensor in tensors:
@@ -212,8 +214,8 @@ def whole_model(gather: Gather, device: torch.device) -> Form:
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         shapes = shapes_of(model)
         write_about_model(folder, model, tokenizer)
-        walk = GatheredWeights(shapes, gather, device).walk("float32")
-        write_safetensors(folder / "model.safetensors", shapes, "float32", walk, model.config.model_type)
+        walk = GatheredWeights(shapes, gather, device).walk()
+        write_safetensors(folder / "model.safetensors", shapes, walk, model.config.model_type)
 
     return replace(WHOLE_MODEL, write=write)
 
@@ -223,7 +225,7 @@ def adapter_of_ranks(gather: Gather, device: torch.device) -> Form:
 
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        walk = GatheredWeights(shapes_of(model), gather, device).walk("float32", trained)
+        walk = GatheredWeights(shapes_of(model), gather, device).walk(trained)
         write_adapter(folder, model, {saved_name(name): tensor.cpu() for name, tensor in walk})
 
     return replace(ADAPTER, write=write)

@@ -23,6 +23,15 @@ from tests.serving import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 600
+SHAPE: dict[str, Any] = dict(
+    vocab_size=1000,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
 
 
 @dataclass
@@ -191,33 +200,13 @@ def kill_server(server: Server) -> None:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-    )
-    return save_tiny_model(tmp_path_factory.mktemp("llama"), config)
+    return save_tiny_model(tmp_path_factory.mktemp("llama"), LlamaConfig(**SHAPE, tie_word_embeddings=False))
 
 
 @pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2: biases on q, k, v and a tied head; a vocabulary that vLLM pads."""
-    config = Qwen2Config(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
-    return save_tiny_model(tmp_path_factory.mktemp("qwen"), config)
+    return save_tiny_model(tmp_path_factory.mktemp("qwen"), Qwen2Config(**SHAPE, tie_word_embeddings=True))
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from example_trainer.optim.optimizer import make_optimizer, update
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.loss import LossSettings
 from tests.integration.bridge_child import connect
-from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import API_KEY, REPOSITORY, SHAPE, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
 from tests.serving import free_port
 
@@ -53,15 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     angles.
     """
     config = Qwen3Config(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=264,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **SHAPE | {"intermediate_size": 264, "head_dim": 32, "max_position_embeddings": 5000},
         tie_word_embeddings=True,
-        max_position_embeddings=5000,
         initializer_range=0.1,
         rope_parameters={
             "rope_type": "yarn",
@@ -87,14 +80,8 @@ def trainer(server: Server) -> Any:
 
 def rotated(family: type[LlamaConfig] | type[Qwen2Config], folder: Path, **rope_parameters: Any) -> Path:
     config = family(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SHAPE,
         tie_word_embeddings=False,
-        max_position_embeddings=512,
         initializer_range=0.1,
         rope_parameters={"rope_theta": 10000.0, **rope_parameters},
     )
@@ -267,22 +254,14 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
 
 def with_experts(folder: Path) -> Path:
     """A mixture of experts, with a dense layer."""
-    more: dict[str, Any] = {"head_dim": 32}
     config = Qwen3MoeConfig(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
+        **SHAPE | {"num_hidden_layers": 3, "head_dim": 32},
         moe_intermediate_size=48,
         num_experts=8,
         num_experts_per_tok=3,
         norm_topk_prob=True,
         mlp_only_layers=[1],
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
         initializer_range=0.1,
-        **more,
     )
     return save_tiny_model(folder, config)
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from atroposlib.config import load_config
 from example_trainer.bridges import WeightBridge, make_bridge
 from example_trainer.errors import TrainerError
 from example_trainer.loop.decoded import DecodeProof
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.opening import connected
 from example_trainer.loop.served import check_served, compared_dtypes
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 from tests.integration.conftest import API_KEY, Server, start_server, stop_server
@@ -63,11 +62,7 @@ def whole(
 ) -> Iterator[Planting]:
     """Of a tiny model in float32; of a real one in bfloat16, whose rounding depends on the model."""
     folder = tmp_path_factory.mktemp("planted")
-    model = (
-        llama_folder
-        if request.param == "float32"
-        else ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
-    )
+    model = llama_folder if request.param == "float32" else cached_model()
     yield from planting(model, folder, "--dtype", request.param)
 
 

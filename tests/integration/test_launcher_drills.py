@@ -5,78 +5,34 @@ belongs to a run if its environment variables say so: all descendants of a servi
 """
 
 import math
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from atroposlib.logs import RUN
 from atroposlib.processes.shared_memory import mapped_shared_memory
 from tests.client import http
-from tests.integration.conftest import REPOSITORY, left_in_shared_memory
-from tests.serving import free_port
+from tests.integration.conftest import left_in_shared_memory
+from tests.integration.launched import COMMAND, VARIABLES, Run, launch, processes_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 LATEST_S = 90.0  # training continues by then, on two idle cores
 END_S = 12.0  # a run has 7 s to end, and Python some to exit
 STOP_S = 30.0
-COMMAND = [sys.executable, "-m", "atropos_launcher"]
-SHORT_STEPS = [
-    *("--steps", "1000", "--trainer.batch_size", "2", "--trainer.gradient_accumulation_steps", "1"),
-    *("--trainer.checkpoint_interval", "1", "--env.group_size", "2", "--env.max_new_tokens", "16"),
-]
-VARIABLES = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
-def processes_of(run: str) -> list[int]:
-    """Living processes whose environment names the run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # gone, or not ours
-            continue
-        if f"{RUN}={run}".encode() in variables and state not in "ZX":
-            found.append(int(folder.name))
-    return found
-
-
-class Drill:
-    """A run of thousand steps with a tiny model."""
+class Drill(Run):
+    """A run of thousand steps, and the shared memory that it has mapped."""
 
     def __init__(self, model: Path, runs: Path) -> None:
-        self.name = f"drill-{uuid.uuid4().hex[:8]}"
-        self.folder = runs / self.name
-        self.runs = ["--runs", str(runs)]
-        self.ports = [free_port(), free_port()]
-        words = ["train", "arithmetic", str(model), "--run-name", self.name, *self.runs, *SHORT_STEPS]
-        ports = ["--api-port", str(self.ports[0]), "--vllm-port", str(self.ports[1])]
         self.mapped: set[int] = set()
-        self._output = runs / "output.txt"
-        with self._output.open("wb") as output:
-            self.launcher = subprocess.Popen(
-                [*COMMAND, *words, *ports],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=VARIABLES,
-                start_new_session=True,
-                cwd=runs,
-            )
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text(errors="replace")
+        super().__init__(model, runs, "arithmetic", "--steps", "1000", "--trainer.checkpoint_interval", "1")
 
     def begins(self) -> None:
         """Return when its first line is there."""
@@ -92,28 +48,19 @@ class Drill:
         self._look_until(lambda: text in self.output, 200.0)
 
     def _look_until(self, holds: Callable[[], bool], limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not holds():
-            assert self.launcher.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
+        def looked() -> bool:
             self.mapped |= mapped_shared_memory(processes_of(self.name))
-            time.sleep(0.2)
+            return holds()
+
+        self.wait_until(looked, limit_s)
 
     def assert_nothing_is_left(self) -> None:
         assert processes_of(self.name) == [], self.output
         assert not (self.folder / "pids").exists()
         assert left_in_shared_memory(self.mapped) == []
-        for port in self.ports:
+        for port in (self.api_port, self.vllm_port):
             with pytest.raises(httpx.TransportError):
                 http.get(f"http://127.0.0.1:{port}/health", timeout=5)
-
-    def end(self) -> None:
-        """Whatever became of the test."""
-        if self.launcher.poll() is None:
-            self.launcher.kill()
-            self.launcher.wait()
-        for pid in processes_of(self.name):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -137,9 +84,7 @@ def test_what_a_killed_launcher_leaves_is_ended_by_stop_and_nothing_else_is(seed
     drill.launcher.wait()
     if random.Random(seed + 100).random() < 0.5:  # the services have had the kernel's TERM meanwhile
         time.sleep(3)
-    stopped = subprocess.run(
-        [*COMMAND, "stop", *drill.runs], capture_output=True, text=True, timeout=STOP_S, env=VARIABLES, check=False
-    )
+    stopped = launch("stop", "--runs", str(drill.runs), cwd=drill.runs, timeout_s=STOP_S)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     drill.assert_nothing_is_left()
     assert bystander.poll() is None
@@ -166,7 +111,7 @@ def test_a_second_start_ends_what_a_killed_launcher_left(drill: Drill) -> None:
     drill.launcher.kill()
     drill.launcher.wait()
     resumed = subprocess.Popen(
-        [*COMMAND, "train", "--resume", drill.name, *drill.runs],
+        [*COMMAND, "train", "--resume", drill.name, "--runs", str(drill.runs)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ from atroposlib.envs.failures import GroupLost
 from atroposlib.testing.fake_inference_server import Answer, FakeInferenceServer
 from environments.openenv_server import OpenEnv
 from tests.integration.conftest import REPOSITORY
-from tests.integration.test_recipes import launch
+from tests.integration.launched import launch
 from tests.serving import free_port
 from tests.unit.environments.support import running_env
 

@@ -3,10 +3,8 @@ test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py, verifiers.ya
 """
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from tests.integration.conftest import REPOSITORY, save_tiny_model
+from tests.integration.conftest import REPOSITORY, SHAPE, save_tiny_model
+from tests.integration.launched import launch
 from tests.integration.trainer_process import PARITY, parities
 from tests.serving import free_port
 
@@ -44,19 +43,6 @@ RECIPES = {
     "lora_24gb": [*ARITHMETIC, "--vllm.gpu_memory_utilization", "null"],
 }
 ALWAYS = ("agent", "two_environments")  # the others' bridges have tests of their own
-
-
-def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atropos_launcher", *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        cwd=cwd,
-    )
 
 
 @pytest.mark.rotating
@@ -134,16 +120,7 @@ def test_ranks_that_split_layers_hand_their_weights_over(
 
 @pytest.mark.nightly
 def test_ranks_that_split_layers_train_the_memory_of_as_many_ranks_of_vllm(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=1024,  # which vLLM does not pad
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": 1024}, tie_word_embeddings=False)  # which vLLM does not pad
     model = save_tiny_model(tmp_path / "model", config)
     run, said = train_split(model, tmp_path, 3, "--bridge", "single_copy")
     assert "Got 2 trainer ranks" in said

@@ -12,7 +12,7 @@ from sampler_doctor.report import Row
 from sampler_doctor.rows.catalogue import CHECKS, LORA, STALE
 from sampler_doctor.run import Doctor
 from sampler_doctor.settings import SamplerConfig
-from tests.integration.conftest import API_KEY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import API_KEY, SHAPE, Server, save_tiny_model, start_server, stop_server
 from tests.unit.sampler_doctor.tiny import save_adapter
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
@@ -23,17 +23,7 @@ ADAPTER = "tuned"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, large enough that distributions are not flat."""
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": 258}, tie_word_embeddings=False, initializer_range=0.1)
     return save_tiny_model(tmp_path_factory.mktemp("doctor") / "model", config)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.services.records import Records
-from tests.integration.test_two_servers import BACK_S, START_S, Run
+from tests.integration.launched import Run
+from tests.integration.test_two_servers import BACK_S, LONG, START_S, command
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 def run(llama_folder: Path, tmp_path: Path) -> Iterator[Run]:
     # on a core of its own: a server that wakes all the time keeps its core from one that loads
     last = max(os.sched_getaffinity(0))
-    found = Run(llama_folder, tmp_path, "arithmetic", "--layout.cores.vllm", f"[{last}]")
+    found = Run(llama_folder, tmp_path, "arithmetic", *LONG, "--layout.cores.vllm", f"[{last}]")
     yield found
     found.end()
 
@@ -25,10 +26,10 @@ def run(llama_folder: Path, tmp_path: Path) -> Iterator[Run]:
 def test_servers_join_one_dies_and_others_leave_and_each_group_is_trained(run: Run) -> None:
     run.wait_until(lambda: len(run.rows()) >= 3, START_S)
     assert run.rows()[-1]["servers"] == 1
-    said = run.command("scale", "vllm", "2", str(run.folder), limit_s=START_S)
+    said = command(run, "scale", "vllm", "2", limit_s=START_S)
     assert said.splitlines()[-1] == "vllm-2 serves the policy"
     assert run.rows()[-1]["servers"] == 2
-    said = run.command("scale", "vllm", "3", str(run.folder), limit_s=START_S)
+    said = command(run, "scale", "vllm", "3", limit_s=START_S)
     assert said.splitlines()[-1] == "vllm-3 serves the policy"
     for name in ("vllm-2", "vllm-3"):
         log = run.folder / f"{name}.log"
@@ -38,7 +39,7 @@ def test_servers_join_one_dies_and_others_leave_and_each_group_is_trained(run: R
     run.wait_until(lambda: run.rows()[-1]["servers"] == 2, BACK_S)
     run.wait_until(lambda: run.rows()[-1]["servers"] == 3, BACK_S)
 
-    said = run.command("scale", "vllm", "1", str(run.folder), limit_s=START_S)
+    said = command(run, "scale", "vllm", "1", limit_s=START_S)
     assert said.splitlines()[-2:] == [
         "vllm-2 gets no new requests, and ends once it has answered (at most 600 s)",
         "vllm-2 has left",

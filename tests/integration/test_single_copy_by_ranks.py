@@ -17,7 +17,7 @@ from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.check_served_weights import finding
 from example_trainer.weights.written import TrainedModel
-from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import API_KEY, REPOSITORY, SHAPE, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PROMPT
 from tests.integration.trainer_process import PARITY
@@ -31,17 +31,8 @@ STEPS = 20
 @pytest.fixture(scope="module", params=[2, 1])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of two ranks, for so many key-value heads: both hold the only one."""
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=request.param,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
+    shape = SHAPE | {"vocab_size": 1024, "num_key_value_heads": request.param, "head_dim": 32}
+    config = Qwen3Config(**shape, tie_word_embeddings=True)
     model = save_tiny_model(tmp_path_factory.mktemp("qwen3"), config)
     started = start_server(model, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
     yield started

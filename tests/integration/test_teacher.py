@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoConfig
 
 from tests.integration.conftest import save_tiny_model
-from tests.integration.test_recipes import SHORT, launch
+from tests.integration.launched import launch
+from tests.integration.test_recipes import SHORT
 from tests.serving import free_port
 
 pytestmark = pytest.mark.timeout(700)

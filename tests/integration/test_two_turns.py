@@ -8,11 +8,10 @@ from statistics import mean
 
 import pytest
 
-from atroposlib.config import load_config
 from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 from tests.integration.conftest import REPOSITORY
-from tests.integration.test_recipes import launch
+from tests.integration.launched import launch
 from tests.serving import free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -24,7 +23,7 @@ def thought_stripping_tokenizer(folder: Path) -> Path:
     """The quickstart model's tokenizer, with a template that strips the thoughts of earlier turns."""
     from transformers import AutoTokenizer
 
-    model = ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
+    model = cached_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = THINK_DROPPING_CHATML
     tokenizer.save_pretrained(folder)

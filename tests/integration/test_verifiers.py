@@ -17,14 +17,13 @@ import psutil
 import pytest
 
 from atroposlib.child_processes.lines import MARK
-from atroposlib.config import load_config
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.failures import Failure
 from environments.verifiers_server import OWN_PYTHON, VerifiersConfig, VerifiersEnv
-from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+from example_trainer.quickstart_model import cached_model
 from tests.integration.conftest import REPOSITORY
-from tests.integration.test_recipes import launch
+from tests.integration.launched import launch
 from tests.serving import free_port
 from tests.unit.environments.fake_renderers_server import FakeRenderersServer
 from tests.waiting import until
@@ -46,7 +45,7 @@ def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The quickstart model's tokenizer with the tokens that the renderer `qwen3` needs."""
     from transformers import AutoTokenizer
 
-    model = ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder)
+    model = cached_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"unk_token": "<unk>"})  # its own is <|endoftext|>, which the renderer needs known
     tokenizer.add_tokens(SPECIAL, special_tokens=True)

@@ -45,13 +45,9 @@ async def test_limits_end_a_session_with_a_cause_and_without_a_reward() -> None:
             assert (await started.post(CHAT, BODY, **headers)).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/messages/count_tokens", said("hi")), ("/v1/responses/input_tokens", {"input": said("hi")["messages"]})],
-)
-async def test_counting_tokens_uses_bytes_and_no_turn_and_ends_with_the_session(
-    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def counted_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The thread of each count of a prompt's tokens."""
     threads = []
     length = ManagedServer.prompt_length
 
@@ -59,12 +55,23 @@ async def test_counting_tokens_uses_bytes_and_no_turn_and_ends_with_the_session(
         threads.append(threading.current_thread())
         return length(*arguments)
 
+    monkeypatch.setattr(ManagedServer, "prompt_length", noted)
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages/count_tokens", said("hi")), ("/v1/responses/input_tokens", {"input": said("hi")["messages"]})],
+)
+async def test_counting_tokens_uses_bytes_and_no_turn_and_ends_with_the_session(
+    path: str, body: dict[str, Any], counted_by: list[threading.Thread]
+) -> None:
     async with running() as started:
         _, key = await started.session(limits={"turns": 1})
         assert (await started.post(CHAT, BODY, x_api_key=key)).status_code == 200
-        monkeypatch.setattr(ManagedServer, "prompt_length", noted)
+        counted_by.clear()  # of the endpoint's start and the call
         assert (await started.post(path, body, x_api_key=key)).status_code == 200
-        assert threading.main_thread() not in threads
+        assert threading.main_thread() not in counted_by
         session, key = await started.session(limits={"megabytes": 0.0001})
         answers = [await started.post(path, body, x_api_key=key) for _ in range(4)]
         assert [each.status_code for each in answers[-2:]] == [403, 403]
@@ -87,23 +94,15 @@ async def test_each_answer_to_a_call_counts_as_one() -> None:
 
 
 async def test_the_tokens_of_a_large_prompt_are_counted_while_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
+    counted_by: list[threading.Thread],
 ) -> None:
-    threads = []
-    length = ManagedServer.prompt_length
-
-    def noted(*arguments: Any) -> int:
-        threads.append(threading.current_thread())
-        return length(*arguments)
-
-    monkeypatch.setattr(ManagedServer, "prompt_length", noted)
     async with running(context=1000) as started:
         _, key = await started.session()
-        threads.clear()  # of the endpoint's start
+        counted_by.clear()  # of the endpoint's start
         large = await started.post(CHAT, said("x" * 100_000), x_api_key=key)
         assert large.json()["error"]["code"] == "context_length_exceeded"
         assert (await started.post(CHAT, BODY, x_api_key=key)).status_code == 200
-    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+    assert [thread is threading.main_thread() for thread in counted_by] == [False, True]
 
 
 async def test_an_idle_session_has_failed_and_a_rewarded_one_keeps_its_reward() -> None:

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.client import http
+from tests.serving import free_port
 from tests.unit.api.support import DEADLINE_S, wait_until_healthy
 
 pytestmark = pytest.mark.services
@@ -28,9 +28,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def port() -> int:
     """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number: int = free.getsockname()[1]
-    return number
+    return free_port()
 
 
 def bash_of(page: str, port: int) -> str:

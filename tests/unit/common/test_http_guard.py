@@ -3,13 +3,11 @@
 import http.client
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
@@ -18,6 +16,7 @@ from starlette.types import Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from atroposlib.http_guard import HostGuard, OwnHosts, is_from_browser, plain_name, split_host
+from tests.serving import threaded_app
 
 LOOPBACK = OwnHosts.of("127.0.0.1", ["trainer.example"])
 
@@ -236,13 +235,8 @@ def test_a_websocket_is_guarded_too() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(_app(), log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(20)
+    with threaded_app(_app(), lifespan="off") as found:
+        yield found
 
 
 @pytest.mark.parametrize(

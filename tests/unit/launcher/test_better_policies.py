@@ -58,7 +58,7 @@ def test_no_answer_of_a_warm_start_is_to_a_held_out_question(tmp_path: Path, mon
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr("subprocess.run", run)
-    monkeypatch.setattr(better_policies, "ensure_model", lambda folder: folder)
+    monkeypatch.setattr(better_policies, "cached_model", lambda: Path("model"))
     questions = []
     for seed in (1, 2):
         fine_tune(BetterPolicies(runs=tmp_path), seed)

@@ -2,20 +2,18 @@
 
 import contextlib
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from safetensors.torch import load_file
 
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
 from example_trainer.settings.config import TrainerConfig
+from tests.serving import threaded_app
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, serve
 
 
@@ -77,14 +75,5 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def real_api(settings: RunApiConfig | None = None, journal: Path | None = None) -> Iterator[str]:
     """Serve the real batching API in a thread; its URL."""
-    app = create_app(settings, journal=journal)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with threaded_app(create_app(settings, journal=journal)) as port:
+        yield f"http://127.0.0.1:{port}"

@@ -1,18 +1,17 @@
 """A real Chromium, driven by Playwright, on the real server of the window."""
 
 import shutil
-import socket
-import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 
 from atroposlib.view.run_data.runs import Runs
 from atroposlib.view.server import create_app
+from tests.serving import threaded_app
 from tests.unit.view.page_runs import mark_running, write_model, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,18 +30,12 @@ class Window:
 
     def __init__(self, directory: Path, runs: Runs | None = None) -> None:
         self.runs = directory
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         app = create_app(runs or Runs([directory / "first", directory / "second"]))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-        self._thread.start()
+        self._served = ExitStack()
+        self.url = f"http://127.0.0.1:{self._served.enter_context(threaded_app(app, at_once=True, lifespan='off'))}"
 
     def end(self) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
-        self._thread.join(10)
-        self._socket.close()
+        self._served.close()
 
 
 def new_window(directory: Path, running: bool) -> Window:

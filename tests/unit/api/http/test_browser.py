@@ -10,21 +10,18 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from tests.client import http
+from tests.serving import Asked, Reply, ThreadedServer, free_port, threaded_app
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -68,52 +65,23 @@ setTimeout(() => document.getElementById('link').click(), 1000);
 </script>"""
 
 
-class Author(ThreadingHTTPServer):
+class Author(ThreadedServer):
     """The server of the page's author on a port of its own; `heard` are the bodies that the page posts to it."""
 
     def __init__(self, page: str = "") -> None:
-        author = self
-        self.page, self.asked = page, threading.Event()
+        self.asked = threading.Event()
         self.heard: queue.Queue[str] = queue.Queue()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path != "/":
-                    return  # no reply: the page asks until the name means another server
-                self.send_response(200)
-                self.send_header("Content-Type", "text/html")
-                self.end_headers()
-                self.wfile.write(author.page.encode())
-                author.asked.set()
+        def answer(asked: Asked) -> Reply | None:
+            if asked.method == "POST":
+                self.heard.put(asked.body.decode())
+                return Reply(body=b"")
+            if asked.path != "/":
+                return None  # the page asks until the name means another server
+            self.asked.set()
+            return Reply(body=page.encode(), headers={"Content-Type": "text/html"})
 
-            def do_POST(self) -> None:
-                author.heard.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        port: int = self.server_address[1]
-        return port
-
-    def end(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-@contextlib.contextmanager
-def authored(page: str = "") -> Iterator[Author]:
-    author = Author(page)
-    try:
-        yield author
-    finally:
-        author.end()
+        super().__init__(answer)
 
 
 def chromium(folder: Path, *arguments: str) -> list[str]:
@@ -162,12 +130,8 @@ def vllm_routes(port: int) -> Iterator[None]:
     endpoints = BridgeEndpoints()
     endpoints.attach_router(app)
     endpoints._guard_hosts(Namespace(host="127.0.0.1", allowed_host=[]), [])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", host="127.0.0.1", port=port))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    yield
-    server.should_exit = True
-    thread.join(DEADLINE_S)
+    with threaded_app(app, port):
+        yield
 
 
 SERVERS = {"batching API": batching_api, "vLLM": vllm_routes}
@@ -175,12 +139,12 @@ SERVERS = {"batching API": batching_api, "vLLM": vllm_routes}
 
 def rebound(folder: Path, name: str, server: str) -> list[tuple[str, str, int, str]]:
     """(method, path, status, text) that a page of `name` sees once that name means `server`."""
-    with authored() as reports:
+    with Author() as reports:
         page = REBINDING.replace("ATTACKS", json.dumps(ATTACKS)).replace("REPORT", f"http://127.0.0.1:{reports.port}/")
         author = Author(page.replace("BODY", repr(json.dumps(registration(8)))))
         with browsing(folder, f"http://{name}:{author.port}/"):
             assert author.asked.wait(BROWSER_DEADLINE_S)
-            author.end()
+            author.close()
             with SERVERS[server](author.port):
                 return [tuple(seen) for seen in json.loads(reports.heard.get(timeout=BROWSER_DEADLINE_S))]
 
@@ -208,12 +172,11 @@ def refusals(url: str) -> int:
 
 
 def test_a_page_outside_and_a_link_on_it_change_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (
         batching_api(port, "--legacy-gets"),
-        authored(OUTSIDE.replace("TARGET", url)) as author,
+        Author(OUTSIDE.replace("TARGET", url)) as author,
         browsing(tmp_path, f"http://outside.test:{author.port}/"),
     ):
         end = time.monotonic() + BROWSER_DEADLINE_S
@@ -227,8 +190,7 @@ def test_a_page_outside_and_a_link_on_it_change_nothing(tmp_path: Path) -> None:
     ("path", "shown"), [("/reset_data", "no browser may"), ("/batch", "no browser may"), ("/status", "queue_size")]
 )
 def test_an_address_that_is_opened_in_the_browser_changes_nothing(path: str, shown: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    port = free_port()
     with batching_api(port, "--legacy-gets"):
         opened = chromium(tmp_path, "--dump-dom", f"http://127.0.0.1:{port}{path}")
         page = subprocess.run(opened, capture_output=True, text=True, timeout=BROWSER_DEADLINE_S).stdout

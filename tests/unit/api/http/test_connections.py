@@ -6,7 +6,6 @@ import gzip
 import resource
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
@@ -26,6 +24,7 @@ from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from tests.client import http
+from tests.serving import threaded_app
 from tests.unit.api.support import DEADLINE_S, api_settings, command, group, wait_until_healthy
 
 QUICK = Limits(head_s=0.3, body_s=1.0, stall_s=0.5, most=30)
@@ -83,18 +82,9 @@ def test_limits_that_exclude_each_other_are_refused() -> None:
 @contextlib.contextmanager
 def serving(limits: Limits, app: FastAPI | None = None, **settings: Any) -> Iterator[int]:
     """The port of an API in a thread, with these limits on its connections."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = app or create_app(api_settings(**settings))
-        protocol = partial(Connection, Connections(limits))
-        config = uvicorn.Config(app, http=protocol, ws="none", log_config=None)  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = server.force_exit = True
-            thread.join()
+    app = app or create_app(api_settings(**settings))
+    with threaded_app(app, at_once=True, http=partial(Connection, Connections(limits)), ws="none") as port:
+        yield port
 
 
 def connect(port: int) -> socket.socket:

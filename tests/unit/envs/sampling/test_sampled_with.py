@@ -87,10 +87,11 @@ class Taken(Legacy):
         return group
 
 
-async def taken(folder: Path, **attributes: Any) -> ScoredDataGroup:
-    """The group that a `Taken` with these attributes sends."""
+async def taken(folder: Path, trainable_only: bool = False, **attributes: Any) -> ScoredDataGroup:
+    """The group that a `Taken` with these attributes sends, to our trainer if it is `trainable_only`."""
     kind = type("Changed", (Taken,), attributes)
     async with FakeInferenceServer() as server, running_env_of_base(kind, folder, server) as env:
+        env._env_run.needs = GroupRequirements(trainable_only=trainable_only)
         group, _ = await env.collect_trajectories(1)
         await env._env_run.take(group, 1, send=False, limit_lengths=False)
         sent: ScoredDataGroup = env.sent[0]
@@ -171,18 +172,7 @@ async def test_samples_of_an_evaluation_are_refused_if_the_trainer_does_not_repl
     tmp_path: Path,
 ) -> None:
     with pytest.raises(MalformedGroup, match=r"min_p"):
-        await taken_by_our_trainer(tmp_path, asked=({"split": "eval", "min_p": 0.2},) * 4)
-
-
-async def taken_by_our_trainer(folder: Path, **attributes: Any) -> ScoredDataGroup:
-
-    kind = type("Changed", (Taken,), attributes)
-    async with FakeInferenceServer() as server, running_env_of_base(kind, folder, server) as env:
-        env._env_run.needs = GroupRequirements(trainable_only=True)
-        group, _ = await env.collect_trajectories(1)
-        await env._env_run.take(group, 1, send=False, limit_lengths=False)
-        sent: ScoredDataGroup = env.sent[0]
-        return sent
+        await taken(tmp_path, trainable_only=True, asked=({"split": "eval", "min_p": 0.2},) * 4)
 
 
 async def test_turns_of_one_sequence_that_were_sampled_differently_are_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.memory.model_size import published
 from example_trainer.memory.plan import GB, GIB
 from example_trainer.settings.bridges import MODES
-from tests.serving import Asked, Reply, ThreadedServer
+from tests.serving import Asked, Reply, ThreadedServer, free_port
 
 ROOT = Path(__file__).resolve().parents[4]
 OTHER = Listener(7, "python -m http.server")
@@ -521,8 +521,7 @@ def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
 
 @pytest.mark.services
 def test_every_line_says_its_level_and_the_last_counts_them() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     code, shown = run_doctor("--mode", "single_copy", "--vllm-port", port, VLLM_ENABLE_SHARED_WEIGHTS="1")
     *lines, last = shown.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.serving import Asked, Reply, ThreadedServer
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -25,42 +24,26 @@ CONFIG = {
 REFUSED = {"gated": (403, "GatedRepo"), "empty": (404, "EntryNotFound"), "tpyo": (404, "RepoNotFound")}
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(ThreadedServer):
     """Gives config.json of me/tiny; me/gated needs a licence, me/empty has no such file, the rest is not there."""
 
-    def do_HEAD(self) -> None:
-        self.answer()
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(self.answer)
 
-    def do_GET(self) -> None:
-        self.wfile.write(self.answer())
-
-    def answer(self) -> bytes:
-        server: Any = self.server
-        server.asked.append(self.path)
-        name = self.path.split("/")[2] if self.path != "/" else ""
+    def answer(self, asked: Asked) -> Reply:
+        self.asked.append(asked.path)
+        name = asked.path.split("/")[2] if asked.path != "/" else ""
         status, code = REFUSED.get(name, (200, ""))
         content = json.dumps(CONFIG).encode() if name == "tiny" else b""
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("ETag", '"e"')
-        self.send_header("X-Repo-Commit", "c" * 40)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        return content
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        headers = {"ETag": '"e"', "X-Repo-Commit": "c" * 40, **({"X-Error-Code": code} if code else {})}
+        return Reply(status, content, headers)
 
 
 @pytest.fixture
-def hub() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
 
 
 def planned(endpoint: str, cache: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
@@ -70,8 +53,8 @@ def planned(endpoint: str, cache: Path, *words: str, offline: bool = False) -> s
 
 
 @pytest.mark.services
-def test_the_plan_knows_size_and_context_of_a_model_that_is_not_here(hub: Any, tmp_path: Path) -> None:
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
+def test_the_plan_knows_size_and_context_of_a_model_that_is_not_here(hub: Hub, tmp_path: Path) -> None:
+    endpoint = hub.url
     done = planned(endpoint, tmp_path, "me/tiny")
     assert done.returncode == 0, done.stderr
     assert f"Asking {endpoint} for the config.json of me/tiny" in done.stderr
@@ -93,8 +76,8 @@ def test_the_plan_knows_size_and_context_of_a_model_that_is_not_here(hub: Any, t
         ("one/two/three", "is neither a model's directory nor an id of the hub"),
     ],
 )
-def test_a_model_that_the_hub_does_not_give_is_refused(model: str, words: str, hub: Any, tmp_path: Path) -> None:
-    done = planned(f"http://127.0.0.1:{hub.server_port}", tmp_path, model)
+def test_a_model_that_the_hub_does_not_give_is_refused(model: str, words: str, hub: Hub, tmp_path: Path) -> None:
+    done = planned(hub.url, tmp_path, model)
     assert done.returncode == 2
     assert f"--model {model} {words}" in done.stderr.splitlines()[-1]
 
@@ -109,8 +92,8 @@ def test_without_a_hub_the_plan_goes_by_the_name(offline: bool, tmp_path: Path) 
 
 
 @pytest.mark.services
-def test_advice_at_the_end_of_a_run_asks_no_hub(hub: Any, tmp_path: Path) -> None:
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+def test_advice_at_the_end_of_a_run_asks_no_hub(hub: Hub, tmp_path: Path) -> None:
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
     code = "from atropos_launcher.commands.train import is_accepted; is_accepted('train arithmetic me/tiny-0.1B')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, timeout=120

@@ -1,14 +1,11 @@
 """The trainer's side of mode reload against the server's own routes, engine and worker; only vLLM is not there."""
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
@@ -18,6 +15,7 @@ from example_trainer.bridges.base import WeightBridge
 from example_trainer.model.loading import load_model
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.written import TrainedModel
+from tests.serving import threaded_app
 from tests.unit.trainer.fakes import model_folder
 from tests.unit.vllm_patching.engine_with_workers import EngineWithWorkers, make_sessions
 from vllm_patching.engines.updater import WeightUpdater
@@ -46,15 +44,8 @@ def server(served: PreTrainedModel, tmp_path: Path) -> Iterator[FastAPI]:
     app.state.sessions, app.state.engine = make_sessions(tmp_path)
     add_routes(app)
     serve_model(app.state.engine, served)
-    http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=http.run)
-    thread.start()
-    while not http.started:
-        time.sleep(0.01)
-    app.state.port = http.servers[0].sockets[0].getsockname()[1]
-    yield app
-    http.should_exit = True
-    thread.join(30)
+    with threaded_app(app) as app.state.port:
+        yield app
 
 
 def serve_model(engine: EngineWithWorkers, model: PreTrainedModel) -> None:

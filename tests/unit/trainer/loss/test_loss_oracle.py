@@ -20,7 +20,7 @@ from example_trainer.data.packing import micro_batches
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import values
 from example_trainer.model.packed_attention import PACKED_SDPA
-from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
+from example_trainer.model.policy import Policy, of_tokens, token_logprobs
 from example_trainer.settings.loss import LossSettings
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
@@ -264,7 +264,7 @@ def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
     targets, ones = torch.tensor([1, 2, 0]), torch.ones(3)
     # top-2; top-p 0.7 keeps 3.0 (0.64) and 2.0; and a token outside the nucleus, which was sampled, so it counts
     truncation = (torch.tensor([2, 0, 0]), torch.tensor([1.0, 0.7, 0.7]))
-    logprobs, entropy = logprobs_and_entropy(logits, targets, ones, truncation)
+    logprobs, entropy, _ = of_tokens(logits, targets, ones, truncation)
     first = torch.tensor([3.0, 2.0]).log_softmax(-1)
     assert torch.allclose(logprobs[:2], first)
     assert torch.allclose(logprobs[2], torch.tensor([0.0, 3.0, 2.0]).log_softmax(-1)[0])

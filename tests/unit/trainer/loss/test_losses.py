@@ -19,7 +19,7 @@ from example_trainer.loss.clip import clipped_surrogate
 from example_trainer.loss.metric import Metric, values
 from example_trainer.loss.terms import TokenTerms
 from example_trainer.model.packed_attention import PACKED_SDPA
-from example_trainer.model.policy import Policy, logprobs_and_entropy, token_logprobs
+from example_trainer.model.policy import Policy, of_tokens, token_logprobs
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.loss import LossSettings
 from example_trainer.settings.objectives import OBJECTIVES
@@ -76,7 +76,7 @@ def test_fused_logprobs_and_entropy_have_the_gradients_of_their_formulas() -> No
     weights = torch.randn(2, 5)
 
     ours = logits.clone().requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(ours * 1, targets, temperatures)
+    logprobs, entropy, _ = of_tokens(ours * 1, targets, temperatures)
     (weights[0] * logprobs + weights[1] * entropy).sum().backward()
 
     exact = logits.double().requires_grad_()

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 
 from atroposlib.processes.shared_memory import mapped_shared_memory
 from atroposlib.wire.bridge import PROTOCOL
+from tests.serving import free_port
 from tests.unit.trainer.bridges.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import FakeApi, item, model_folder, serve
 
@@ -336,8 +336,7 @@ def test_torchrun_starts_the_same_program_and_ends_it_when_a_rank_is_killed(dril
 
 @pytest.mark.rotating
 def test_two_agents_of_torchrun_train_together(drills: Drills) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     agent = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     with (
         Trainer(drills, [*agent, "--node-rank", "0", "example_trainer/grpo.py"]) as first,

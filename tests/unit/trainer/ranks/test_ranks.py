@@ -170,7 +170,7 @@ def zeros_folder(path: Path) -> str:
     config.write_text(config.read_text().replace('"intermediate_size": 8', '"intermediate_size": 1408'))
     shapes = shapes_of(meta_model(str(path)))
     tensors = ((name, torch.zeros(shape)) for name, shape in shapes.items())
-    write_safetensors(path / "model.safetensors", shapes, "float32", tensors, "llama")
+    write_safetensors(path / "model.safetensors", shapes, tensors, "llama")
     return str(path)
 
 

@@ -5,9 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 
 from atropos_launcher.commands.existing_runs.push import PushError, copy, main, trained_model
 from example_trainer.weights.manifest import write_manifest
+from tests.serving import Asked, Reply, ThreadedServer
 
 
 @pytest.fixture
@@ -80,62 +78,33 @@ def test_a_run_without_a_final_model_says_what_it_has(run: Path) -> None:
     assert trained_model(run, "step_4").name == "step_4"
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub:
     """What of a model hub an upload of small files needs."""
 
-    protocol_version = "HTTP/1.1"
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.asked: list[str] = []
 
-    def do_POST(self) -> None:
-        body = self.body()
-        hub: Any = self.server
-        hub.asked.append(self.path)
-        base = f"http://127.0.0.1:{hub.server_port}"
-        if self.path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif self.path == "/api/repos/create":
-            self.answer({"url": f"{base}/me/{json.loads(body)['name']}"})
-        elif self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            self.answer({"files": [dict(path=f["path"], uploadMode="regular", shouldIgnore=False) for f in files]})
-        elif self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
+    def answer(self, asked: Asked) -> Reply:
+        self.asked.append(asked.path)
+        content = json.dumps(self.reply(asked)).encode()
+        return Reply(body=content, headers={"Content-Type": "application/json"})
+
+    def reply(self, asked: Asked) -> dict[str, Any]:
+        base = f"http://{asked.headers['Host']}"
+        if asked.path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if asked.path == "/api/repos/create":
+            return {"url": f"{base}/me/{json.loads(asked.body)['name']}"}
+        if asked.path.endswith("/preupload/main"):
+            files = json.loads(asked.body)["files"]
+            return {"files": [dict(path=f["path"], uploadMode="regular", shouldIgnore=False) for f in files]}
+        if asked.path.endswith("/commit/main"):
+            for line in map(json.loads, asked.body.splitlines()):
                 if line["key"] == "file":
-                    hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self.answer({"commitUrl": f"{base}/me/it/commit/c", "commitOid": "c", "success": True})
-
-    def body(self) -> bytes:
-        if "Content-Length" in self.headers:
-            return self.rfile.read(int(self.headers["Content-Length"]))
-        chunks = []
-        while size := int(self.rfile.readline(), 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
-
-    def do_GET(self) -> None:
-        self.answer({"sha": "c", "siblings": []})
-
-    def answer(self, reply: dict[str, Any]) -> None:
-        content = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
-
-
-@pytest.fixture
-def hub() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.asked = {}, []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return {"commitUrl": f"{base}/me/it/commit/c", "commitOid": "c", "success": True}
+        return {"sha": "c", "siblings": []}
 
 
 def push_to(endpoint: str, run: Path, repository: str) -> subprocess.CompletedProcess[str]:
@@ -145,8 +114,10 @@ def push_to(endpoint: str, run: Path, repository: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.services
-def test_a_hub_gets_every_file_in_one_commit(run: Path, hub: Any) -> None:
-    done = push_to(f"http://127.0.0.1:{hub.server_port}", run, "me/it")
+def test_a_hub_gets_every_file_in_one_commit(run: Path) -> None:
+    hub = Hub()
+    with ThreadedServer(hub.answer) as server:
+        done = push_to(server.url, run, "me/it")
     assert done.returncode == 0, done.stderr
     assert hub.files["config.json"] == b"{}"
     assert hub.files["README.md"] == b"# A model"
