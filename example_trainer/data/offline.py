@@ -126,9 +126,8 @@ def _tokens(prefix: Text, answer: Text, tokenizer: Any) -> tuple[NDArray[np.int6
         return tokens, trained
     turns: Any = [*prefix, *answer]
     chat = tokenize_for_trainer(tokenizer, turns, train_on_all_assistant_turns=True, first_turn=len(prefix))
-    trained = np.array(chat["masks"]) != NOT_TRAINED
-    trained[:1] = False
     tokens = np.array(chat["tokens"], np.int64)
+    trained = (np.array(chat["masks"]) != NOT_TRAINED) & (np.arange(len(tokens)) > 0)
     ends = trained & (tokens == tokenizer.eos_token_id)  # of answers; behind a user's begins what is trained
     trained[1:] &= ~ends[:-1]  # a template's line end, which no model is asked for
     return tokens, trained
