@@ -15,9 +15,11 @@ from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
 # Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
-PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 IS_INPUT = object()
-InputPath = Annotated[str | None, IS_INPUT]  # of a file or directory that `setup` reads
+InputPath = Annotated[
+    str | None, IS_INPUT
+]  # a setting: file or directory that `setup` reads; it must be there at the start
+PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 
 
 class EvalHandlingEnum(Enum):
