@@ -41,7 +41,6 @@ from pydantic import Field, SecretStr, field_validator
 from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
-from atroposlib.envs.config import InputPath
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -95,7 +94,7 @@ class AgentConfig(QuestionEnvConfig):
     agent_endpoint_token: SecretStr = Field(
         default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
-    tasks_path: InputPath = Field(
+    tasks_path: str | None = Field(
         default=None,
         description="JSONL file of tasks, or directory of Harbor's task directories; default: the quickstart's.",
     )
@@ -121,15 +120,6 @@ class AgentConfig(QuestionEnvConfig):
         shlex.split(command)
         return command
 
-    def expect_inputs(self) -> None:
-        """Raise DataError without an agent, for a program that is not there, or for a missing file."""
-        if not self.command:
-            raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
-        for setting, command in (("command", self.command), ("score_command", self.score_command)):
-            if command and shutil.which(program := words_of(command)[0], path=search_path()) is None:
-                raise DataError(f"there is no program {program!r} to run: correct --env.{setting}")
-        super().expect_inputs()
-
 
 class AgentEnv(QuestionEnv):
     """See the module's head."""
@@ -151,7 +141,11 @@ class AgentEnv(QuestionEnv):
     async def setup(self) -> None:
         """Read the tasks, hold some out, and find the endpoint."""
         config = self.config
-        config.expect_inputs()
+        if not config.command:
+            raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
+        for setting, command in (("command", config.command), ("score_command", config.score_command)):
+            if command and shutil.which(program := words_of(command)[0], path=search_path()) is None:
+                raise DataError(f"there is no program {program!r} to run: correct --env.{setting}")
         if config.tasks_path is None:
             problems = arithmetic_problems(config.held_out_limit)
             self.held_out, self.tasks = map(_tasks_of, (problems.held_out, problems.train))

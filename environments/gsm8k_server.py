@@ -14,7 +14,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from atroposlib.envs.config import InputPath
 from atroposlib.envs.data.dataset import OVERLAP, Overlap
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import (
@@ -48,7 +47,7 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         default="auto",
         description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it is reachable.",
     )
-    dataset_path: InputPath = Field(
+    dataset_path: str | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )

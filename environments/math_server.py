@@ -17,7 +17,6 @@ from random import Random
 
 from pydantic import Field
 
-from atroposlib.envs.config import InputPath
 from atroposlib.envs.data.dataset import OVERLAP, Overlap
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import (
@@ -63,7 +62,7 @@ class MathConfig(QuestionEnvConfig):
 
     dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
     dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
-    dataset_path: InputPath = Field(
+    dataset_path: str | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )

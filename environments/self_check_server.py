@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from atroposlib.envs.config import InputPath
 from atroposlib.envs.data.problems import Problem, ProblemStream, arithmetic_problems, read_problem_set
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
@@ -33,7 +32,7 @@ class SelfCheckConfig(QuestionEnvConfig):
     """Settings of the self-check environment, besides those of every question environment."""
 
     max_new_tokens: int = Field(default=32, ge=1, description="Most tokens of one turn.")
-    dataset_path: InputPath = Field(
+    dataset_path: str | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces the generated set.",
     )

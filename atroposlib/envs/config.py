@@ -1,24 +1,17 @@
 """The settings of an environment: `BaseEnvConfig`, which every environment's own configuration extends."""
 
 from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.config import OutputFileText
-from atroposlib.envs.errors import DataError
 from atroposlib.envs.server_handling.reasoning import Effort
-from atroposlib.errors import reading
 from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
 # Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
-IS_INPUT = object()
-InputPath = Annotated[
-    str | None, IS_INPUT
-]  # a setting: file or directory that `setup` reads; it must be there at the start
 PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 
 
@@ -182,16 +175,6 @@ class BaseEnvConfig(BaseModel):
     def rollout_limit_s(self) -> float:
         """Seconds one rollout may take; 0 or less: any time."""
         return self.worker_timeout if self.rollout_timeout is None else self.rollout_timeout
-
-    def expect_inputs(self) -> None:
-        """Raise DataError for what `setup` would find missing: a server looks before it waits for its peers. To be
-        overridden by settings that know of more than files.
-        """
-        for name, field in type(self).model_fields.items():
-            path = getattr(self, name)
-            if IS_INPUT in field.metadata and path is not None:
-                with reading(f"cannot read --env.{name} {path}", DataError):
-                    Path(path).stat()
 
     @model_validator(mode="after")
     def _can_be_repeated(self) -> Self:

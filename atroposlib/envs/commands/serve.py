@@ -66,9 +66,8 @@ EVALUATION_PAUSE_S = 3.0
 async def serve(env: Environment) -> None:
     """Run `env` until the last step, or until cancelled; leaves nothing running and tells the API goodbye.
 
-    Raises PeerError when a peer does not answer for longer than `startup_timeout`, DataError for missing input.
+    Raises PeerError when a peer does not answer for longer than `startup_timeout`.
     """
-    env.config.expect_inputs()
     async with contextlib.aclosing(_client(env.config)) as api, Reporting(api, env._env_run) as reporting:
         await _serve(env, api, reporting)
 
@@ -77,7 +76,6 @@ async def serve_once_built(
     config: BaseEnvConfig, name: str, build: Callable[[StartUp], Awaitable[Environment]]
 ) -> None:
     """Serve as `serve` does, and from the start report to the API what `build` waits for and notes in the StartUp."""
-    config.expect_inputs()
     start = StartUp(name)
     async with contextlib.aclosing(_client(config)) as api, Reporting(api, start) as reporting:
         await _serve(await build(start), api, reporting)
