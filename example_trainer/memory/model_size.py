@@ -251,7 +251,9 @@ def read_config(model: str) -> dict[str, Any] | None:
     for key in (*SIZES, *OTHER_SIZES) if _is_known(found) else ():
         value = found.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (key in SIZES)):
-            raise ConfigError(f"{path}: {key}: expected a whole number, got {value!r}; download or save the model again")
+            raise ConfigError(
+                f"{path}: {key}: expected a whole number, got {value!r}; download or save the model again"
+            )
     return found
 
 
@@ -271,7 +273,7 @@ def config_file(model: str) -> Path | None:
 
 
 def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Names and shapes of a decoder's weights, tied ones once; None for an architecture, or a size, that is not known here."""
+    """Names and shapes of a decoder's weights, tied ones once; None where its architecture or a size is not known."""
     if not _is_known(config) or any(config.get(key) is None for key in SIZES):
         return None  # what a config.json leaves out is its family's default
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
