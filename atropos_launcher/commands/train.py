@@ -138,7 +138,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
         raise ConfigError(why + (fits_apart(asked, plan.site.run_dir) or ""))
     if plan.site.teacher is not None:
         lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
-        if why and asked.gpu_bytes:
+        if why and (asked.gpu_bytes or not asked.gpus):
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
             raise ConfigError(why)
