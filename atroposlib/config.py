@@ -14,11 +14,13 @@ never named, and a variable for one is not empty. flags.py makes the flags and t
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 
 from atroposlib import flags
 from atroposlib.errors import one_line_errors
@@ -28,6 +30,18 @@ from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 # fields that name a file to write: a device or a link is refused before anything starts
 OutputFile = Annotated[Path, AfterValidator(expect_regular)]
 OutputFileText = Annotated[str, AfterValidator(expect_regular)]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Marks a field that names a file or directory to read, which must be there once the program starts; with `names`,
+    only a text of which that is true, where others name something else.
+    """
+
+    names: Callable[[str], bool] = bool
+
+
+InputPathText = Annotated[str, Reads()]
 
 
 class Config(BaseModel):
@@ -114,6 +128,23 @@ def resolve_config(
         return config_cls.model_validate(tree), "dry_run" in typed
     except ValidationError as error:
         raise ConfigError(_explain(error, keys)) from None
+
+
+def absent_inputs(config: BaseModel, above: str = "") -> list[str]:
+    """Tell each path to read of a configuration and its trees that is not there. Nothing is opened."""
+    found: list[str] = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            found += absent_inputs(value, f"{above}{name}.")
+        elif value and _reads(field, value) and not Path(value).expanduser().exists():
+            found.append(f"{above}{name}: {value} does not exist: correct the path, seen from {Path.cwd()}")
+    return found
+
+
+def _reads(field: FieldInfo, value: str) -> bool:
+    marks = [*field.metadata, *(mark for kind in get_args(field.annotation) for mark in get_args(kind))]
+    return any(isinstance(mark, Reads) and mark.names(value) for mark in marks)
 
 
 def read_config_file(argv: Sequence[str]) -> Tree:

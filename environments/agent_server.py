@@ -41,6 +41,7 @@ from pydantic import Field, SecretStr, field_validator
 from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -94,7 +95,7 @@ class AgentConfig(QuestionEnvConfig):
     agent_endpoint_token: SecretStr = Field(
         default=SecretStr(""), description="Its token.", json_schema_extra={"env": TOKEN}
     )
-    tasks_path: str | None = Field(
+    tasks_path: InputPathText | None = Field(
         default=None,
         description="JSONL file of tasks, or directory of Harbor's task directories; default: the quickstart's.",
     )
@@ -118,7 +119,21 @@ class AgentConfig(QuestionEnvConfig):
     @classmethod
     def _can_be_split(cls, command: str) -> str:
         shlex.split(command)
-        return command
+        return command.strip()
+
+    def lacks(self) -> list[str]:
+        """The agent, too, and what scores it."""
+        return [*self.lacks_programs(), *super().lacks()]
+
+    def lacks_programs(self) -> list[str]:
+        """Tell which commands are not given, or name no program."""
+        if not self.command:
+            return ['there is no agent to start: give --env.command "python my_agent.py {task}"']
+        return [
+            f"there is no program {program!r} to run: correct --env.{setting}"
+            for setting, command in (("command", self.command), ("score_command", self.score_command))
+            if command and shutil.which(program := words_of(command)[0], path=search_path()) is None
+        ]
 
 
 class AgentEnv(QuestionEnv):
@@ -141,11 +156,8 @@ class AgentEnv(QuestionEnv):
     async def setup(self) -> None:
         """Read the tasks, hold some out, and find the endpoint."""
         config = self.config
-        if not config.command:
-            raise DataError('there is no agent to start: give --env.command "python my_agent.py {task}"')
-        for setting, command in (("command", config.command), ("score_command", config.score_command)):
-            if command and shutil.which(program := words_of(command)[0], path=search_path()) is None:
-                raise DataError(f"there is no program {program!r} to run: correct --env.{setting}")
+        for why in config.lacks_programs():
+            raise DataError(why)
         if config.tasks_path is None:
             problems = arithmetic_problems(config.held_out_limit)
             self.held_out, self.tasks = map(_tasks_of, (problems.held_out, problems.train))

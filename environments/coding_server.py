@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, ProgramFailed
+from atroposlib.config import InputPathText
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -60,7 +61,7 @@ class CodingConfig(QuestionEnvConfig):
 
     max_new_tokens: int = Field(default=512, ge=1, description="Most tokens of one turn.")
     max_turns: int = Field(default=2, ge=1, description="Most programs in one conversation; 1: no correction.")
-    tasks_path: str | None = Field(default=None, description="JSONL file of tasks; default: generated ones.")
+    tasks_path: InputPathText | None = Field(default=None, description="JSONL file of tasks; default: generated ones.")
     programs_at_once: int = Field(default=2, ge=1, description="Sandboxes, each of which runs one program at a time.")
     cpu_limit_s: float = Field(default=2.0, gt=0, description="CPU seconds of one program over all tests.")
     program_limit_s: float = Field(

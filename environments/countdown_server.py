@@ -19,6 +19,7 @@ from random import Random
 
 from pydantic import Field, model_validator
 
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.dataset import HELD_OUT, not_held_out
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
@@ -54,7 +55,9 @@ class CountdownConfig(QuestionEnvConfig):
     )
     format_score: float = Field(default=0.0, ge=0, lt=1, description="Score of a valid equation with another result.")
     prefill: bool = Field(default=True, description="Begin the answer for the model with its opening <think>.")
-    dataset_path: str | None = Field(default=None, description="JSONL file of puzzles; replaces the generated ones.")
+    dataset_path: InputPathText | None = Field(
+        default=None, description="JSONL file of puzzles; replaces the generated ones."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "CountdownConfig":

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.dataset import OVERLAP, Overlap
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import (
@@ -47,11 +48,11 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         default="auto",
         description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it is reachable.",
     )
-    dataset_path: str | None = Field(
+    dataset_path: InputPathText | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )
-    dataset_test_path: str | None = Field(
+    dataset_test_path: InputPathText | None = Field(
         default=None, description="File to evaluate with; otherwise part of dataset_path is held out."
     )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")

@@ -15,6 +15,7 @@ from string import ascii_lowercase
 
 from pydantic import Field, model_validator
 
+from atroposlib.config import InputPathText
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -46,7 +47,7 @@ class LetterCountingConfig(QuestionEnvConfig):
     max_new_tokens: int = Field(default=256, ge=1, description="Most tokens of one answer.")
     min_syllables: int = Field(default=2, ge=1, description="Fewest syllables of a generated word.")
     max_syllables: int = Field(default=6, ge=1, description="Most syllables of a generated word.")
-    words_path: str | None = Field(
+    words_path: InputPathText | None = Field(
         default=None, description="File with one word per line; replaces the generated words."
     )
 

@@ -17,6 +17,7 @@ from random import Random
 
 from pydantic import Field
 
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.dataset import OVERLAP, Overlap
 from atroposlib.envs.data.known_answers import gradable
 from atroposlib.envs.data.problems import (
@@ -62,11 +63,11 @@ class MathConfig(QuestionEnvConfig):
 
     dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
     dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
-    dataset_path: str | None = Field(
+    dataset_path: InputPathText | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )
-    dataset_test_path: str | None = Field(
+    dataset_test_path: InputPathText | None = Field(
         default=None, description="File to evaluate with; otherwise part of dataset_path is held out."
     )
     question_field: str = Field(default="question", description="Field of a record that holds the question.")

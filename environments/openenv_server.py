@@ -39,6 +39,7 @@ from atroposlib.clients.openenv import (
     shown,
 )
 from atroposlib.clients.waiting import backoff_s
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.dataset import HELD_OUT
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
@@ -121,7 +122,7 @@ class OpenEnvConfig(QuestionEnvConfig):
         description="When the environment's own code raises in a step: the rollout failed, or the action was invalid.",
     )
     reset_arguments: dict[str, Any] = Field(default={}, description="Arguments of every reset, beside the seed.")
-    resets_path: str | None = Field(
+    resets_path: InputPathText | None = Field(
         default=None, description="JSONL file with the arguments of one reset in each line; part of it is held out."
     )
     max_sessions: int = Field(default=0, ge=0, description="Sessions at once; 0: as many as the server takes.")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from atroposlib.config import InputPathText
 from atroposlib.envs.data.problems import Problem, ProblemStream, arithmetic_problems, read_problem_set
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
@@ -32,7 +33,7 @@ class SelfCheckConfig(QuestionEnvConfig):
     """Settings of the self-check environment, besides those of every question environment."""
 
     max_new_tokens: int = Field(default=32, ge=1, description="Most tokens of one turn.")
-    dataset_path: str | None = Field(
+    dataset_path: InputPathText | None = Field(
         default=None,
         description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces the generated set.",
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -30,6 +30,7 @@ from atroposlib.addresses import without_loopback_proxies
 from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
+from atroposlib.config import Reads
 from atroposlib.envs.errors import DataError, EnvError, PeerError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.verifiers_episodes import Episode, Opened, Seat, check_sampling, decoded_episode, seats
@@ -57,10 +58,14 @@ FRUITLESS_STARTS = 3
 END_LIMIT_S = 2.5
 
 
+def _is_path(taskset: str) -> bool:
+    return taskset.endswith(".py") or taskset.startswith((".", "/", "~"))
+
+
 class VerifiersConfig(QuestionEnvConfig):
     """Settings of this environment, besides those of every question environment."""
 
-    taskset: str = Field(
+    taskset: Annotated[str, Reads(_is_path)] = Field(
         default=str(EXAMPLE),
         min_length=1,
         description="A taskset that is installed, built into verifiers, or the path of its .py file or package.",

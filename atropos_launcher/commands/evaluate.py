@@ -20,7 +20,7 @@ from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
-from atropos_launcher.plan.sections import expect_known_flags
+from atropos_launcher.plan.sections import expect_complete, expect_known_flags
 from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.plan.site import AUTO, find_model, find_site, with_best_layout
 from atropos_launcher.run_file.run_file import RunFile, untaught
@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     with Ports() as ports:
         asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+        if not given.gpus:  # else it is another machine's plan
+            expect_complete(plan.environments)
         expect_known_flags(plan.run)
         plan = replace(
             plan,

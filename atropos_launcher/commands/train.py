@@ -38,8 +38,8 @@ from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
     API_TOKEN,
     KEY,
+    expect_complete,
     expect_evaluations,
-    expect_files,
     expect_filled_batches,
     expect_known_flags,
     expect_lengths,
@@ -85,7 +85,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_sampling(plan.trainer)
         expect_evaluations(plan.trainer, plan.environments)
         if not asked.given.gpus:  # else it is another machine's plan
-            expect_files(plan.environments)
+            expect_complete(plan.environments)
         expect_known_flags(plan.run)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
@@ -138,7 +138,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
         raise ConfigError(why + (fits_apart(asked, plan.site.run_dir) or ""))
     if plan.site.teacher is not None:
         lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
-        if why and asked.gpu_bytes:
+        if why and (asked.gpu_bytes or not asked.gpus):
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
             raise ConfigError(why)

@@ -102,11 +102,11 @@ def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
     return variables
 
 
-def teacher_variables(site: Site, teacher: TeacherPlace) -> dict[str, str]:
+def teacher_variables(site: Site, teacher: TeacherPlace, ranks: int) -> dict[str, str]:
     """The environment variables of the teacher's server alone: its GPUs or cores, and that it gets no weights."""
     variables = {**seen(teacher.gpus), "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
     if site.cores.teacher and not teacher.gpus:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(site.cores.teacher, 1, TEACHER)
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(site.cores.teacher, ranks, TEACHER)
     return variables
 
 

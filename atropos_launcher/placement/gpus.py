@@ -24,6 +24,7 @@ from example_trainer.memory.plan import (
     table,
     total,
 )
+from example_trainer.memory.tp_plans import MOST
 from example_trainer.ranks.place import ranks_on_cpu
 from example_trainer.settings.bridges import MODES, Adapter
 from example_trainer.settings.config import TrainerConfig
@@ -112,6 +113,7 @@ class ServerNeed:
     utilization: float | None = None  # of a GPU
     staging_on_host: bool = False
     ranks: int = 1  # that the run asks for
+    dtype: str | None = None  # its own
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Need:
         return Serving(
             self.config,
             self.size,
-            self.dtype,
+            self.servers[index].dtype or self.dtype,
             max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
             self.servers[index].max_model_len,
@@ -193,8 +195,10 @@ class Need:
         """
         if why_not := self.size.tp_refusal(self.config.tp_size):
             return why_not
-        most = len({*placement.vllm, *placement.trainer}) - 1
-        for split in {len(server.gpus) for server in placement.servers if server.gpus}:
+        most = len({*placement.vllm, *placement.trainer}) - 1 if placement.on_gpus else MOST
+        for split in {
+            len(place.gpus) or asked.ranks for place, asked in zip(placement.servers, self.servers, strict=True)
+        }:
             if why_not := self.size.split_refusal(split, "vLLM's --tensor-parallel-size", max(1, most)):
                 return why_not
         if why_not := adapter_refusal(self.config, self.size, placement.on_gpus):
@@ -388,8 +392,14 @@ def ranks_of_machines(config: TrainerConfig, placement: Placement) -> list[int]:
 
 
 def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
-    """Return the dtype that vLLM serves in."""
+    """Return the dtype that vLLM serves in, unless a server has its own."""
     return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
+
+
+def dtype_of_server(run: RunFile, index: int, on_gpus: bool, by_ranks: int = 1) -> str:
+    """Return the dtype of one vLLM server, which may have its own; that of "auto" is taken for the run's."""
+    own = run.servers[index].get("dtype")
+    return served_dtype(run, on_gpus, by_ranks) if own in (None, "auto") else str(own)
 
 
 def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, object]:

@@ -9,6 +9,7 @@ from atropos_launcher.run_file.servers import Tree, served_tokens
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import VLLM_OWN, Serving, amount, table
+from example_trainer.memory.tp_plans import MOST
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 
@@ -101,16 +102,18 @@ def memory_of_teacher(
         return [], None
     flags, on_gpus = run.teacher.flags, bool(place.gpus)
     length = served_tokens(flags) or longest_sequence(run, trainer) + 1
-    dtype = str(flags.get("dtype") or served_dtype(run, on_gpus))
+    own = flags.get("dtype")
+    dtype = served_dtype(run, on_gpus) if own in (None, "auto") else str(own)
     plain = trainer.model_copy(update={"bridge": MODES["restart"]()})  # it gets no weights
     serving = Serving(plain, size, dtype, max(1, len(place.gpus)), on_gpus, length)
+    indivisible = size.split_refusal(run.teacher.ranks, "the teacher's --tensor-parallel-size", len(place.gpus) or MOST)
     if not on_gpus:
-        return table("The teacher, on this machine too", serving.items(cache)), None
+        return table("The teacher, on this machine too", serving.items(cache * run.teacher.ranks)), indivisible
     taken = int(gpu * float(flags.get("gpu_memory_utilization") or serving.share(gpu)))
     left = max(0, taken - serving.weights - VLLM_OWN)
     lines = table(f"Each GPU of the teacher ({', '.join(place.gpus)})", serving.items(left), gpu)
-    if serving.least <= taken:
-        return lines, None
+    if serving.least <= taken or indivisible:
+        return lines, indivisible
     more = ", more of one (--teacher.gpu-memory-utilization)" if serving.least <= MOST_OF_GPU * gpu else ""
     return lines, (
         f"the teacher needs {amount(serving.least)} on each of {serving.ranks} GPU(s), but a GPU has {amount(gpu)} of"

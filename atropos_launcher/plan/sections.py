@@ -26,6 +26,7 @@ from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree, served_tokens
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
+from atroposlib.envs.config import LACKS
 from atroposlib.flags import ConfigError, Setting, nearest
 from atroposlib.processes.exit_words import exit_words
 from example_trainer.memory.model_size import context_of
@@ -67,6 +68,7 @@ class EnvironmentPlan:
     program: tuple[str, ...]
     resolved: Tree
     host: str = LOOPBACK
+    lacks: Sequence[str] = ()  # what it could not start without
 
 
 def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy: bool = False) -> TrainerConfig:
@@ -186,14 +188,14 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
         own = flags.environments.get(name, [])
         given = [word for flag in own if flag.name.startswith("env.") for word in flag.words()]
-        known = ask_environment(name, program, {"env": section.own}, given, environ)
+        known, _ = ask_environment(name, program, {"env": section.own}, given, environ)
         urls = [section.openai.get("base_url"), *(flag.value for flag in own if flag.name == "openai.base_url")]
         has_key = bool(site.environ.get(KEY)) and (urls[-1] is None or str(urls[-1]).removesuffix("/v1") in site.vllm)
         asked = environment_settings(run, site, name, known, has_key=has_key)
         for index, (service, settings) in enumerate(asked.items()):
             typed = [word for flag in own for word in flag.words()]
-            resolved = ask_environment(name, program, settings, typed, environ)
-            plans[service] = EnvironmentPlan(name, program, resolved, host_of_copy(site, known, index))
+            resolved, lacks = ask_environment(name, program, settings, typed, environ)
+            plans[service] = EnvironmentPlan(name, program, resolved, host_of_copy(site, known, index), lacks)
     return plans
 
 
@@ -299,21 +301,13 @@ def expect_sampling(trainer: TrainerConfig) -> None:
         )
 
 
-def expect_files(environments: Mapping[str, EnvironmentPlan]) -> None:
-    """Raise ConfigError for files of questions that are not there, which an environment would miss once vLLM serves."""
-    for name, plan in environments.items():
-        env = plan.resolved["env"]
-        data = env.get("data") or {}
-        named = {f"data.{key}": path for key in ("source", "test_source") if (path := data.get(key))}
-        if named:
-            from atroposlib.envs.data.dataset import is_local  # which a plan without such data need not load
-
-            named = {key: path for key, path in named.items() if is_local(path)}
-        if path := env.get("dataset_path"):
-            named["dataset_path"] = path
-        for key, path in named.items():
-            if not Path(path).expanduser().exists():
-                raise ConfigError(f"{name}.{key}: {path} does not exist: correct the path, seen from {Path.cwd()}")
+def expect_complete(environments: Mapping[str, EnvironmentPlan]) -> None:
+    """Raise ConfigError for what an environment says that it lacks, such as its questions, which it would else miss
+    once vLLM serves.
+    """
+    for plan in environments.values():
+        for what in plan.lacks:
+            raise ConfigError(f"environments.{plan.name}: {what}")
 
 
 def expect_known_flags(run: RunFile) -> None:
@@ -429,8 +423,10 @@ def no_program(name: str) -> str:
 
 def ask_environment(
     name: str, program: Sequence[str], settings: Mapping[str, object], typed: Sequence[str], environ: Mapping[str, str]
-) -> Tree:
-    """The configuration as the program resolves it. Raises ConfigError with what it says against it."""
+) -> tuple[Tree, list[str]]:
+    """The configuration as the program resolves it, and what it lacks to start. Raises ConfigError with what it says
+    against it.
+    """
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         yaml.safe_dump(dict(settings), file)
         file.flush()
@@ -450,4 +446,4 @@ def ask_environment(
         raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in typed if word.startswith("--")}
     resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}", names))
-    return resolved
+    return resolved, [line.partition(LACKS)[2] for line in printed.splitlines() if line.startswith(f"# {LACKS}")]

@@ -235,14 +235,14 @@ def _rendering(using: Sequence[EnvironmentPlan]) -> list[str]:
 def teachers(run: RunFile, site: Site, trainer: TrainerConfig, shared: Mapping[str, str]) -> list[Service]:
     """The teacher's server, if this run starts it."""
     teacher = site.teacher
-    if teacher is None or not teacher.model:
+    if teacher is None or not teacher.model or run.teacher is None:
         return []
     flags = argv(teacher_flags(run, teacher, trainer, LOOPBACK))
     return [
         Service(
             name=TEACHER,
             command=(sys.executable, "-u", str(VLLM_PROGRAM), *flags),
-            environment={**shared, **teacher_variables(site, teacher)},
+            environment={**shared, **teacher_variables(site, teacher, run.teacher.ranks)},
             health=f"{teacher.url}/health",
             start_limit_s=VLLM_START_S,
             restarts=SERVER_RESTARTS,  # environments drop what they sample meanwhile

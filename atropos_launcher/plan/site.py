@@ -17,8 +17,8 @@ from atropos_launcher.placement.gpus import (
     Placement,
     ServerNeed,
     ServerPlace,
+    dtype_of_server,
     ranks_of_single_copy,
-    served_dtype,
 )
 from atropos_launcher.placement.machines import LOOPBACK, Machines
 from atropos_launcher.placement.ports import Ports
@@ -182,14 +182,15 @@ def need_of(asked: Asked, site: Site) -> Need | None:
     run = asked.run
     config = resolve_trainer(run, asked.sections, site)
     servers = []
-    for server in run.servers:
+    by_ranks = ranks_of_single_copy(config)
+    dtypes = [dtype_of_server(run, index, bool(asked.gpus), by_ranks) for index in range(len(run.servers))]
+    for server, dtype in zip(run.servers, dtypes, strict=True):
         share = server.get("gpu_memory_utilization")
         length = served_tokens(server) or config.seq_len
         on_host = server.get("bridge_staging") == "host"
         ranks = tensor_parallel_size(server)
-        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks))
-    dtype = served_dtype(run, bool(asked.gpus), ranks_of_single_copy(config))
-    return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
+        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks, dtype))
+    return Need(config, size, asked.gpu_bytes, dtypes[0], tuple(servers), asked.host_bytes)
 
 
 def _fits(asked: Asked, site: Site) -> bool:

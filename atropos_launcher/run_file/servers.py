@@ -58,7 +58,8 @@ def each_server(vllm: object) -> list[Tree]:
 
 def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
     """The flags of a server, those as numbers by which a run is planned: `port`, `tensor_parallel_size`,
-    `max_model_len`, which may also be "auto", and `gpu_memory_utilization`. Raises ConfigError.
+    `max_model_len`, which may also be "auto", and `gpu_memory_utilization`; and `dtype` by its usual name. Raises
+    ConfigError.
     """
     for name, variable in SECRETS.items():
         if not isinstance(flags.get(name), bool | None):  # `hf_token: true` is the stored login
@@ -102,11 +103,16 @@ def _share(text: str) -> float | None:
     return share if 0 < share <= 1 else None
 
 
+DTYPES = {  # that vLLM's --dtype takes
+    **{name: name for name in ("auto", "float32", "bfloat16", "float16")},
+    **{"float": "float32", "half": "float16"},
+}
 PLANNED: dict[str, tuple[Callable[[str], object], str]] = {
     "port": (partial(_whole, least=1, most=65535), "a port from 1 to 65535"),
     "tensor_parallel_size": (partial(_whole, least=1), "a number of GPUs, at least 1"),
     "max_model_len": (_tokens, "a number of tokens, as 4096, 4k or 4K, or auto"),
     "gpu_memory_utilization": (_share, "a share of a GPU's memory, above 0 and at most 1"),
+    "dtype": (DTYPES.get, f"one of {', '.join(DTYPES)}"),
 }
 
 

@@ -5,12 +5,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from atroposlib.config import OutputFileText
+from atroposlib.config import InputPathText, OutputFileText, absent_inputs
 from atroposlib.envs.server_handling.reasoning import Effort
 from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
+LACKS = "It would not start: "  # begins the lines of `serve --dry-run` that tell
 # Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
 PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 
@@ -77,7 +78,7 @@ class BaseEnvConfig(BaseModel):
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description=("Directory or hub name of the tokenizer; 'default' means the tokenizer of the served model."),
     )
-    chat_template: str | None = Field(
+    chat_template: InputPathText | None = Field(
         default=None,
         description="Jinja file with which conversations become prompts, such as for a base model; default: the"
         " tokenizer's.",
@@ -170,6 +171,12 @@ class BaseEnvConfig(BaseModel):
     custom_thinking_prompt: str | None = Field(
         default=None, description="System prompt that replaces the built-in one of thinking_mode."
     )
+
+    def lacks(self) -> list[str]:
+        """Tell what the environment could not start without, as far as a look at this machine tells. `serve --dry-run`
+        notes it, and `atropos train` refuses it before vLLM starts. An environment adds what it needs besides files.
+        """
+        return absent_inputs(self, "env.")
 
     @property
     def rollout_limit_s(self) -> float:

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from atroposlib.errors import reading
+from atroposlib.flags import ConfigError
 from example_trainer.memory.tp_plans import MOST, family_refusal, size_refusal, sizes, split_shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -46,6 +48,8 @@ QWEN3 = {  # the same, with heads of 128
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 151_936, False),
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}  # of the last
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # at least 1
+OTHER_SIZES = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok")  # or 0
 IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -234,12 +238,23 @@ def context_of(model: str) -> int | None:
 
 
 def read_config(model: str) -> dict[str, Any] | None:
-    """The content of config.json, where this machine has it."""
+    """The content of config.json, where this machine has it. Raises ConfigError for what no model has."""
     path = config_file(model)
     if path is None:
         return None
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config | (config.get("text_config") or {})
+    with reading(str(path), ConfigError, remedy="download or save the model again"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"expected keys and values, found {type(config).__name__}")
+    text = config.get("text_config")
+    found: dict[str, Any] = config | (text if isinstance(text, dict) else {})
+    for key in (*SIZES, *OTHER_SIZES) if _is_known(found) else ():
+        value = found.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (key in SIZES)):
+            raise ConfigError(
+                f"{path}: {key}: expected a whole number, got {value!r}; download or save the model again"
+            )
+    return found
 
 
 def config_file(model: str) -> Path | None:
@@ -258,9 +273,9 @@ def config_file(model: str) -> Path | None:
 
 
 def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Names and shapes of a decoder's weights, tied ones once; None for an architecture that is not known here."""
-    if not set(config.get("architectures") or ()) & set(KNOWN):
-        return None
+    """Names and shapes of a decoder's weights, tied ones once; None where its architecture or a size is not known."""
+    if not _is_known(config) or any(config.get(key) is None for key in SIZES):
+        return None  # what a config.json leaves out is its family's default
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
@@ -286,6 +301,11 @@ def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
         if architecture.startswith("Qwen3"):
             shapes |= {f"{attention}.{name}_norm.weight": (width,) for name in "qk"}
     return shapes
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(name in KNOWN for name in architectures)
 
 
 def _feed_forward(config: Mapping[str, Any], layer: int, name: str) -> Shapes:

@@ -34,6 +34,7 @@ from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_errors import needed
 from atroposlib.envs.commands import compat_mode
+from atroposlib.envs.config import LACKS
 from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.files.records import alone_in
 from atroposlib.envs.run.environment import Environment
@@ -282,6 +283,7 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
         epilog=COMMANDS_HELP,
         content=content,
+        notes=notes_of,
     )
     with one_line_errors(f"{prog} {command}", ValueError):
         for name in further:
@@ -290,6 +292,11 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
     )
+
+
+def notes_of(tree: Any) -> list[str]:
+    """Return what a dry run notes: what the environment lacks."""
+    return [f"{LACKS}{' '.join(what.split())}" for what in tree.env.lacks()]
 
 
 def _checked(base: type[EnvTree], env_cls: type[Environment]) -> type[EnvTree]:

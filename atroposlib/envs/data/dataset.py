@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
 
-from atroposlib.config import Config
+from atroposlib.config import Config, InputPathText, Reads
 from atroposlib.envs.data.data_report import DataReport, note_report, note_stream, question_key
 from atroposlib.envs.errors import DataError
 from atroposlib.errors import reading
@@ -54,11 +54,13 @@ QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "mess
 class DatasetConfig(Config):
     """Settings of a dataset."""
 
-    source: str = Field(
+    source: Annotated[str, Reads(lambda source: is_local(source))] = Field(
         default="",
         description="Name of a hub dataset, a .jsonl, .json, .csv or .parquet file, or a directory of train and test.",
     )
-    test_source: str | None = Field(default=None, description="File to evaluate with; else part of source is held out.")
+    test_source: InputPathText | None = Field(
+        default=None, description="File to evaluate with; else part of source is held out."
+    )
     columns: dict[str, str] = Field(
         default={}, description='The column of each value that the environment reads: {"question": "prompt"}.'
     )

@@ -17,7 +17,7 @@ from atropos_launcher.plan import command_line, sections, site
 from atropos_launcher.plan.command_line import Asked, read_command_line
 from atropos_launcher.plan.services import Plan, make_plan
 from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.commands.cli import load_tree, with_teacher_if_given
+from atroposlib.envs.commands.cli import EnvTree, load_tree, with_teacher_if_given
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = Path("/quickstart-135M")
@@ -41,10 +41,15 @@ def environment_class(file: str) -> type[BaseEnv]:
 
 
 @cache
+def tree_of(file: str, argv: tuple[str, ...]) -> EnvTree:
+    """What `python FILE serve ARGV --dry-run` resolves."""
+    return load_tree(with_teacher_if_given(environment_class(file), argv), "serve", argv, "serve")
+
+
+@cache
 def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
-    """What `python FILE serve ARGV --dry-run` prints."""
-    tree = load_tree(with_teacher_if_given(environment_class(file), argv), "serve", argv, "serve")
-    found: dict[str, Any] = json.loads(tree.model_dump_json())
+    """What it prints."""
+    found: dict[str, Any] = json.loads(tree_of(file, argv).model_dump_json())
     return found
 
 
@@ -54,14 +59,15 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def ask(
         name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], list[str]]:
         text = yaml.safe_dump(dict(settings))
         config = tmp_path / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
         config.write_text(text)
         with monkeypatch.context() as own:
             if key := environ.get("VLLM_API_KEY"):  # which the launcher makes for several machines
                 own.setenv("VLLM_API_KEY", key)
-            return resolved(program[0], ("--config", str(config), *typed))
+            words = ("--config", str(config), *typed)
+            return resolved(program[0], words), tree_of(program[0], words).env.lacks()
 
     monkeypatch.setattr(sections, "ask_environment", ask)
     monkeypatch.setattr(site, "find_model", lambda model, flag="--model": model or str(MODEL))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.config import resolve_config
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.dataset import DatasetConfig, ItemSet, read_rows
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnvConfig
@@ -145,3 +146,23 @@ def test_a_setting_that_is_given_leaves_the_others_as_the_author_set_them() -> N
     assert (data.source, data.name, data.split) == ("my.csv", "main", "train")
     assert data.columns == {"question": "prompt", "answer": "a"}
     assert resolve_config(Config, [], prog="test", env={})[0].data == Config().data
+
+
+@pytest.mark.parametrize(
+    ("settings", "lacks"),
+    [
+        ({"source": "openai/gsm8k"}, None),  # of the hub, which is not asked
+        ({"source": "mine.jsonl"}, "env.data.source: mine.jsonl does not exist"),
+        ({"source": "/nowhere/at/all"}, "env.data.source: /nowhere/at/all does not exist"),
+        ({"source": "openai/gsm8k", "test_source": "held_out"}, "env.data.test_source: held_out does not exist"),
+        ({"source": str(Path(__file__).parent)}, None),
+    ],
+)
+def test_a_file_that_is_not_there_is_told_without_a_look_at_the_hub(
+    settings: dict[str, str], lacks: str | None
+) -> None:
+    class OwnConfig(BaseEnvConfig):
+        data: DatasetConfig = DatasetConfig()
+
+    told = OwnConfig(data=DatasetConfig(**settings)).lacks()
+    assert [each.partition(": correct")[0] for each in told] == ([lacks] if lacks else [])

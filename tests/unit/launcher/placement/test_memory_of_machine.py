@@ -59,6 +59,44 @@ def test_what_does_not_fit_a_machine_without_a_gpu_is_refused_with_what_would(
     assert "  in all " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "gsm8k Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 4",
+            "vLLM's --tensor-parallel-size 4 does not divide the 14 attention heads of this model: give one of 1, 2",
+        ),
+        (
+            "arithmetic Qwen/Qwen2.5-0.5B --trainer.distill-coef 1 --teacher.model Qwen/Qwen2.5-0.5B-Instruct"
+            " --teacher.tensor-parallel-size 4",
+            "the teacher's --tensor-parallel-size 4 does not divide the 14 attention heads of this model: give one of",
+        ),
+    ],
+)
+def test_a_split_that_vllm_refuses_is_refused_without_a_gpu_too(
+    words: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(monkeypatch, 64)
+    with pytest.raises(ConfigError, match=says):
+        train.main([*words.split(), "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [("float32", "float32"), ("float", "float32"), ("half", "float16"), ("auto", "bfloat16"), (None, "bfloat16")],
+)
+def test_memory_is_planned_in_the_dtype_of_a_server(
+    dtype: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a 7B model 15.231 GB in 16 bits, and in 32 bits twice as much."""
+    argv = ["gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--dry-run", "--gpus", "2x80", "--bridge", "lora"]
+    argv += ["--teacher.url", "http://127.0.0.1:9009", "--trainer.distill-coef", "1"]
+    assert train.main([*argv, *(() if dtype is None else ("--vllm.dtype", dtype))]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "vLLM: weights in" in line]
+    assert line.split()[-4:] == ["in", told, "30.462" if told == "float32" else "15.231", "GB"]
+
+
 @pytest.mark.parametrize("size", [64, 24])
 def test_the_remedy_is_accepted(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, size)

@@ -50,7 +50,8 @@ def test_a_dry_run_shows_no_token() -> None:
 @pytest.mark.services
 def test_the_environments_file_does_not_hide_the_variable_with_the_token() -> None:
     program = (str(environments() / "agent_server.py"),)
-    resolved = ask_environment("agent", program, {}, [], {"PATH": os.environ["PATH"]})
+    resolved, lacks = ask_environment("agent", program, {}, [], {"PATH": os.environ["PATH"]})
+    assert lacks == ['there is no agent to start: give --env.command "python my_agent.py {task}"']
     assert "agent_limit_s" in resolved["env"]
     assert "agent_endpoint_token" not in resolved["env"]
 

@@ -1,13 +1,15 @@
 """The command line of `atropos train`: the run's flags, those of sections, and one line for what is wrong."""
 
 import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from atropos_launcher import cli
-from atropos_launcher.commands import quickstart, train
+from atropos_launcher.commands import evaluate, quickstart, train
 from atropos_launcher.placement import gpus
 from atropos_launcher.plan.command_line import read_command_line
 from atropos_launcher.runs import NoSuchRun
@@ -417,7 +419,39 @@ def test_a_group_size_that_never_fills_a_batch_is_refused(words: str, fits: bool
 @pytest.mark.usefixtures("no_processes")
 def test_questions_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path) -> None:
     argv = ["gsm8k", "--env.dataset_path", str(tmp_path / "mine.jsonl"), "--dry-run"]
-    with pytest.raises(ConfigError, match=r"dataset_path: .*mine\.jsonl does not exist: correct the path, seen from /"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environments.gsm8k: env.dataset_path: .*mine\.jsonl does not exist: correct the path, seen from /",
+    ):
         train.main(argv)
     (tmp_path / "mine.jsonl").write_text("")
     assert train.main(argv) == 0
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("agent", 'there is no agent to start: give --env.command "python my_agent.py {task}"'),
+        ("agent --env.command no-such-program", "there is no program 'no-such-program' to run"),
+        ("agent --env.command true --env.score_command no-such-program", "correct --env.score_command"),
+        ("agent --env.command true --env.tasks_path /nowhere.jsonl", "env.tasks_path: /nowhere.jsonl does not exist"),
+        ("agent --env.command true", None),
+        ("arithmetic --env.file letter_counting --env.words_path /nowhere", "env.words_path: /nowhere does not exist"),
+        ("gsm8k --env.dataset_test_path /nowhere.csv", "env.dataset_test_path: /nowhere.csv does not exist"),
+        ("verifiers --env.taskset /nowhere.py", "env.taskset: /nowhere.py does not exist"),
+        ("verifiers --env.taskset of-an-owner/on-a-hub", None),
+        ("arithmetic --env.chat_template /nowhere.jinja", "env.chat_template: /nowhere.jinja does not exist"),
+    ],
+)
+@pytest.mark.parametrize("command", [train, evaluate])
+def test_what_an_environment_lacks_is_told_before_vllm_starts(
+    command: ModuleType, words: str, says: str | None, tmp_path: Path
+) -> None:
+    argv = [*words.split(), "--runs", str(tmp_path), "--dry-run"]
+    if says is None:
+        assert command.main(argv) == 0
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        command.main(argv)
+    assert command.main([*argv, "--gpus", "2"]) == 0  # another machine's plan

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from atroposlib.flags import ConfigError
 from example_trainer.data.packing import MicroBatch
 from example_trainer.memory import plan as plan_module
 from example_trainer.memory.fits import Room, Verdict, fits
@@ -120,6 +122,37 @@ def test_the_plan_says_how_many_conversations_the_kv_cache_holds() -> None:
 def test_some_models_do_not_tell() -> None:
     assert model_size("org/gpt-oss") is None
     assert weight_shapes({"architectures": ["OtherForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "config.json: Expecting property name"),
+        ("[]", "config.json: expected keys and values, found list"),
+        (json.dumps({"architectures": ["Qwen2ForCausalLM"], **SMALL, "hidden_size": "64"}), "hidden_size: expected"),
+        (json.dumps({"architectures": ["Qwen2ForCausalLM"], **SMALL, "num_hidden_layers": 0}), "number, got 0;"),
+        (json.dumps({"architectures": ["Qwen2ForCausalLM"], **SMALL, "num_key_value_heads": True}), "got True;"),
+    ],
+)
+def test_a_config_that_no_model_has_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        model_size(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"architectures": ["Qwen2ForCausalLM"], **SMALL, "num_attention_heads": None},  # its family's default
+        {"architectures": ["Gemma3nForCausalLM"], **SMALL, "intermediate_size": [160, 160, 160]},
+        {"architectures": 3, **SMALL, "text_config": 3},
+    ],
+)
+def test_of_what_is_not_known_nothing_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    assert model_size(str(folder)) is None
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
