@@ -32,8 +32,7 @@ from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData, examples_of, sides_of
 from example_trainer.loop.opening import requirements, resolved
 from example_trainer.loop.updates import Updates, plan_of_step
-from example_trainer.output.receipt import RECEIPT
-from example_trainer.output.step_chain import BATCHES, read_batches, read_digests
+from example_trainer.output.step_chain import BATCHES, RECEIPT, read_batches, read_digests
 from example_trainer.ranks.ranks import ALONE
 from example_trainer.settings.config import TrainerConfig
 

@@ -16,11 +16,10 @@ import msgspec
 from atroposlib.errors import AtroposError, reading
 from atroposlib.files import expect_regular
 from atroposlib.wire.batching import ScoredData
-from example_trainer.output.step_chain import BATCHES, StepDigests, read_batches, read_digests
+from example_trainer.output.step_chain import BATCHES, RECEIPT, StepDigests, read_batches, read_digests
 from example_trainer.weights.manifest import digest_of_files
 
 METRICS = "metrics.jsonl"
-RECEIPT = "receipt.json"
 PARTS = ("tokens", "masks", "scores", "inference_logprobs")  # of a group, which are named when they differ
 
 

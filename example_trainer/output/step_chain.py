@@ -24,7 +24,7 @@ from atroposlib.row_files.record_file import as_lines
 from atroposlib.wire.batching import ScoredData
 from example_trainer.data.batching import Item
 
-BATCHES = "batches.jsonl"
+BATCHES, RECEIPT = "batches.jsonl", "receipt.json"  # files of a run
 LINE_BYTES = 1 << 28  # of a row at most, whoever wrote it
 
 

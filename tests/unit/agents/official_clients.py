@@ -10,8 +10,9 @@ from typing import Any
 import anthropic
 import openai
 
+from tests.unit.agents.support import PARAMETERS
+
 SYSTEM, ASKED, FOUND, AGAIN = "Be brief.", "How many cats?", "two cats", "Sure?"
-PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
 FUNCTION = {"name": "search", "description": "Searches.", "parameters": PARAMETERS}
 MODEL = "fake"
 LIMIT = 2000

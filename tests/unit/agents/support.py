@@ -1,4 +1,4 @@
-"""An endpoint before a fake inference server, and the twelve ways in which the official clients call it."""
+"""An endpoint before a fake inference server."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
