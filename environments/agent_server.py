@@ -122,11 +122,11 @@ class AgentConfig(QuestionEnvConfig):
         return command.strip()
 
     def lacks(self) -> list[str]:
-        """The agent, too, and what scores it."""
+        """Tell, too, which commands are not given, or name no program."""
         return [*self.lacks_programs(), *super().lacks()]
 
     def lacks_programs(self) -> list[str]:
-        """Tell which commands are not given, or name no program."""
+        """Tell this of commands alone."""
         if not self.command:
             return ['there is no agent to start: give --env.command "python my_agent.py {task}"']
         return [

@@ -23,7 +23,7 @@ from atroposlib.envs.authors.author_errors import ErrorBudget, location
 from atroposlib.envs.commands.loop_watch import LoopWatch
 from atroposlib.envs.commands.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.errors import EnvError, WrongSetting
+from atroposlib.envs.errors import DataError, EnvError, WrongSetting
 from atroposlib.envs.evaluation.evaluation import (
     Evaluation,
     EvaluationFailed,
@@ -66,8 +66,9 @@ EVALUATION_PAUSE_S = 3.0
 async def serve(env: Environment) -> None:
     """Run `env` until the last step, or until cancelled; leaves nothing running and tells the API goodbye.
 
-    Raises PeerError when a peer does not answer for longer than `startup_timeout`.
+    Raises PeerError when a peer does not answer for longer than `startup_timeout`, DataError for what `env` lacks.
     """
+    _expect_complete(env.config)
     async with contextlib.aclosing(_client(env.config)) as api, Reporting(api, env._env_run) as reporting:
         await _serve(env, api, reporting)
 
@@ -76,9 +77,16 @@ async def serve_once_built(
     config: BaseEnvConfig, name: str, build: Callable[[StartUp], Awaitable[Environment]]
 ) -> None:
     """Serve as `serve` does, and from the start report to the API what `build` waits for and notes in the StartUp."""
+    _expect_complete(config)
     start = StartUp(name)
     async with contextlib.aclosing(_client(config)) as api, Reporting(api, start) as reporting:
         await _serve(await build(start), api, reporting)
+
+
+def _expect_complete(config: BaseEnvConfig) -> None:
+    """Raise DataError for what the environment lacks, before it waits for its peers: vLLM may take minutes to load."""
+    for what in config.lacks():
+        raise DataError(what)
 
 
 def _client(config: BaseEnvConfig) -> AsyncBatchingApi:

@@ -15,10 +15,11 @@ from atroposlib.agents.client import EndpointClient
 from atroposlib.agents.program import Ran
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.envs.authors.author_errors import shown
+from atroposlib.envs.commands.serve import serve_once_built
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost, attempt
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.agent_server import AgentEnv, AgentTask, read_tasks, reward_of
+from environments.agent_server import AgentConfig, AgentEnv, AgentTask, read_tasks, reward_of
 from tests.unit.agents.support import Running, running
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -273,6 +274,15 @@ async def test_a_program_that_is_not_there_ends_the_environment_at_its_start(
 ) -> None:
     with pytest.raises(DataError, match=words):
         await group_of(tmp_path, **fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"command": "python", "tasks_path": "none.jsonl"}])
+async def test_what_is_not_there_is_told_before_peers_are_waited_for(fields: dict[str, str]) -> None:
+    async def built(start: object) -> Any:
+        raise AssertionError("it waited for its peers")
+
+    with pytest.raises(DataError, match=r"there is no agent|env.tasks_path: none.jsonl does not exist"):
+        await serve_once_built(AgentConfig.model_validate(fields), "agent", built)
 
 
 @pytest.mark.skipif(bubblewrap() is None, reason="the machine lets nobody make namespaces")
