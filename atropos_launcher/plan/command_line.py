@@ -262,6 +262,8 @@ def _changed(
     several = len(each_server(servers)) > 1
     environments, programs = changed_environments(content, typed, given.dataset_path, several_servers=several)
     changes = _own_changes(given, words)
+    port = [flag for flag in typed["api"] if flag.name == "port"]  # which the other programs are told
+    changes |= section_values("api", port)
     for section in ("layout", TEACHER):
         changes |= section_values(section, typed[section])
     if environments:
@@ -271,7 +273,7 @@ def _changed(
         changed["vllm"] = servers
     trainer = [word for flag in typed["trainer"] for word in flag.words()]
     bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
-    api = [word for flag in typed["api"] for word in flag.words()]
+    api = [word for flag in typed["api"] if flag.name != "port" for word in flag.words()]
     return changed, SectionFlags([*trainer, *bridge], api, programs)
 
 

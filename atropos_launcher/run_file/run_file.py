@@ -31,6 +31,7 @@ from pydantic import (
 from atropos_launcher import paths
 from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.servers import (
+    PLANNED,
     Servers,
     Tree,
     each_server,
@@ -187,6 +188,17 @@ class RunFile(Config):
         if value is not None and not Path(value).is_file():
             raise ValueError(f"{value} is not a file: give the path of a Jinja chat template")
         return value
+
+    @field_validator("api")
+    @classmethod
+    def _port_of_api_is_one(cls, value: Tree) -> Tree:
+        read, expected = PLANNED["port"]
+        port = value.get("port")
+        if port is None:
+            return {key: inner for key, inner in value.items() if key != "port"}
+        if isinstance(port, bool) or read(str(port)) is None:
+            raise ValueError(f"port: expected {expected}, got {port!r}")
+        return {**value, "port": read(str(port))}
 
     @field_validator("vllm", mode="before")
     @classmethod
