@@ -46,6 +46,7 @@ from atropos_launcher.plan.sections import (
     expect_lesson,
     expect_sampling,
 )
+from atropos_launcher.plan.server_flags import expect_usable_flags
 from atropos_launcher.plan.services import AGENT_JOURNAL, Plan, machine_lines, make_plan, reservations
 from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
 from atropos_launcher.run_record import add_outcome, write_record
@@ -87,6 +88,7 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         if not asked.given.gpus:  # else it is another machine's plan
             expect_complete(plan.environments)
         expect_known_flags(plan.run)
+        expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:

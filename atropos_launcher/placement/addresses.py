@@ -143,7 +143,7 @@ def argv(flags: Mapping[str, object]) -> tuple[str, ...]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, Mapping):
-            words += [f"--{flag}", json.dumps(value)]
+            words += [f"--{flag}", json.dumps(value, default=str)]
         elif isinstance(value, (list, tuple)):
             words += [f"--{flag}", *map(str, value)]
         elif value is not None:

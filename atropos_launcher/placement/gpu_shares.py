@@ -237,6 +237,9 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
     vllm = [gpu for server in servers for gpu in server]
     if unknown := [gpu for gpu in [*vllm, *trainer] if gpu not in gpus]:
         raise ConfigError(f"layout: there is no GPU {unknown[0]}; {shown}")
+    for owner, own in (("vllm", vllm), ("trainer", trainer)) if len(servers) == 1 else (("trainer", trainer),):
+        if twice := [gpu for at, gpu in enumerate(own) if gpu in own[:at]]:
+            raise ConfigError(f"layout.{owner}: GPU {twice[0]} stands twice: name each once")
     for one, other in combinations(range(len(servers)), 2):
         if both := [gpu for gpu in servers[one] if gpu in servers[other]]:
             raise ConfigError(

@@ -4,14 +4,14 @@ follows for their settings. On one GPU, vLLM takes 0.4 of its memory; without a 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import server_name
 from example_trainer.memory.fits import ADAPTER, Room, Verdict, fits, less_activations
-from example_trainer.memory.model_size import ModelSize
+from example_trainer.memory.model_size import BY_NAME, ModelSize
 from example_trainer.memory.plan import (
     PROCESSES,
     SHARED_UTILIZATION,
@@ -346,10 +346,12 @@ def _for_launcher(advice: str) -> str:
 
 
 def adapter_refusal(config: TrainerConfig, size: ModelSize, on_gpus: bool) -> str | None:
-    """Explain why a mixture of experts cannot train the adapter that is asked for; None if it can."""
+    """Explain why a model cannot train the adapter that is asked for, such as one of experts; None if it can."""
     bridge = config.bridge
-    if not isinstance(bridge, Adapter) or not size.experts_per_token:
+    if not isinstance(bridge, Adapter):
         return None
+    if not size.experts_per_token:
+        return None if size.source == BY_NAME else _absent_layers(bridge.target_modules, size)
     if not on_gpus:
         return "vLLM has no adapters beside experts on CPUs: choose --bridge broadcast, or a model without experts"
     if not set(bridge.target_modules) - set(OF_ATTENTION):
@@ -357,6 +359,16 @@ def adapter_refusal(config: TrainerConfig, size: ModelSize, on_gpus: bool) -> st
     return (
         f"{config.model_name} is a mixture of experts, whose experts take no adapter: train the attention's with"
         f" --bridge.target-modules {','.join(OF_ATTENTION)}, or all weights with --bridge broadcast"
+    )
+
+
+def _absent_layers(modules: Sequence[str], size: ModelSize) -> str | None:
+    names = ["lm_head.weight", *size.shapes]  # a head may be the embedding
+    if any(f".{name}".endswith(f".{module}.weight") for name in names for module in modules):
+        return None
+    layers = sorted({name.split(".")[-2] for name in size.shapes if name.endswith("_proj.weight")})
+    return (
+        f"--bridge.target-modules {','.join(modules)}: this model has no such layer: give some of {', '.join(layers)}"
     )
 
 

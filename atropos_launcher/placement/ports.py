@@ -31,6 +31,7 @@ class Ports:
 
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
+        self.named: frozenset[int] = frozenset()  # that the run's settings give away: nobody gets one by chance
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +54,7 @@ class Ports:
     def first_free(self, port: int) -> int:
         """This port, or the next one above that is free. Raises PortTaken."""
         for candidate in range(port, LAST_PORT + 1):
-            if self._take(candidate):
+            if candidate not in self.named and self._take(candidate):
                 return candidate
         raise PortTaken(f"no port from {port} to {LAST_PORT} is free")
 

@@ -37,6 +37,8 @@ def gpus_of_teacher(run: RunFile, gpus: Sequence[str]) -> tuple[tuple[str, ...],
     mine = tuple(gpus[-teacher.ranks :] if asked == "auto" else asked)
     if unknown := [gpu for gpu in mine if gpu not in gpus]:
         raise ConfigError(f"layout.teacher: there is no GPU {unknown[0]}; {shown}")
+    if twice := [gpu for at, gpu in enumerate(mine) if gpu in mine[:at]]:
+        raise ConfigError(f"layout.teacher: GPU {twice[0]} stands twice: name each once")
     if len(mine) != teacher.ranks:
         raise ConfigError(
             f"teacher.tensor_parallel_size {teacher.ranks} takes {teacher.ranks} GPU(s), but the teacher has"

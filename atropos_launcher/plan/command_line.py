@@ -44,6 +44,7 @@ from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import Config
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, Key, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.memory.plan import GB
@@ -211,6 +212,9 @@ def read_command_line(
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     line = split(argv, keys_of(flags), SECTIONS)
     for word in line.flags:
+        section, dot, name = word.removeprefix("--no-").partition(".")
+        if word.startswith("--no-") and dot and section in SECTIONS:
+            raise ConfigError(f"unknown flag {word}; did you mean '--{section}.{name} false'?")
         if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in GONE:
             raise ConfigError(f"{word.partition('=')[0]} was removed. {INSTEAD}")
     values, typed = flag_parser.parse(
@@ -262,6 +266,8 @@ def _changed(
     several = len(each_server(servers)) > 1
     environments, programs = changed_environments(content, typed, given.dataset_path, several_servers=several)
     changes = _own_changes(given, words)
+    port = [flag for flag in typed["api"] if flag.name == "port"]  # which the other programs are told
+    changes |= section_values("api", port)
     for section in ("layout", TEACHER):
         changes |= section_values(section, typed[section])
     if environments:
@@ -271,7 +277,7 @@ def _changed(
         changed["vllm"] = servers
     trainer = [word for flag in typed["trainer"] for word in flag.words()]
     bridge = [word for flag in typed["bridge"] for word in flag.words("bridge.")]
-    api = [word for flag in typed["api"] for word in flag.words()]
+    api = [word for flag in typed["api"] if flag.name != "port" for word in flag.words()]
     return changed, SectionFlags([*trainer, *bridge], api, programs)
 
 
@@ -381,7 +387,8 @@ def _about(words: Sequence[str], prog: str) -> str:
 
 def description(path: Path) -> str:
     """The comment at the top of a run file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    with reading(f"cannot read {path}", ConfigError, remedy="give a text file in UTF-8"):
+        lines = path.read_text(encoding="utf-8").splitlines()
     count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
 

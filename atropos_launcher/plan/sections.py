@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -21,12 +22,14 @@ from atropos_launcher.placement.addresses import Site, argv, variables, vllm_fla
 from atropos_launcher.placement.gpus import device_bridge
 from atropos_launcher.placement.machines import LOOPBACK
 from atropos_launcher.placement.teacher import TeacherPlace
+from atropos_launcher.plan.server_flags import unreachable
 from atropos_launcher.run_file.run_file import RunFile, check_kind
 from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree, served_tokens
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
 from atroposlib.envs.config import LACKS
+from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, Setting, nearest
 from atroposlib.processes.exit_words import exit_words
 from example_trainer.memory.model_size import context_of
@@ -114,7 +117,29 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
+    _expect_own_addresses(config, site)
     return config.model_copy(update=dict(site.settled))
+
+
+def _expect_own_addresses(config: TrainerConfig, site: Site) -> None:
+    """Raise ConfigError for a trainer that would wait for servers which are not the run's."""
+    expect_api_of_run("trainer.atropos_url", config.atropos_url, site)
+    if config.metrics_port in (site.api_port, *site.vllm_ports):
+        raise ConfigError(f"trainer.metrics_port {config.metrics_port} is another service's of this run: give another")
+    ports = [port for _, port in config.vllm_servers]
+    if sorted(ports) != sorted(site.vllm_ports):
+        raise ConfigError(
+            f"trainer.vllm_port {','.join(map(str, ports))}: the run's vLLM has {','.join(map(str, site.vllm_ports))}:"
+            " give --vllm-port"
+        )
+
+
+def expect_api_of_run(setting: str, url: str, site: Site) -> None:
+    """Raise ConfigError for a program that would ask another batching API than the run's."""
+    with reading(f"{setting} {url}", ConfigError, remedy="drop it"):
+        port = urlsplit(url).port or (443 if url.startswith("https") else 80)
+    if port != site.api_port:
+        raise ConfigError(f"{setting} {url}: the run's API has port {site.api_port}: give --api-port, or drop it")
 
 
 def _addresses(site: Site) -> Tree:
@@ -162,7 +187,10 @@ def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
     content = {"journal": str(site.run_dir / "rollouts.db"), **open_to_all, **run.api, "port": site.api_port}
     if content.get("in_memory"):
         del content["journal"]
-    return _resolved(RunApiConfig, "api", content, flags.api, site.environ)
+    config = _resolved(RunApiConfig, "api", content, flags.api, site.environ)
+    if not site.machines.several and (why := unreachable(config.host)):
+        raise ConfigError(f"api.{why}")
+    return config
 
 
 def _resolved(
@@ -195,6 +223,7 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
         for index, (service, settings) in enumerate(asked.items()):
             typed = [word for flag in own for word in flag.words()]
             resolved, lacks = ask_environment(name, program, settings, typed, environ)
+            expect_api_of_run(f"{name}.rollout_server_url", str(resolved["env"].get("rollout_server_url")), site)
             plans[service] = EnvironmentPlan(name, program, resolved, host_of_copy(site, known, index), lacks)
     return plans
 
@@ -418,7 +447,8 @@ def no_program(name: str) -> str:
     ours = ", ".join(environment_names())
     if Path(f"{name}_server.py").is_file():
         return f"there is no file or module {name!r}; did you mean {name}_server.py?"
-    return f"there is no file or module {name!r}; give the path of its .py file, or one of {ours}"
+    meant = nearest(name, environment_names())
+    return f"there is no file or module {name!r}{meant}; give the path of its .py file, or one of {ours}"
 
 
 def ask_environment(

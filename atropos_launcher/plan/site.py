@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from atropos_launcher.placement.addresses import Site, tensor_parallel_size
@@ -57,6 +58,7 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     """Model, devices, cores and ports. Raises ConfigError, PortTaken."""
     run = asked.run
     machines = asked.machines
+    ports.named = named_ports(run, one_machine=not machines.several)
     (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
     cores = place_cores(run.layout.cores, 1 if machines.several else len(run.servers), os.sched_getaffinity(0))
     given = [server.get("port") for server in run.servers]
@@ -67,6 +69,7 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
         cores = replace(cores, vllm=cores.vllm * len(run.servers))
     else:
         vllm_ports = choose_ports("vllm", given, ports, asked.dry_run)
+    ports.named |= {api_port, *vllm_ports}  # a dry run, too, gives none of them away twice
     environ = {**os.environ, **keys_of_machines(machines, run)}
     (meeting,) = choose_ports("trainer", [None], ports, asked.dry_run) if len(machines.training) > 1 else (0,)
     (agents_port,) = choose_ports("agents", [None], ports, asked.dry_run)
@@ -122,7 +125,7 @@ def find_teacher(asked: Asked, gpus: tuple[str, ...], ports: Ports, taken: tuple
         raise ConfigError(f"teacher.port {given} is a vLLM server's too: give the teacher another, or none")
     first = int(given or taken[-1] + 1)
     if asked.dry_run:
-        port = first
+        port = first if given else next(port for port in count(first) if port not in ports.named)
     else:
         port = ports.require("--teacher.port", first) if given else ports.first_free(first)
     return TeacherPlace(f"http://{LOOPBACK}:{port}", find_model(teacher.model, "--teacher.model"), port, gpus)
@@ -148,6 +151,19 @@ def ports_of_machines(machines: Machines, given: Sequence[int | None], ports: Po
     return tuple(chosen)
 
 
+def named_ports(run: RunFile, *, one_machine: bool) -> frozenset[int]:
+    """The ports that the run gives to its services; of several machines the first one's. Raises ConfigError where the
+    API's is another's, too.
+    """
+    api = run.api.get("port")
+    servers = [int(port) for server in run.servers if (port := server.get("port")) is not None and one_machine]
+    teacher = run.teacher.flags.get("port") if run.teacher else None
+    others = [*servers, *([] if teacher is None else [int(teacher)])]
+    if api in others:
+        raise ConfigError(f"api.port {api} is a vLLM server's too: give one of them another, or none")
+    return frozenset([*others, *([] if api is None else [api])])
+
+
 def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
     """A port for each server: the one that is given, else the next free one after the server before it. A dry run looks
     at none. Raises PortTaken, and ConfigError where two are the same.
@@ -163,7 +179,7 @@ def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_ru
     chosen: list[int] = []
     for port in named:
         following = chosen[-1] + 1 if chosen else PORTS[section]
-        while following in (*named, *chosen):
+        while following in (*named, *chosen, *ports.named):
             following += 1
         if dry_run:
             chosen.append(following if port is None else port)

@@ -31,6 +31,7 @@ from pydantic import (
 from atropos_launcher import paths
 from atropos_launcher.run_file.core_settings import CoreLayout
 from atropos_launcher.run_file.servers import (
+    PLANNED,
     Servers,
     Tree,
     each_server,
@@ -49,6 +50,8 @@ from vllm_patching.kv_cache import ON_SYNC
 
 STAGINGS = ("device", "host", "none")  # of vLLM's --bridge-staging
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
+MERGED = "tag:yaml.org,2002:merge"  # YAML's name of the key `<<`
+DEVICES = ("cpu", "gpu")  # the keys of `by_device`
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
 SECTIONS = ("bridge", "environments", "trainer", TEACHER, "api", "layout")  # keys and values; so is `vllm`, or a list
 TAKEN = ("api", "trainer", "view", TEACHER, LAUNCHER)  # names of services, and so of their logs
@@ -59,6 +62,8 @@ NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_se
 
 def _list_of_names(value: object) -> object:
     """`0,1`, or the one GPU 0, as a list."""
+    if value is None:
+        return "auto"
     if isinstance(value, str) and value != "auto":
         return [part.strip() for part in value.split(",")]
     return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value != "auto" else value
@@ -188,6 +193,17 @@ class RunFile(Config):
             raise ValueError(f"{value} is not a file: give the path of a Jinja chat template")
         return value
 
+    @field_validator("api")
+    @classmethod
+    def _port_of_api_is_one(cls, value: Tree) -> Tree:
+        read, expected = PLANNED["port"]
+        port = value.get("port")
+        if port is None:
+            return {key: inner for key, inner in value.items() if key != "port"}
+        if isinstance(port, bool) or read(str(port)) is None:
+            raise ValueError(f"port: expected {expected}, got {port!r}")
+        return {**value, "port": read(str(port))}
+
     @field_validator("vllm", mode="before")
     @classmethod
     def _servers_are_understood(cls, value: object) -> object:
@@ -303,6 +319,11 @@ def read_layers(path: Path, choice: Choice, above: tuple[Path, ...] = ()) -> Lay
 def _layers(content: Tree, path: Path, choice: Choice, above: tuple[Path, ...]) -> Layers:
     layers = Layers()
     overlays = {key: _mapping(content.pop(key, {}), f"{path}: {key}") for key in OVERLAYS}
+    for key, known in (("by_device", DEVICES), ("by_bridge", tuple(MODES))):
+        if unknown := [name for name in overlays[key] if name not in known]:
+            raise ConfigError(
+                f"{path}: {key}: {unknown[0]} is not one of {', '.join(known)}{nearest(str(unknown[0]), known)}"
+            )
     if base := content.pop("base", None):
         below = read_layers(find_run_file(str(base), beside=path.parent), choice, above)
         layers.trees += below.trees
@@ -344,10 +365,24 @@ def recipe_files() -> list[Path]:
     return sorted(paths.recipes().glob("*.yaml"))
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # before `<<` brings others' keys
+        known: set[tuple[str, object]] = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in known and key.tag != MERGED:
+                why = f"{key.value} stands twice in one mapping"
+                raise yaml.constructor.ConstructorError(problem=why, problem_mark=key.start_mark)
+            known.add((key.tag, str(key.value)))
+        return node
+
+
 def read_yaml(path: Path) -> Tree:
     """A file's content. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     except yaml.YAMLError as error:

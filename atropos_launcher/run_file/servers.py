@@ -87,7 +87,8 @@ def _whole(text: str, least: int, most: int | None = None) -> int | None:
     return number if least <= number and (most is None or number <= most) else None
 
 
-def _tokens(text: str) -> int | str | None:
+def tokens_in(text: str) -> int | str | None:
+    """Return a number as vLLM reads it, or "auto"; None for what is neither, and for 0."""
     if text.lower() == "auto" or text == "-1":
         return "auto"
     if (match := TOKENS.fullmatch(text)) is None:
@@ -110,7 +111,7 @@ DTYPES = {  # that vLLM's --dtype takes
 PLANNED: dict[str, tuple[Callable[[str], object], str]] = {
     "port": (partial(_whole, least=1, most=65535), "a port from 1 to 65535"),
     "tensor_parallel_size": (partial(_whole, least=1), "a number of GPUs, at least 1"),
-    "max_model_len": (_tokens, "a number of tokens, as 4096, 4k or 4K, or auto"),
+    "max_model_len": (tokens_in, "a number of tokens, as 4096, 4k or 4K, or auto"),
     "gpu_memory_utilization": (_share, "a share of a GPU's memory, above 0 and at most 1"),
     "dtype": (DTYPES.get, f"one of {', '.join(DTYPES)}"),
 }

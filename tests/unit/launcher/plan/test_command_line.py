@@ -52,6 +52,8 @@ WRONG = [
     (["--trainer.model_name", "x"], "trainer.model_name: `model` at the top of the run decides it"),
     (["--api.max_bodi_mb", "1"], "api: unknown flag --max_bodi_mb; did you mean 'max_body_mb'?"),
     (["--environments.mine.group_size", "1"], "the environments of this run are gsm8k"),
+    (["--no-vllm.enable-lora"], "unknown flag --no-vllm.enable-lora; did you mean '--vllm.enable-lora false'?"),
+    (["--env.file", "gsm8"], "there is no file or module 'gsm8'; did you mean 'gsm8k'?"),
     (["--layout.trainer", "0"], "layout names GPUs, but this machine shows none"),
     (["--bridge.lora_r", "8"], "bridge.lora_r"),
     (["--host-memory", "256"], "--host-memory is only for --dry-run; a run uses the memory that this machine has"),

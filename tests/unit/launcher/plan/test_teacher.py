@@ -145,7 +145,7 @@ def test_the_teacher_has_cores_of_its_own_where_it_is_said(monkeypatch: pytest.M
             r"teacher.max_model_len 256: the teacher reads sequences of up to 256 tokens .*: give 257 or more",
         ),
         (
-            "--teacher.model m --trainer.distill-coef 1 --teacher.port 9001",
+            "--teacher.model m --trainer.distill-coef 1 --vllm.port 9001 --teacher.port 9001",
             r"teacher.port 9001 is a vLLM server's too",
         ),
         (

@@ -1,9 +1,12 @@
 """Run files on top of others: what is merged, what an overlay changes, and what is refused."""
 
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+from atropos_launcher.placement.addresses import argv
+from atropos_launcher.plan.command_line import description
 from atropos_launcher.run_file.run_file import Choice, RunFile, find_run_file, merge, read_run, validated
 from atroposlib.flags import ConfigError
 
@@ -150,3 +153,40 @@ def test_what_is_no_run_file_is_told_from_a_name_that_is_not_there(
     with pytest.raises(ConfigError) as raised:
         find_run_file(name)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: base.yaml\ntrainer: {lr: 1.0e-6}\nsteps: 3\ntrainer: {kl_coef: 0.1}", "trainer stands twice"),
+        ("base: base.yaml\ntrainer: {lr: 1.0e-6, lr: 2.0e-6}", "lr stands twice in one mapping"),
+        (
+            "base: base.yaml\nby_device: {gpus: {steps: 3}}",
+            "by_device: gpus is not one of cpu, gpu; did you mean",
+        ),
+        ("base: base.yaml\nby_bridge: {lorra: {steps: 3}}", "by_bridge: lorra is not one of .*; did you mean 'lora'"),
+    ],
+)
+def test_nothing_of_a_file_is_silently_left_out(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(folder, text)
+
+
+def test_a_key_may_take_the_place_of_one_that_is_merged_into_its_mapping(folder: Path) -> None:
+    """Also where the mapping itself is merged into another before it is read."""
+    text = "trainer: &mine {<<: {lr: 1.0e-6, kl_coef: 0.1}, lr: 2.0e-6}\napi: {<<: *mine}\nbase: base.yaml"
+    found = run(folder, text)
+    assert (found.trainer, found.api) == (
+        {"lr": 2e-6, "kl_coef": 0.1, "batch_size": 8},
+        {"lr": 2e-6, "kl_coef": 0.1},
+    )
+
+
+def test_a_file_that_is_no_text_is_one_line(folder: Path) -> None:
+    (folder / "run.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot read .*run\.yaml: .*; give a text file in UTF-8"):
+        description(folder / "run.yaml")
+
+
+def test_a_date_among_the_flags_of_vllm_is_text() -> None:
+    assert argv({"a": {"since": date(2024, 1, 1)}}) == ("--a", '{"since": "2024-01-01"}')
