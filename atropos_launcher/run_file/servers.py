@@ -58,8 +58,8 @@ def each_server(vllm: object) -> list[Tree]:
 
 def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
     """The flags of a server, those as numbers by which a run is planned: `port`, `tensor_parallel_size`,
-    `max_model_len`, which may also be "auto", and `gpu_memory_utilization`; and `dtype` by its usual name. Raises
-    ConfigError.
+    `max_model_len`, which may also be "auto", `gpu_memory_utilization` and `max_num_seqs`; and `dtype` by its usual
+    name. Raises ConfigError.
     """
     for name, variable in SECRETS.items():
         if not isinstance(flags.get(name), bool | None):  # `hf_token: true` is the stored login
@@ -113,6 +113,7 @@ PLANNED: dict[str, tuple[Callable[[str], object], str]] = {
     "tensor_parallel_size": (partial(_whole, least=1), "a number of GPUs, at least 1"),
     "max_model_len": (tokens_in, "a number of tokens, as 4096, 4k or 4K, or auto"),
     "gpu_memory_utilization": (_share, "a share of a GPU's memory, above 0 and at most 1"),
+    "max_num_seqs": (partial(_whole, least=1), "a number of sequences, at least 1"),
     "dtype": (DTYPES.get, f"one of {', '.join(DTYPES)}"),
 }
 

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("no_processes")
             "--gpus 4 --layout.teacher 2,2 --teacher.model org/big-7B --teacher.tensor-parallel-size 2",
             "layout.teacher: GPU 2 stands twice",
         ),
+        ("--vllm.max-num-seqs 0", "vllm.max_num_seqs: expected a number of sequences, at least 1, got 0"),
+        ("--vllm.dtype int8", "vllm.dtype: expected one of auto, float32, bfloat16, float16, float, half, got 'int8'"),
         ("--api.port abc", "port: expected a port from 1 to 65535, got 'abc'"),
         ("--api.port 0", "port: expected a port from 1 to 65535, got 0"),
         ("--api.port 8000 --vllm.port 8000", "api.port 8000 is a vLLM server's too: give one of them another"),
