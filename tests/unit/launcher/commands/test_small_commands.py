@@ -190,12 +190,9 @@ def test_env_is_the_environments_own_command(file: str) -> None:
 
 @pytest.mark.services
 def test_an_environment_that_is_not_there_is_one_line() -> None:
-    done = launcher("env", "nothing", "serve")
+    done = launcher("env", "xyz", "serve")
     assert done.returncode == 2
-    assert (
-        "there is no file or module 'nothing'; give the path of its .py file, or one of agent, calculator"
-        in done.stderr
-    )
+    assert "there is no file or module 'xyz'; give the path of its .py file, or one of agent, calculator" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
