@@ -448,7 +448,8 @@ def no_program(name: str) -> str:
     if Path(f"{name}_server.py").is_file():
         return f"there is no file or module {name!r}; did you mean {name}_server.py?"
     meant = nearest(name, environment_names())
-    return f"there is no file or module {name!r}{f'{meant} Give' if meant else '; give'} the path of its .py file, or one of {ours}"
+    remedy = f"{meant} Give" if meant else "; give"
+    return f"there is no file or module {name!r}{remedy} the path of its .py file, or one of {ours}"
 
 
 def ask_environment(
