@@ -68,8 +68,7 @@ async def two_servers(model: str) -> AsyncIterator[list[int]]:
         ports = []
         for _ in range(2):
             ports.append(free_port())
-            server = vllm_server(model, ports[-1], ["--max-model-len", "1024"])
-            await asyncio.to_thread(stack.enter_context, server)
+            stack.enter_context(vllm_server(model, ports[-1], ["--max-model-len", "1024"]))
         yield ports
 
 

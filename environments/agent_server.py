@@ -123,17 +123,14 @@ class AgentConfig(QuestionEnvConfig):
 
     def lacks(self) -> list[str]:
         """Tell, too, which commands are not given, or name no program."""
-        return [*self.lacks_programs(), *super().lacks()]
-
-    def lacks_programs(self) -> list[str]:
-        """Tell this of commands alone."""
         if not self.command:
-            return ['there is no agent to start: give --env.command "python my_agent.py {task}"']
-        return [
+            return ['there is no agent to start: give --env.command "python my_agent.py {task}"', *super().lacks()]
+        unknown = [
             f"there is no program {program!r} to run: correct --env.{setting}"
             for setting, command in (("command", self.command), ("score_command", self.score_command))
             if command and shutil.which(program := words_of(command)[0], path=search_path()) is None
         ]
+        return [*unknown, *super().lacks()]
 
 
 class AgentEnv(QuestionEnv):
@@ -156,8 +153,8 @@ class AgentEnv(QuestionEnv):
     async def setup(self) -> None:
         """Read the tasks, hold some out, and find the endpoint."""
         config = self.config
-        for why in config.lacks_programs():
-            raise DataError(why)
+        for what in config.lacks():
+            raise DataError(what)
         if config.tasks_path is None:
             problems = arithmetic_problems(config.held_out_limit)
             self.held_out, self.tasks = map(_tasks_of, (problems.held_out, problems.train))

@@ -20,7 +20,7 @@ from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
-from atropos_launcher.plan.sections import expect_complete, expect_known_flags
+from atropos_launcher.plan.sections import expect_complete
 from atropos_launcher.plan.server_flags import expect_usable_flags
 from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.plan.site import AUTO, find_model, find_site, with_best_layout
@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> int:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         if not given.gpus:  # else it is another machine's plan
             expect_complete(plan.environments)
-        expect_known_flags(plan.run)
         expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
         plan = replace(
             plan,

@@ -41,7 +41,6 @@ from atropos_launcher.plan.sections import (
     expect_complete,
     expect_evaluations,
     expect_filled_batches,
-    expect_known_flags,
     expect_lengths,
     expect_lesson,
     expect_sampling,
@@ -87,7 +86,6 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         expect_evaluations(plan.trainer, plan.environments)
         if not asked.given.gpus:  # else it is another machine's plan
             expect_complete(plan.environments)
-        expect_known_flags(plan.run)
         expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)

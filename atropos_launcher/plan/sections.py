@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from atropos_launcher.paths import VLLM_PROGRAM, environment_file, environment_names, environments
+from atropos_launcher.paths import environment_file, environment_names, environments
 from atropos_launcher.placement.addresses import Site, argv, variables, vllm_flags
 from atropos_launcher.placement.gpus import device_bridge
 from atropos_launcher.placement.machines import LOOPBACK
@@ -36,7 +36,6 @@ from example_trainer.memory.model_size import context_of
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
-from vllm_patching.compat.vllm_flags import flags_in, installed_flags
 
 C = TypeVar("C", bound=Config)
 
@@ -337,22 +336,6 @@ def expect_complete(environments: Mapping[str, EnvironmentPlan]) -> None:
     for plan in environments.values():
         for what in plan.lacks:
             raise ConfigError(f"environments.{plan.name}: {what}")
-
-
-def expect_known_flags(run: RunFile) -> None:
-    """Raise ConfigError for a flag of a vLLM server that neither the installed vLLM nor our launcher of it has. Without
-    vLLM nothing is refused.
-    """
-    servers = {"vllm": run.servers, TEACHER: [run.teacher.flags] if run.teacher else []}
-    given = {(section, key) for section, flags in servers.items() for server in flags for key in server}
-    theirs = installed_flags() if given else None
-    if not theirs:
-        return
-    known = theirs.union(flags_in(VLLM_PROGRAM))
-    for section, key in sorted(given):
-        name = key.partition(".")[0]  # compilation_config.mode is a part of a flag
-        if name.replace("-", "_") not in known:
-            raise ConfigError(f"{section}.{key}: the installed vLLM has no such flag{nearest(name, sorted(known))}")
 
 
 def expect_lengths(run: RunFile, trainer: TrainerConfig, environments: Mapping[str, EnvironmentPlan]) -> None:

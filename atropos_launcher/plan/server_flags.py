@@ -7,12 +7,15 @@ trainer would tell only once the model is loaded.
 import math
 from collections.abc import Iterator
 
+from atropos_launcher.paths import VLLM_PROGRAM
 from atropos_launcher.placement.addresses import Site, vllm_flags
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree, tokens_in
-from atroposlib.flags import ConfigError
+from atropos_launcher.run_file.teacher import TEACHER
+from atroposlib.flags import ConfigError, nearest
 from atroposlib.http_guard import is_loopback
 from example_trainer.settings.bridges import MODES, Adapter, Mode
+from vllm_patching.compat.vllm_flags import flags_in, installed_flags
 
 ALONE = {  # flags that count what the bridge serves one of
     "pipeline_parallel_size": "give --vllm.tensor-parallel-size",
@@ -23,10 +26,27 @@ HERE = ("127.0.0.1", "localhost", "0.0.0.0", "::")  # hosts under which a server
 
 
 def expect_usable_flags(run: RunFile, site: Site, bridge: Mode) -> None:
-    """Raise ConfigError for a flag of a vLLM server that contradicts the run."""
+    """Raise ConfigError for a flag of a vLLM server that nobody knows, or that contradicts the run."""
+    _expect_known(run)
     for index, server in enumerate(run.servers):
         for why in _refusals(run, site, bridge, index, server):
             raise ConfigError(f"vllm.{why}")
+
+
+def _expect_known(run: RunFile) -> None:
+    """Raise ConfigError for a flag of a vLLM server that neither the installed vLLM nor our launcher of it has. Without
+    vLLM nothing is refused.
+    """
+    servers = {"vllm": run.servers, TEACHER: [run.teacher.flags] if run.teacher else []}
+    given = {(section, key) for section, flags in servers.items() for server in flags for key in server}
+    theirs = installed_flags() if given else None
+    if not theirs:
+        return
+    known = theirs.union(flags_in(VLLM_PROGRAM))
+    for section, key in sorted(given):
+        name = key.partition(".")[0]  # compilation_config.mode is a part of a flag
+        if name.replace("-", "_") not in known:
+            raise ConfigError(f"{section}.{key}: the installed vLLM has no such flag{nearest(name, sorted(known))}")
 
 
 def _refusals(run: RunFile, site: Site, bridge: Mode, index: int, server: Tree) -> Iterator[str]:

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import asdict
 
 from atroposlib.api.groups.group_checks import flaw
 from atroposlib.api.journal.journal import Journal
@@ -215,8 +215,9 @@ class RolloutService(JournalledState):
         async with self._deciding:
             if self.state.queue.registration is not None and report.trainer not in (None, self.state.trainer):
                 raise NotTheTrainer(report.trainer)
-            *progress, _ = astuple(report)
-            await self._submit(changes.TrainerReported(*progress))
+            progress = asdict(report)
+            del progress["trainer"]
+            await self._submit(changes.TrainerReported(**progress))
 
     def servers(self) -> dict[str, State]:
         """Inference servers that have joined or left. Those of the journal count once their trainer is heard of: one

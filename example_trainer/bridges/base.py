@@ -68,7 +68,7 @@ class WeightBridge(Protocol):
     """A connected way to hand weights over. Every method raises BridgeError with value, limit and remedy."""
 
     served_dtype: str  # in which vLLM computes, e.g. "bfloat16"
-    last_version: int | None = None  # the policy version after which none follows, where the run says so
+    last_version: int | None = None  # the run's last policy version, once it is known
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         """Run `update`, which changes the model's weights, and make the result what vLLM serves, as `policy_version`.

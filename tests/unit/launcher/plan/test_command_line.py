@@ -379,7 +379,7 @@ def test_a_flag_that_vllm_lacks_is_refused_before_it_starts(flags: str, says: st
 
 @pytest.mark.usefixtures("no_processes")
 def test_without_vllm_no_flag_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atropos_launcher.plan.sections.installed_flags", frozenset)
+    monkeypatch.setattr("atropos_launcher.plan.server_flags.installed_flags", frozenset)
     assert train.main(["arithmetic", "--vllm.max_modell_len", "512", "--dry-run"]) == 0
 
 
