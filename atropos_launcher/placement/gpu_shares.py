@@ -85,7 +85,8 @@ def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
             f"vllm.tensor_parallel_size {given}: {mode} trains each rank of vLLM by one of its own: give"
             f" --vllm.tensor-parallel-size {ranks}, or {ONE_PROCESS}"
         )
-    for name, dtype in (("dtype", run.dtype), ("vllm.dtype", server.get("dtype"))):
+    chosen = None if run.dtype == "auto" else run.dtype
+    for name, dtype in (("dtype", chosen), ("vllm.dtype", server.get("dtype"))):
         if dtype not in (None, "float32", "float"):
             raise ConfigError(
                 f"{name} {dtype}: {mode} trains float32 weights in vLLM's memory: give --{name} float32, or"

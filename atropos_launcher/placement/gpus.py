@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from atropos_launcher.placement.this_machine import multiplies_bfloat16
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import server_name
 from example_trainer.memory.fits import ADAPTER, Room, Verdict, fits, less_activations
@@ -405,7 +406,10 @@ def ranks_of_machines(config: TrainerConfig, placement: Placement) -> list[int]:
 
 def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     """Return the dtype that vLLM serves in, unless a server has its own."""
-    return run.dtype or ("bfloat16" if on_gpus and by_ranks == 1 else "float32")
+    if run.dtype not in (None, "auto"):
+        return run.dtype
+    halves = on_gpus or (run.dtype == "auto" and multiplies_bfloat16())
+    return "bfloat16" if halves and by_ranks == 1 else "float32"
 
 
 def dtype_of_server(run: RunFile, index: int, on_gpus: bool, by_ranks: int = 1) -> str:

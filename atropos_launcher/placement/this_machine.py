@@ -19,6 +19,7 @@ from atroposlib.addresses import resolved
 
 MIB = 1 << 20
 COMMAND_LIMIT_S = 20
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # features of a processor, by Linux's names
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor has instructions that multiply bfloat16, as Linux tells: AVX-512's, AMX or Arm's."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, features = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return not BFLOAT16.isdisjoint(features.split())
+    return False
 
 
 def gpu_names() -> list[str]:

@@ -115,10 +115,11 @@ class RunFlags(Config):
         None,
         description="--batch-invariant, and the run can be repeated bit for bit (docs/bit-exactness.md#repeat-a-run)",
     )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
         None,
         description=(
-            "dtype in which vLLM computes, and with --batch-invariant the trainer; default float32, on a GPU bfloat16"
+            "dtype in which vLLM computes, and with --batch-invariant the trainer; default float32, on a GPU bfloat16;"
+            " auto is bfloat16 on a CPU, too, that multiplies it"
         ),
     )
     kv_on_sync: OnSync | None = Field(

@@ -134,7 +134,13 @@ class RunFile(Config):
     )
     steps: int = Field(100, ge=1, le=10**9, description="training steps")
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
+    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        None,
+        description=(
+            "dtype that vLLM serves; by default float32, on a GPU bfloat16, and by auto bfloat16 on a CPU, too, that"
+            " multiplies it"
+        ),
+    )
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
     deterministic: bool = Field(
         False,

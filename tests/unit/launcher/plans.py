@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atropos_launcher.placement import ray_cluster
+from atropos_launcher.placement import gpus, ray_cluster
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan import command_line, sections, site
 from atropos_launcher.plan.command_line import Asked, read_command_line
@@ -55,7 +55,9 @@ def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Environments are asked in this process, the quickstart's model is at MODEL, and no cluster is asked at all."""
+    """Environments are asked in this process, the quickstart's model is at MODEL, no cluster is asked at all, and the
+    processor does not multiply bfloat16.
+    """
 
     def ask(
         name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
@@ -71,12 +73,13 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(sections, "ask_environment", ask)
     monkeypatch.setattr(site, "find_model", lambda model, flag="--model": model or str(MODEL))
+    monkeypatch.setattr(gpus, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(ray_cluster, "connect", lambda address, nodes, silence_s: ray_cluster.planned(nodes, silence_s))
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+def on_gpus(monkeypatch: pytest.MonkeyPatch, visible: list[str]) -> None:
     """These are visible, of 80 GB each, and the one default model is the smallest."""
-    monkeypatch.setattr(command_line, "found_gpus", lambda environ: (gpus, 80 * 10**9))
+    monkeypatch.setattr(command_line, "found_gpus", lambda environ: (visible, 80 * 10**9))
     monkeypatch.setattr(site, "MODELS", site.MODELS[-1:])
 
 

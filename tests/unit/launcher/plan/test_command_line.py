@@ -45,7 +45,7 @@ WRONG = [
         ["--run-name", "my run"],
         "--run-name: a run's name has letters, digits, '_', '-' and '.', and",
     ),
-    (["--dtype", "int8"], "dtype: Input should be 'float32' or 'bfloat16' (got 'int8')"),
+    (["--dtype", "int8"], "dtype: Input should be 'auto', 'float32' or 'bfloat16' (got 'int8')"),
     (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got 99999)"),
     (["--bridge", "lorra"], "bridge 'lorra' is not one of "),
     (["--trainer.lrr", "1"], "trainer: unknown flag --lrr; did you mean 'lr'?"),
