@@ -60,6 +60,8 @@ def latest_run(runs: Path) -> Path:
 
 def progress(run: Path) -> str:
     """`20/20 steps, 96.9 %`: how far it has come, and its last held-out accuracy."""
+    if is_evaluation(run):
+        return "evaluation"
     done, total = steps_done(run), steps_total(run)
     if not done and total is None:
         return "no step yet"
@@ -70,13 +72,19 @@ def progress(run: Path) -> str:
 
 def outcome(run: Path) -> str:
     """Describe how a run ended that has no services any more."""
-    done = steps_done(run)
+    done, why = steps_done(run), why_it_ended(run)
     if done and (done == steps_total(run) or ended_well(run)):
         return f"finished: {progress(run)}"
-    why = why_it_ended(run)
+    if is_evaluation(run):
+        return "evaluation" + (f" that ended: {printable(why)}" if why else ", finished")
     return f"ended {f'after {progress(run)}' if done else 'before its first step'}" + (
         f": {printable(why)}" if why else ""
     )
+
+
+def is_evaluation(run: Path) -> bool:
+    """Return whether `atropos evaluate` made it, which has no trainer."""
+    return (run / "run.yaml").is_file() and not (run / "trainer.yaml").exists()
 
 
 def ended_well(run: Path) -> bool:

@@ -161,6 +161,17 @@ def test_status_says_why_a_run_ended_before_its_time(tmp_path: Path) -> None:
     assert atropos("status", dead).stdout.endswith("ended after 7/20 steps, 96.9 %\n")
 
 
+def test_status_tells_an_evaluation_from_a_run_without_a_step(tmp_path: Path) -> None:
+    for name, log in (("whole", ""), ("cut", "2026-11-29 10:06:31 ERROR   [launcher] Interrupted by SIGTERM\n")):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "run.yaml").write_text("steps: 20\n")
+        (run / "launcher.log").write_text(log)
+    shown = atropos("status", cwd=tmp_path).stdout
+    assert "runs/whole  evaluation, finished\n" in shown
+    assert "runs/cut  evaluation that ended: Interrupted by SIGTERM\n" in shown
+
+
 def test_status_shows_how_far_a_running_run_is(tmp_path: Path) -> None:
     ended_run(tmp_path / "runs/mine", 7, 20)
     launcher = launch(tmp_path / "runs/mine", sleeper())
