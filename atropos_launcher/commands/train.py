@@ -95,9 +95,11 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
             print(described(plan, asked), end="")
         expect_fit(plan, asked)
         expect_disk(plan, asked)
+        scarce = scarcity(plan, asked)
         if asked.dry_run:
+            print(f"#\n# {scarce}\n" if scarce else "", end="")
             return 0
-        if scarce := scarcity(plan, asked):
+        if scarce:
             print(scarce, file=sys.stderr)
         extras.need("trainer", prog, "torch", "matplotlib")
         extras.need("gpu", prog, "vllm")
@@ -250,7 +252,8 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
-    notes += [] if need is None else ["", *speed_lines(need, site.placement, new_tokens(plan))]
+    speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan))
+    notes += ["", *speed] if speed else []
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
