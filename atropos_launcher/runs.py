@@ -41,13 +41,14 @@ def expect_open(run: Path) -> Path:
 
 def recorded_runs(runs: Path) -> list[Path]:
     """List the runs that have services, newest first."""
-    return _newest_first([run for run in _directories(runs) if (run / FOLDER).is_dir()], FOLDER)
+    recorded = [run for run in _directories(runs) if (run / FOLDER).is_dir()]
+    return sorted(recorded, key=lambda run: (run / FOLDER).stat().st_mtime, reverse=True)
 
 
 def ended_runs(runs: Path) -> list[Path]:
     """List the runs that have no services any more, newest first."""
     ended = [run for run in _directories(runs) if not (run / FOLDER).exists() and any(run.glob("*.log"))]
-    return _newest_first(ended, ".")
+    return sorted(ended, key=_started, reverse=True)
 
 
 def latest_run(runs: Path) -> Path:
@@ -133,5 +134,9 @@ def _directories(runs: Path) -> list[Path]:
     return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable() and is_open(path)]
 
 
-def _newest_first(folders: list[Path], part: str) -> list[Path]:
-    return sorted(folders, key=lambda run: (run / part).stat().st_mtime, reverse=True)
+def _started(run: Path) -> float:
+    """When its last start was, by run.yaml: a plot or a note changes the directory of an old run. The time of the
+    directory where it has none.
+    """
+    settings = run / "run.yaml"
+    return (settings if settings.exists() else run).stat().st_mtime
