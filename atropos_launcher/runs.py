@@ -41,13 +41,14 @@ def expect_open(run: Path) -> Path:
 
 def recorded_runs(runs: Path) -> list[Path]:
     """List the runs that have services, newest first."""
-    return _newest_first([run for run in _directories(runs) if (run / FOLDER).is_dir()], FOLDER)
+    recorded = [run for run in _directories(runs) if (run / FOLDER).is_dir()]
+    return sorted(recorded, key=lambda run: (run / FOLDER).stat().st_mtime, reverse=True)
 
 
 def ended_runs(runs: Path) -> list[Path]:
     """List the runs that have no services any more, newest first."""
     ended = [run for run in _directories(runs) if not (run / FOLDER).exists() and any(run.glob("*.log"))]
-    return _newest_first(ended, ".")
+    return sorted(ended, key=_started, reverse=True)
 
 
 def latest_run(runs: Path) -> Path:
@@ -60,6 +61,8 @@ def latest_run(runs: Path) -> Path:
 
 def progress(run: Path) -> str:
     """`20/20 steps, 96.9 %`: how far it has come, and its last held-out accuracy."""
+    if is_evaluation(run):
+        return "evaluation"
     done, total = steps_done(run), steps_total(run)
     if not done and total is None:
         return "no step yet"
@@ -70,13 +73,19 @@ def progress(run: Path) -> str:
 
 def outcome(run: Path) -> str:
     """Describe how a run ended that has no services any more."""
-    done = steps_done(run)
+    done, why = steps_done(run), why_it_ended(run)
     if done and (done == steps_total(run) or ended_well(run)):
         return f"finished: {progress(run)}"
-    why = why_it_ended(run)
+    if is_evaluation(run):
+        return "evaluation" + (f" that ended: {printable(why)}" if why else ", finished")
     return f"ended {f'after {progress(run)}' if done else 'before its first step'}" + (
         f": {printable(why)}" if why else ""
     )
+
+
+def is_evaluation(run: Path) -> bool:
+    """Return whether `atropos evaluate` made it, which has no trainer."""
+    return (run / "run.yaml").is_file() and not (run / "trainer.yaml").exists()
 
 
 def ended_well(run: Path) -> bool:
@@ -125,5 +134,9 @@ def _directories(runs: Path) -> list[Path]:
     return [path for path in runs.iterdir() if path.is_dir() and path.name.isprintable() and is_open(path)]
 
 
-def _newest_first(folders: list[Path], part: str) -> list[Path]:
-    return sorted(folders, key=lambda run: (run / part).stat().st_mtime, reverse=True)
+def _started(run: Path) -> float:
+    """When its last start was, by run.yaml: a plot or a note changes the directory of an old run. The time of the
+    directory where it has none.
+    """
+    settings = run / "run.yaml"
+    return (settings if settings.exists() else run).stat().st_mtime

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib import metadata
+from inspect import cleandoc
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -299,6 +300,12 @@ class _Help(argparse.HelpFormatter):
         return ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
 
 
+def _described(about: str) -> str:
+    """A docstring of one paragraph without its line breaks, as argparse makes its own; several as they are written."""
+    text = cleandoc(about)
+    return text if "\n\n" in text else " ".join(text.split())
+
+
 def make_parser(
     keys: Sequence[Key],
     prog: str,
@@ -314,7 +321,7 @@ def make_parser(
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
-        description=about,
+        description=_described(about),
         epilog=epilog,
         add_help=False,
         allow_abbrev=False,
@@ -356,7 +363,7 @@ def make_short_parser(
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
-        description=about,
+        description=_described(about),
         epilog=f"{prog} has {count} flags: `--help all` lists them.\n\n{epilog}",
         add_help=False,
         formatter_class=_Help,

@@ -10,6 +10,7 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
+from atropos_launcher.plan.hub import by_name_alone
 from atropos_launcher.plan.sections import expect_complete
 from atropos_launcher.plan.server_flags import expect_usable_flags
 from atropos_launcher.plan.services import Plan, make_plan
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     run_dir = evaluation_folder(asked, given)
     if asked.run.model is None and not asked.dry_run:
         unpack_start_model(Path(find_model(None)))
-    with Ports() as ports:
+    with Ports() as ports, by_name_alone() if given.base_url else nullcontext():  # the name is the server's own
         asked = with_best_layout(asked, run_dir, ports)
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         if not given.gpus:  # else it is another machine's plan

@@ -19,6 +19,7 @@ from stat import S_ISREG
 from typing import NamedTuple
 
 from atropos_launcher.commands.existing_runs.plot import draw
+from atropos_launcher.commands.existing_runs.push import FINAL
 from atropos_launcher.commands.existing_runs.view import beside, page
 from atropos_launcher.console.console import PlainConsole, is_terminal, shown_lines
 from atropos_launcher.console.idle_reason import Diagnosis
@@ -87,15 +88,18 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         if not asked.given.gpus:  # else it is another machine's plan
             expect_complete(plan.environments)
         expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
+        expect_continuation(plan, asked)
         expect_lengths(plan.run, plan.trainer, plan.environments)
         expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:
             print(described(plan, asked), end="")
         expect_fit(plan, asked)
         expect_disk(plan, asked)
+        scarce = scarcity(plan, asked)
         if asked.dry_run:
+            print(f"#\n# {scarce}\n" if scarce else "", end="")
             return 0
-        if scarce := scarcity(plan, asked):
+        if scarce:
             print(scarce, file=sys.stderr)
         extras.need("trainer", prog, "torch", "matplotlib")
         extras.need("gpu", prog, "vllm")
@@ -248,7 +252,8 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
-    notes += [] if need is None else ["", *speed_lines(need, site.placement, new_tokens(plan))]
+    speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan))
+    notes += ["", *speed] if speed else []
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
@@ -307,6 +312,27 @@ def has_checkpoint(plan: Plan) -> bool:
     return (plan.trainer.save_path / LATEST).exists()
 
 
+def trained_model(plan: Plan) -> Path | None:
+    """The trained model of a run that is done, without a checkpoint from which it could continue; else None."""
+    models = [plan.trainer.save_path / name for name in FINAL]
+    return None if has_checkpoint(plan) else next((each for each in models if each.is_dir()), None)
+
+
+def expect_continuation(plan: Plan, asked: Asked) -> None:
+    """Raise ConfigError for a run that is done and kept no checkpoint, as it would begin anew, over what it trained."""
+    model = trained_model(plan) if asked.resume is not None else None
+    if model is not None:
+        run, name = os.path.relpath(plan.site.run_dir), os.path.relpath(model)
+        words = f"atropos train {shlex.quote(f'{run}/run.yaml')} --model"
+        further = f"{words} {shlex.quote(name)}"
+        if not (model / "config.json").is_file():
+            further = f"merge {name} into its model (docs/bridges.md#lora), then {words} MERGED"
+        raise ConfigError(
+            f"--resume {run}: it is done, and kept no checkpoint to continue from. To train its model further, in a new"
+            f" run: {further}; --trainer.checkpoint-interval 20 keeps checkpoints"
+        )
+
+
 def forget_turns(run_dir: Path) -> str:
     """Remove the turns of agents, which policies sampled that the new run has not trained; the batching API drops their
     groups for the same reason. Return the line that tells the user, or an empty one if there were no turns.
@@ -330,9 +356,9 @@ def disk_line(run_dir: Path) -> str:
 
 
 def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None:
-    """The command that continues the run, and from where; nothing where none was begun."""
+    """The command that continues the run, and from where; nothing where none was begun, or nothing is left to do."""
     run_dir = plan.site.run_dir
-    if not (run_dir / "run.yaml").is_file():
+    if not (run_dir / "run.yaml").is_file() or trained_model(plan) is not None:
         return
     words = ["train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
     if line := disk_line(run_dir):

@@ -86,6 +86,7 @@ def test_help_describes_the_program(command: str) -> None:
     shown = answer(command, "--help")[1]
     description = shown.partition("\n\n")[2].partition(":\n")[0].partition("\n\n")[0]
     assert len(description.split()) > 4, description
+    assert "\n " not in description, "a docstring of several lines"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

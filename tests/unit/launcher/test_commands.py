@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from atropos_launcher.cli import COMMANDS
+from atropos_launcher.runs import latest_run
 from atroposlib.processes.log_files import Follower, last_lines, last_word
 from tests.serving import free_port
 from tests.unit.launcher.processes import (
@@ -161,6 +162,17 @@ def test_status_says_why_a_run_ended_before_its_time(tmp_path: Path) -> None:
     assert atropos("status", dead).stdout.endswith("ended after 7/20 steps, 96.9 %\n")
 
 
+def test_status_tells_an_evaluation_from_a_run_without_a_step(tmp_path: Path) -> None:
+    for name, log in (("whole", ""), ("cut", "2026-11-29 10:06:31 ERROR   [launcher] Interrupted by SIGTERM\n")):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "run.yaml").write_text("steps: 20\n")
+        (run / "launcher.log").write_text(log)
+    shown = atropos("status", cwd=tmp_path).stdout
+    assert "runs/whole  evaluation, finished\n" in shown
+    assert "runs/cut  evaluation that ended: Interrupted by SIGTERM\n" in shown
+
+
 def test_status_shows_how_far_a_running_run_is(tmp_path: Path) -> None:
     ended_run(tmp_path / "runs/mine", 7, 20)
     launcher = launch(tmp_path / "runs/mine", sleeper())
@@ -192,6 +204,16 @@ def test_only_the_newest_ended_runs_are_listed(tmp_path: Path) -> None:
     lines = atropos("status", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines[:10]] == [f"runs/run-{number:02}" for number in range(11, 1, -1)]
     assert lines[10] == "... and 2 older runs in runs"
+
+
+def test_the_newest_run_is_the_one_that_was_started_last(tmp_path: Path) -> None:
+    for started, name in enumerate(("old", "new")):
+        run = ended_run(tmp_path / "runs" / name, 1, 1)
+        (run / "run.yaml").write_text("steps: 1\n")
+        os.utime(run / "run.yaml", (started, started))
+        os.utime(run, (9 - started, 9 - started))  # a plot of the old one, or a note, came later
+    assert latest_run(tmp_path / "runs").name == "new"
+    assert [line.split()[0] for line in atropos("status", cwd=tmp_path).stdout.splitlines()] == ["runs/new", "runs/old"]
 
 
 def test_logs_shows_the_last_lines_of_every_service_or_of_one(tmp_path: Path) -> None:

@@ -150,13 +150,20 @@ def test_a_laptop_of_8_gb_is_told_how_it_can_run_the_quickstart(monkeypatch: pyt
     assert train.main(["quickstart", "--dry-run", "--bridge", "lora", "--trainer.gradient-checkpointing"]) == 0
 
 
-def test_too_little_free_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_free_memory_is_said_by_a_dry_run_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     has(monkeypatch, 24, free=6)
     asked, made = ask_for("quickstart"), plan("quickstart")
     train.expect_fit(made, asked)
-    assert "GB, and 6.0 GB are free now. End other programs" in (train.scarcity(made, asked) or "")
+    said = train.scarcity(made, asked) or ""
+    assert "GB, and 6.0 GB are free now. End other programs" in said
+    assert train.main(["quickstart", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(f" free\n#\n# {said}\n")
     has(monkeypatch, 24)
     assert train.scarcity(made, asked) is None
+    assert train.main(["quickstart", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(" GB free\n")
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,18 @@ def test_a_model_that_the_hub_does_not_give_is_refused(model: str, words: str, h
 
 
 @pytest.mark.services
+@pytest.mark.parametrize("model", ["me/tpyo", "my-model", "one/two/three"])
+def test_the_name_that_a_running_server_gives_its_model_is_no_name_of_the_hub(
+    model: str, hub: Hub, tmp_path: Path
+) -> None:
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    words = ["evaluate", "arithmetic", model, "--base-url", "http://127.0.0.1:9/v1", "--dry-run"]
+    command = [sys.executable, "-m", "atropos_launcher", *words]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, hub.asked) == (0, "", [])
+
+
+@pytest.mark.services
 @pytest.mark.parametrize("offline", [True, False])
 def test_without_a_hub_the_plan_goes_by_the_name(offline: bool, tmp_path: Path) -> None:
     done = planned("http://127.0.0.1:9", tmp_path, "me/tiny-0.1B", offline=offline)

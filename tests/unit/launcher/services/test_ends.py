@@ -20,6 +20,7 @@ from atropos_launcher.services.events import Died, Event, Interrupted
 from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.supervisor import CannotStart, Limits, Supervisor
+from atroposlib.flags import ConfigError
 from atroposlib.view.run_data.run_files import RunFiles
 from atroposlib.wire.folders import LATEST
 from tests.unit.launcher.memory_group import memory_group
@@ -167,6 +168,30 @@ def test_every_end_before_its_time_prints_the_command_that_continues_from_where_
         done = subprocess.run(again, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
         assert done.returncode == 1
         assert (turns.exists(), forgotten in done.stdout) == (is_kept, not is_kept)
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("trained", "how"),
+    [
+        ("final_model", "atropos train .*/r/run.yaml --model .*/final_model; "),
+        ("final_adapter", r"merge .*/final_adapter into its model \(docs/bridges.md#lora\), then atropos train "),
+    ],
+)
+def test_a_run_that_is_done_and_kept_no_checkpoint_does_not_begin_anew_over_its_results(
+    trained: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "r/checkpoints" / trained
+    model.mkdir(parents=True)
+    (tmp_path / "r/run.yaml").write_text("base: quickstart.yaml\n")
+    if trained == "final_model":
+        (model / "config.json").write_text("{}")
+    words = ["--resume", str(tmp_path / "r"), "--steps", "30", "--dry-run"]
+    with pytest.raises(ConfigError, match=f"it is done, and kept no checkpoint to continue from.* in a new run: {how}"):
+        train.main(words)
+    assert capsys.readouterr().out == ""
+    (model.parent / LATEST).write_text("step_20\n")
+    assert train.main(words) == 0
 
 
 @pytest.mark.services
