@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -62,6 +63,17 @@ class OutputFlags(Config):
 
 class EvaluateFlags(ServerFlags, OutputFlags, SampleFlags, RunFlags):
     """Declares the flags of `atropos evaluate`."""
+
+    first_flags: ClassVar[Sequence[str]] = (
+        "model",
+        "dataset",
+        "dataset_path",
+        "base_url",
+        "api_key_env",
+        "samples",
+        "output",
+        "run_name",
+    )
 
 
 def parser() -> ArgumentParser:
