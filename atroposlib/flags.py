@@ -65,10 +65,9 @@ class Key:
         if len(words) < 2:
             return False
         parts = self.path[-1].split("_")
-        return {*words} <= {
-            *parts,
-            *(part.removesuffix("s") for part in parts),
-        } or f"{self.field.description} ".lower().startswith(f"{' '.join(words)} ")
+        if {*words} <= {*parts, *(part.removesuffix("s") for part in parts)}:
+            return True
+        return f"{self.field.description} ".lower().startswith(f"{' '.join(words)} ")
 
     @property
     def kinds(self) -> tuple[Any, ...]:

@@ -251,8 +251,8 @@ class RunFiles:
         return [str(name) for name in named] if isinstance(named, dict) else []
 
     def _last_word(self, last: Start, row: Number | None) -> float | None:
-        """When the run ended, as its launcher.log and its last `row` say. Files that were copied have other times, which
-        count where nothing else tells.
+        """Return when the run ended, as its launcher.log and its last `row` say. The times of files, which change when
+        they are copied, count where nothing else tells.
         """
         zone = str(last.time)[len("2026-11-22T19:34:50") :]
         lines = self.log(LAUNCHER, 1) if zone else []
