@@ -6,6 +6,7 @@ scripts/               example_trainer/scripts/
 environments/          atropos_environments/
 """
 
+import os
 from pathlib import Path, PurePath
 
 PACKAGES = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
@@ -44,3 +45,8 @@ def environment_file(name: str, beside: Path) -> Path:
 def _folder(name: str, installed: str) -> Path:
     is_checkout = (PACKAGES / "pyproject.toml").is_file()
     return PACKAGES / (name if is_checkout else installed)
+
+
+def named(run: Path) -> str:
+    """A run as people name it: by its name alone where it is in ./runs, where every command looks first."""
+    return run.name if run.parent.absolute() == RUNS.absolute() else os.path.relpath(run)

@@ -60,12 +60,15 @@ class Key:
         return any(flag.removeprefix("--").replace("-", "_") == name for flag in (*self.flags, *self.negations))
 
     def is_described_by(self, words: Sequence[str]) -> bool:
-        """Return whether the description begins with several words, or the last name of the path has them all."""
+        """Return whether the description begins with several words, or the last name of the path has them all, maybe in
+        the plural.
+        """
         if len(words) < 2:
             return False
-        return {*words} <= {*self.path[-1].split("_")} or f"{self.field.description} ".lower().startswith(
-            f"{' '.join(words)} "
-        )
+        parts = self.path[-1].split("_")
+        if {*words} <= {*parts, *(part.removesuffix("s") for part in parts)}:
+            return True
+        return f"{self.field.description} ".lower().startswith(f"{' '.join(words)} ")
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -259,23 +262,28 @@ def early(argv: Sequence[str], *keys: Key) -> dict[str, Any]:
     return vars(parser.parse_known_args([_dashed(token) for token in argv])[0])
 
 
+CLOSE = 0.6  # of a misspelt flag and the known one, at least
 COMMON = ("dry_run", "config", "help", "version")  # flags of every program, beside its keys
 
 
 def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]) -> str:
-    """`; did you mean 'x'?`: another program's flag of that name, else one that is described by these words or has all
-    of them in its name, here before elsewhere, else the closest spelling.
+    """`; did you mean 'x'?`: another program's flag of that name, else the shortest that is described by these words or
+    has all of them in its name, here before elsewhere, else the closest spelling of all.
     """
-    names = [
-        f"{program}.{name}" for program, theirs in elsewhere.items() if any(key.answers_to(name) for key in theirs)
-    ]
-    for prefix, known in [("", keys), *((f"{program}.", theirs) for program, theirs in elsewhere.items())]:
-        names += [prefix + key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
-    return (
-        f"; did you mean '{names[0]}'?"
-        if names
-        else nearest(name, [*COMMON, *(each for key in keys for each in key.spellings)])
-    )
+    programs = [("", keys), *((f"{program}.", theirs) for program, theirs in elsewhere.items())]
+    names = [f"{prefix}{name}" for prefix, theirs in programs if any(key.answers_to(name) for key in theirs)]
+    for prefix, known in programs:
+        described = [key.spellings[0] for key in known if key.is_described_by(name.split("_"))]
+        names += [prefix + each for each in sorted(described, key=len)]
+    if names:
+        return f"; did you mean '{names[0]}'?"
+    spelled = {each: each for each in COMMON}
+    for prefix, known in programs:
+        for each in (each for key in known for each in key.spellings):
+            spelled.setdefault(each, prefix + each)
+    close = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in spelled}
+    best = max(close, key=lambda each: round(close[each], 1))  # the first of those that are about as close
+    return f"; did you mean '{spelled[best]}'?" if close[best] >= CLOSE else ""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -64,6 +65,17 @@ class OutputFlags(Config):
 
 class EvaluateFlags(ServerFlags, OutputFlags, SampleFlags, RunFlags):
     """Declares the flags of `atropos evaluate`."""
+
+    first_flags: ClassVar[Sequence[str]] = (
+        "model",
+        "dataset",
+        "dataset_path",
+        "base_url",
+        "api_key_env",
+        "samples",
+        "output",
+        "run_name",
+    )
 
 
 def parser() -> ArgumentParser:

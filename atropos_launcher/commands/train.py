@@ -27,6 +27,7 @@ from atropos_launcher.console.progress import RunProgress
 from atropos_launcher.console.progress_file import ProgressFile
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.console.summary import as_typed, outcome, read_rows, summary, typed_atropos
+from atropos_launcher.paths import named
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.addresses import Site, variables
 from atropos_launcher.placement.machines import MachineFlags
@@ -80,17 +81,8 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
     if asked.run.model is None and not asked.dry_run:
         unpack_start_model(Path(find_model(None)))
     with Ports() as ports:
-        asked = with_best_layout(asked, run_dir, ports)
-        plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
-        expect_lesson(plan.run, plan.trainer, plan.environments)
-        expect_sampling(plan.trainer)
-        expect_evaluations(plan.trainer, plan.environments)
-        if not asked.given.gpus:  # else it is another machine's plan
-            expect_complete(plan.environments)
-        expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
+        asked, plan = planned(asked, run_dir, ports)
         expect_continuation(plan, asked)
-        expect_lengths(plan.run, plan.trainer, plan.environments)
-        expect_filled_batches(plan.run, plan.trainer, plan.environments)
         if asked.dry_run:
             print(described(plan, asked), end="")
         expect_fit(plan, asked)
@@ -113,6 +105,23 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
         except AtroposError as error:  # the run has done well
             print_error(prog, error)
     return status
+
+
+def planned(asked: Asked, run_dir: Path, ports: Ports) -> tuple[Asked, Plan]:
+    """Return the plan, and what was asked with the layout that it chose. Raises ConfigError for what would run nowhere,
+    or lacks something here.
+    """
+    asked = with_best_layout(asked, run_dir, ports)
+    plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+    expect_lesson(plan.run, plan.trainer, plan.environments)
+    expect_sampling(plan.trainer)
+    expect_evaluations(plan.trainer, plan.environments)
+    if not asked.given.gpus:  # else it is another machine's plan
+        expect_complete(plan.environments)
+    expect_usable_flags(plan.run, plan.site, plan.trainer.bridge)
+    expect_lengths(plan.run, plan.trainer, plan.environments)
+    expect_filled_batches(plan.run, plan.trainer, plan.environments)
+    return asked, plan
 
 
 def sum_up(run_dir: Path, seconds: int, newcomer: bool) -> None:
@@ -203,9 +212,9 @@ def is_accepted(command: str) -> bool:
         asked = read_command_line([*(["quickstart"] if name == "quickstart" else []), *words, "--dry-run"])
         with Ports() as ports, by_name_alone():
             run_dir = choose_folder(asked)
-            asked = with_best_layout(asked, run_dir, ports)
-            plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+            asked, plan = planned(asked, run_dir, ports)
             expect_fit(plan, asked)
+            expect_disk(plan, asked)
     except AtroposError:
         return False
     return scarcity(plan, asked) is None
@@ -252,6 +261,7 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
+    notes += [f"Checkpoints take up to {amount(need.disk)} of disk"] if need is not None and need.disk else []
     speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan))
     notes += ["", *speed] if speed else []
     if site.teacher is not None:
@@ -360,10 +370,12 @@ def say_how_to_continue(asked: Asked, plan: Plan, console: PlainConsole) -> None
     run_dir = plan.site.run_dir
     if not (run_dir / "run.yaml").is_file() or trained_model(plan) is not None:
         return
-    words = ["train", "--resume", os.path.relpath(run_dir), *flags_of_machines(asked.given)]
+    words = ["train", "--resume", named(run_dir), *flags_of_machines(asked.given)]
     if line := disk_line(run_dir):
         console.say(line)
     first = "start Ray on the lost node again or continue without it, then run: " if plan.site.machines.ray else "run: "
+    if has_checkpoint(plan):
+        console.say("Nothing up to the last checkpoint is lost, nor any group that the batching API acknowledged")
     kept = "from the last checkpoint" if has_checkpoint(plan) else "(there is no checkpoint yet: from step 1)"
     console.say(f"To continue {kept}, {first}{as_typed(shlex.join(words), typed_atropos())}")
 

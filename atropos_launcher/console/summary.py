@@ -11,6 +11,8 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from atropos_launcher.paths import named
+from atroposlib.wire.folders import LATEST
 from atroposlib.wire.held_out import HeldOut, does_as_well, held_out
 
 NAME = "atropos"
@@ -118,13 +120,19 @@ def best_lines(checkpoints: Path) -> list[str]:
 
 
 def next_steps(
-    run: str, newcomer: bool, typed: str, accepts: Callable[[str], bool] = lambda command: True
+    run: str,
+    newcomer: bool,
+    typed: str,
+    accepts: Callable[[str], bool] = lambda command: True,
+    steps: int | None = None,
 ) -> dict[str, str]:
     """Commands with what they are for: what a newcomer tries next, of what this machine `accepts`, or what is done with
-    a run.
+    a run. `steps` are those of a run that has a checkpoint, from which it can continue.
     """
-    run = shlex.quote(run)
+    file, run = shlex.quote(f"{run}/run.yaml"), shlex.quote(named(Path(run)))
     look = {f"view {run}": "every curve, answer and token in your browser (docs/watch.md)"}
+    if steps is not None:
+        look[f"train --resume {run} --steps {2 * steps}"] = f"{steps} steps more, from the last checkpoint"
     if newcomer:
         larger = next(filter(accepts, LARGER), None)
         other_bridge = "train gsm8k_lora --dataset arithmetic"
@@ -137,7 +145,7 @@ def next_steps(
         }
     else:
         commands = look | {
-            f"train {run}/run.yaml --seed 2": "the same with other samples",
+            f"train {file} --seed 2": "the same with other samples",
             f"plot {run} OTHER_RUN": "compare it with another run",
             f"push {run} --hub USER/NAME": "share the trained model",
         }
@@ -173,21 +181,23 @@ def summary(
     `accepts` are offered.
     """
     run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)
-    steps = next_steps(run, newcomer, typed, accepts)
+    rows, checkpoints = read_rows(run_dir / "metrics.jsonl"), run_dir / "checkpoints"
+    done = int(rows[-1]["step"]) if rows and (checkpoints / LATEST).exists() else None
+    steps = next_steps(run, newcomer, typed, accepts, done)
     width = max(map(len, steps))
     return "\n".join(
         [
             "",
             *accuracy_lines(read_rows(run_dir / "evaluations.jsonl")),
-            reward_line(read_rows(run_dir / "metrics.jsonl")),
+            reward_line(rows),
             f"Took {seconds // 60} min {seconds % 60} s",
             "",
             f"Where to look, in {run}/:",
             "  reward.png                 reward and accuracy by step",
             "  metrics.jsonl              all metrics, one row per step",
             "  samples*.jsonl             what the model answered, and its rewards",
-            f"  {trained_line(run_dir / 'checkpoints')}",
-            *(f"  {line}" for line in best_lines(run_dir / "checkpoints")),
+            f"  {trained_line(checkpoints)}",
+            *(f"  {line}" for line in best_lines(checkpoints)),
             "  *.log, *.yaml              each service's log and configuration",
             "What to try next:",
             *(f"  {command:<{width}}  {what}" for command, what in steps.items()),

@@ -15,7 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 
@@ -88,6 +88,17 @@ Ctrl-C ends all services within 10 s. So does the failure of one service.
 
 class RunFlags(Config):
     """Run"""
+
+    first_flags: ClassVar[Sequence[str]] = (
+        "model",
+        "steps",
+        "dataset",
+        "dataset_path",
+        "bridge",
+        "run_name",
+        "resume",
+        "gpus",
+    )
 
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local directory; also the second word, without --model"
@@ -225,6 +236,7 @@ def read_command_line(
         about=_about(line.words, prog),
         epilog=_more(),
         usage=USAGE[prog],
+        first=flags.first_flags,
         elsewhere=_keys_of_programs,
     )
     given = _checked(values, flags)
@@ -298,7 +310,8 @@ def _keys_of_programs() -> dict[str, list[Key]]:
         "api": RunApiConfig,
         "vllm": planned,
     }
-    return {program: list(keys_of(tree)) for program, tree in programs.items()}
+    known = {program: list(keys_of(tree)) for program, tree in programs.items()}
+    return {**known, "trainer": [key for key in known["trainer"] if ".".join(key.path) not in OWN_TRAINER_FLAGS]}
 
 
 def _machines(given: RunFlags, ray: object, dry_run: bool, is_planned: bool) -> Machines:
@@ -329,9 +342,8 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
 
 def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
     """The flags, for help and completion."""
-    return flag_parser.make_parser(
-        keys_of(flags), prog, _about(split(argv, keys_of(flags)).words, prog), _more(), usage=USAGE[prog]
-    )
+    about = _about(split(argv, keys_of(flags)).words, prog)
+    return flag_parser.make_parser(keys_of(flags), prog, about, _more(), usage=USAGE[prog], first=flags.first_flags)
 
 
 def _more() -> str:

@@ -357,7 +357,9 @@ def find_run_file(name: str, beside: Path | None = None) -> Path:
     for run in (given, paths.RUNS / given):
         if (run / "run.yaml").is_file():
             kept = f"{run / 'run.yaml'} is its run file"
-            raise ConfigError(f"{name!r} is a run: `atropos train --resume {run}` continues it, and {kept}")
+            raise ConfigError(
+                f"{name!r} is a run: `atropos train --resume {paths.named(run)}` continues it, and {kept}"
+            )
     if given.suffix == ".py" and given.is_file():
         raise ConfigError(f"{name!r} is no run file: `atropos train arithmetic --env.file {name}` trains on it")
     if given.is_file():

@@ -383,6 +383,9 @@ class FakeServerConfig(Config):
         " own.",
     )
     served_name: str = Field(default="fake", description="Name in /v1/models.")
+    max_model_len: int = Field(
+        default=32_768, ge=1, description="Context in tokens that /v1/models tells, as vLLM does. Nothing is refused."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -422,6 +425,7 @@ async def _serve(config: FakeServerConfig, answer: Answer) -> None:
             model_name=config.served_name,
             tokenizer_folder=folder,
         ) as server:
+            server.max_model_len = config.max_model_len
             log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
             await asyncio.Event().wait()
 

@@ -48,6 +48,12 @@ QWEN3 = {  # the same, with heads of 128
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 151_936, False),
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}  # of the last
+CONTEXTS = (  # by id: max_position_embeddings
+    (re.compile(r"Qwen/(?:Qwen2\.5-[\d.]+B-Instruct)"), 32_768),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?-Base)"), 32_768),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?)"), 40_960),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?-(?:Instruct|Thinking)-2507)"), 262_144),
+)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # at least 1
 OTHER_SIZES = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok")  # or 0
 IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -227,8 +233,12 @@ def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
 
 
 def context_of(model: str) -> int | None:
-    """Tokens of context that a model's config.json names; None where it is not here, or is stretched by scaling."""
-    config = read_config(model) or {}
+    """Tokens of context that a model's config.json names, here or as published; None where that is not known, or is
+    stretched by scaling.
+    """
+    config = read_config(model)
+    if config is None:
+        return next((tokens for name, tokens in CONTEXTS if name.fullmatch(model)), None)
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     is_scaled = (
         isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type") or "default") != "default"

@@ -119,7 +119,7 @@ def test_the_window_is_served_beside_the_run_and_named_for_later(finished: Finis
     assert re.search(rf"Watch it in a browser: {address}\n", finished.console)
     assert "http://127.0.0.1:" in (finished.folder / "view.log").read_text()
     assert "view died" not in finished.console
-    assert f" view runs/{finished.folder.name} " in finished.console
+    assert f" view {finished.folder.name} " in finished.console
 
 
 def test_samples_carry_what_was_sampled(finished: Finished) -> None:

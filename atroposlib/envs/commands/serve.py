@@ -207,7 +207,8 @@ class ServeLoop:
                 self._begin_evaluation()
         await self.pool.cancel_all()
         await self._finish_evaluations()
-        log.info("Done: policy version %d of %d; %s", status.version, self.run.total_steps, dict(self.run.counts))
+        counts = "".join(f", {count} {name.replace('_', ' ')}" for name, count in self.run.counts.items())
+        log.info("Done: policy version %d of %d%s", status.version, self.run.total_steps, counts)
 
     def _more_may_come(self, status: EnvStatus) -> bool:
         """Return whether the trainer may serve one more version, to be evaluated, after its last step."""

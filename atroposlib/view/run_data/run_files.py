@@ -120,7 +120,7 @@ class RunFiles:
             "state": state,
             "reason": reason,
             "started": _unix(record.starts[0].time) if record.starts else None,
-            "ended": self._last_write() if state not in ("running", "unknown") else None,
+            "ended": self._last_word(last, steps.get("time")) if state not in ("running", "unknown") else None,
             "steps_done": int(steps.get("step") or 0),
             "planned_steps": self._planned(record, settings),
             "ended_well": record.held_out is not UNSET,
@@ -249,6 +249,15 @@ class RunFiles:
     def _environments(self, settings: Mapping[str, object]) -> list[str]:
         named = settings.get("environments")
         return [str(name) for name in named] if isinstance(named, dict) else []
+
+    def _last_word(self, last: Start, row: Number | None) -> float | None:
+        """Return when the run ended, as its launcher.log and its last `row` say. The times of files, which change when
+        they are copied, count where nothing else tells.
+        """
+        zone = str(last.time)[len("2026-11-22T19:34:50") :]
+        lines = self.log(LAUNCHER, 1) if zone else []
+        told = [_unix(f"{line[:19]}{zone}") for line in lines] + [finite_number(row)]
+        return max((time for time in told if time is not None), default=None) or self._last_write()
 
     def _last_write(self) -> float | None:
         times = []

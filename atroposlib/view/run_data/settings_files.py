@@ -47,9 +47,12 @@ class SettingsFiles:
         return _flat(self.of("run"))
 
     def resolved(self) -> dict[str, object]:
-        """Every setting of trainer, batching API and environments, defaults included, by the names of run.yaml."""
-        trainer = dict(self.of("trainer"))
-        tree: Tree = {"bridge": trainer.pop("bridge", None), "trainer": trainer, "api": self.of("api")}
+        """Every setting of the services, defaults included, by the names of run.yaml; of vLLM what the launcher gives
+        to the one server.
+        """
+        trainer, vllm = dict(self.of("trainer")), self.of("vllm")
+        tree: Tree = {"bridge": trainer.pop("bridge", None), "trainer": trainer, "api": self.of("api"), "vllm": vllm}
+        tree["dtype"] = vllm.get("dtype")
         environments = self.of("run").get("environments")
         names = [str(name) for name in environments] if isinstance(environments, dict) else []
         known = {name: self.of(name if len(names) > 1 else "env") for name in names if name.isprintable()}
@@ -58,7 +61,9 @@ class SettingsFiles:
 
 
 def read_yaml(content: bytes) -> Tree:
-    """The mapping of a YAML file that may be hostile. Raises ValueError, RecursionError."""
+    """The mapping of a YAML file that may be hostile, or what its list of flags says. Raises ValueError,
+    RecursionError.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):  # in Python: the one in C crashes on deep nesting
@@ -84,7 +89,18 @@ def read_yaml(content: bytes) -> Tree:
         found = yaml.load(content, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else _of_flags(found) if isinstance(found, list) else {}
+
+
+def _of_flags(words: list[object]) -> Tree:
+    """`[--max-model-len, '256', --enable-lora]` by the names of a run file."""
+    texts = [word if isinstance(word, str) else "" for word in words]
+    following = ["" if text.startswith("--") else text for text in [*texts[1:], ""]]
+    return {
+        name.removeprefix("--").replace("-", "_"): (int(text) if text.isdecimal() else text) if text else True
+        for name, text in zip(texts, following, strict=True)
+        if name.startswith("--")
+    }
 
 
 def _parsed(path: Path) -> tuple[Tree, str]:

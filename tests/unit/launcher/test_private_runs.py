@@ -22,6 +22,7 @@ from atropos_launcher.services import ray_actor
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import CannotStart
 from atroposlib.view.run_data.runs import Runs
+from atroposlib.wire.folders import LATEST
 from tests.unit.common.disk import broken_disk
 from tests.unit.launcher.plans import no_processes, plan
 
@@ -90,7 +91,17 @@ def test_a_run_that_ended_early_and_well_is_not_to_be_continued(
     (tmp_path / "run.yaml").write_text("")
     with Ports() as ports:
         train.train(read_command_line(["arithmetic"]), made, False, None, ports)
-    assert ("To continue" in capsys.readouterr().out) == (status != 0)
+    said = capsys.readouterr().out
+    assert ("To continue (there is no checkpoint yet: from step 1)" in said) == (status != 0)
+    assert "is lost" not in said
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / LATEST).write_text("step_20\n")
+    made = replace(made, trainer=made.trainer.model_copy(update={"save_path": tmp_path / "checkpoints"}))
+    with Ports() as ports:
+        train.train(read_command_line(["arithmetic"]), made, False, None, ports)
+    said = capsys.readouterr().out
+    kept = "Nothing up to the last checkpoint is lost, nor any group that the batching API acknowledged"
+    assert (kept in said, "To continue from the last checkpoint" in said) == (status != 0, status != 0)
 
 
 def test_a_run_that_is_done_says_what_its_record_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,19 @@
 """Where the fake inference server's answers come from: a list, at random, or the right one at a rate."""
 
+import asyncio
+import contextlib
 import json
 from itertools import islice
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_answers import AtRandom, CannotAnswer, InTurn, Right
-from atroposlib.testing.fake_inference_server import Answer, FakeServerConfig, configured_answer
+from atroposlib.testing.fake_inference_server import Answer, FakeServerConfig, _serve, configured_answer
+from tests.serving import free_port
 
 
 def answers(*flags: str) -> Answer:
@@ -101,3 +105,18 @@ def test_samples_asked_one_by_one_are_those_asked_together() -> None:
 def test_a_right_answer_needs_a_reference() -> None:
     with pytest.raises(CannotAnswer, match=r"--right needs: only `process`"):
         drawn(Right(1.0, InTurn(["no"])), "?", 1)
+
+
+async def test_the_command_tells_a_context_so_that_process_can_name_what_is_longer() -> None:
+    """As vLLM does: without one, `process` has nothing to compare a prompt or --env.max_new_tokens with."""
+    config = FakeServerConfig(port=free_port(), answer=["7"])
+    serving = asyncio.create_task(_serve(config, configured_answer(config)))
+    async with aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                listed = await (await session.get(f"http://127.0.0.1:{config.port}/v1/models")).json()
+                break
+            await asyncio.sleep(0.02)
+            assert not serving.done()
+    serving.cancel()
+    assert listed["data"][0]["max_model_len"] == 32_768

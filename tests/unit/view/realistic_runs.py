@@ -219,8 +219,9 @@ class RunWriter:
         return START - self.age_s + 50 + STEP_S * step
 
     def log(self, service: str, *lines: str) -> None:
+        at = _iso(self.time(self.steps))[:19].replace("T", " ")
         with (self.run / f"{service}.log").open("a") as file:
-            file.writelines(f"2026-11-25 09:46:40 {line}\n" for line in lines)
+            file.writelines(f"{at} {line}\n" for line in lines)
         os.utime(self.run / f"{service}.log", (self.time(self.steps), self.time(self.steps)))
 
     def note(self, note: str, *tags: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from atroposlib.view.server import PAGE
 from atroposlib.wire.metric_words import CHARTS, METRIC_WORDS
+from example_trainer.loop.timeline import READ
 from example_trainer.output.metrics import ROW_KEYS
 
 COLOUR = r"(?:--|\.)([\w-]+)(?:, \.none)?(?: \{ --heat)?: light-dark\((#\w{6}), (#\w{6})\)"
@@ -70,6 +71,7 @@ def test_every_metric_that_the_window_names_is_documented_and_charts_are_of_colu
     named = [name for group in METRIC_WORDS.values() for name in group]
     assert len(named) == len(set(named))
     assert set(named) <= documented
+    assert READ.keys() <= set(named)  # what the timeline adds
     assert set(ROW_KEYS) - {"step", "policy_version"} <= set(named)  # what the trainer writes first
     computed = {"throughput", "logprob_diff", "staleness"}
     drawn = {key for chart in CHARTS for key in (chart.key, *chart.keys.values())}

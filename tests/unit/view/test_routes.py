@@ -42,6 +42,22 @@ def test_runs_are_listed_with_how_far_they_have_come(run: Path) -> None:
     assert found["started"] == 1_800_000_000
 
 
+def test_a_run_that_was_copied_ended_when_its_launcher_says(run: Path) -> None:
+    def ended() -> float:
+        return float(get(client(run), "/api/runs")["runs"][0]["ended"])
+
+    os.utime(run / "metrics.jsonl", (START + 5000, START + 5000))
+    assert ended() == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    (run / "run.json").write_text(json.dumps({"starts": [{"time": "2027-01-15T10:00:00+0200"}]}))
+    (run / "launcher.log").write_text("2027-01-15 10:05:00 INFO    [launcher] trainer has ended\n")
+    assert ended() == START + 300
+    (run / "metrics.jsonl").unlink()
+    (run / "launcher.log").write_text("nothing that is a time\n")
+    os.utime(run / "launcher.log", (START + 9, START + 9))
+    os.utime(run / "run.json", (START + 7, START + 7))
+    assert ended() == START + 9
+
+
 def test_a_run_that_ended_early_of_its_own_is_finished(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", steps=2)
     assert get(client(run), "/api/runs")["runs"][0]["state"] == "ended"
@@ -217,6 +233,18 @@ def test_a_comparison_leaves_places_out_and_shows_defaults(tmp_path: Path) -> No
         {"name": "trainer.kl_coef", "values": [0.0, 0.05], "defaults": [True, False]}
     ]
     assert reply["compared"] == 5  # commit and port say where a run was; nobody chose clip_eps
+
+
+def test_a_comparison_shows_what_the_launcher_gave_to_vllm_as_a_default(tmp_path: Path) -> None:
+    for name, chosen in (("a", "{}"), ("b", "{dtype: bfloat16, vllm: {max_model_len: 256}}")):
+        path = make_run(tmp_path / name)
+        (path / "run.yaml").write_text(f"{chosen}\n")
+        (path / "vllm.yaml").write_text("[--dtype, float32, --max-model-len, '256', --enable-lora, --port, '9001']\n")
+    reply = client(tmp_path / "a", tmp_path / "b").get("/api/compare?run=a&run=b").json()
+    assert [setting for setting in reply["differing"] if setting["name"] != "model"] == [
+        {"name": "dtype", "values": ["float32", "bfloat16"], "defaults": [True, False]}
+    ]
+    assert get(client(tmp_path / "a"), "/api/runs/a/settings")["resolved"]["vllm.enable_lora"] is True
 
 
 def test_the_head_of_a_run_has_its_settings_and_its_details(run: Path) -> None:

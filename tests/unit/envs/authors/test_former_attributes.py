@@ -1,9 +1,12 @@
 """Attributes that environments of 0.4.0 found on themselves hold what they held."""
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from atroposlib.envs.commands.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -32,7 +35,8 @@ class LookingEnv(CountingEnv):
         return super().perf_stats(metrics)
 
 
-async def test_they_say_what_goes_on(tmp_path: Path) -> None:
+async def test_they_say_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with running_api() as api, FakeInferenceServer() as server:
         settings = config(tmp_path, api.url, steps_per_eval=1, use_wandb=True)
         env = LookingEnv(settings, server_config(server))
@@ -58,6 +62,9 @@ async def test_they_say_what_goes_on(tmp_path: Path) -> None:
     assert env.last_completed_item is not None
     assert env.running_items == {}
     assert sum(env.task_successful) == env._env_run.counts["items_done"] >= 2
+    (end,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Done: ")]
+    assert f", {env._env_run.counts['items_done']} items done" in end
+    assert "{" not in end
     assert (env.n_groups_to_process, env.group_size_to_process) == (settings.total_steps, settings.group_size)
 
 

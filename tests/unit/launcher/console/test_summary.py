@@ -8,6 +8,7 @@ import pytest
 
 from atropos_launcher.cli import COMMANDS
 from atropos_launcher.console import summary
+from atroposlib.wire.folders import LATEST
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -108,6 +109,21 @@ def test_atropos_is_typed_by_its_name_where_that_starts_it_else_by_its_file(
         monkeypatch.setenv("PATH", str(path))
         monkeypatch.chdir(folder)
         assert summary.typed_atropos() == typed
+
+
+@pytest.mark.parametrize("newcomer", [True, False])
+def test_a_run_that_has_a_checkpoint_can_be_continued(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newcomer: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--resume" not in summary.summary(run, 1, newcomer, "atropos")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / LATEST).write_text("step_3\n")
+    text = summary.summary(run, 1, newcomer, "atropos")
+    assert re.search(r"^  atropos view mine  ", text, re.MULTILINE)  # one spelling: the name is enough here
+    assert re.search(r"^  atropos train --resume mine --steps 6  +3 steps more", text, re.MULTILINE)
+    monkeypatch.chdir("/")
+    assert f"atropos view {str(run).removeprefix('/')} " in summary.summary(run, 1, newcomer, "atropos")
 
 
 def test_a_run_with_a_blank_in_its_name_is_quoted() -> None:

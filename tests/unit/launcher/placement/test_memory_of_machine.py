@@ -198,6 +198,38 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.M
                 train.main([*words.split(), "--dry-run"])
 
 
+def test_the_plan_tells_the_disk_of_another_machine_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8.191 billion weights three states of 12 bytes, and the last model, the best and its successor of 4 each."""
+    assert train.main(["gsm8k", "Qwen/Qwen3-8B", "--gpus", "8x80", "--dry-run"]) == 0
+    assert "# Checkpoints take up to 393.2 GB of disk\n" in capsys.readouterr().out
+    assert train.main(["gsm8k_lora", "--gpus", "8x80", "--dry-run"]) == 0
+    assert "of disk" not in capsys.readouterr().out
+
+
+def test_nothing_is_offered_that_the_disk_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, 64)
+    assert train.is_accepted(LARGER[0])
+    has_disk(monkeypatch, 5)
+    assert not train.is_accepted(LARGER[0])
+    assert not train.is_accepted("train arithmetic --env.max_new_tokens 300")  # nor what leaves no room for a prompt
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ("Qwen3-8B", 40_960),
+        ("Qwen3-4B-Base", 32_768),
+        ("Qwen3-4B-Instruct-2507", 262_144),
+        ("Qwen2.5-7B-Instruct", 32_768),
+    ],
+)
+def test_the_context_of_a_published_model_bounds_its_server_without_a_hub(model: str, context: int) -> None:
+    words = ["gsm8k", f"Qwen/{model}", "--gpus", "8x80", "--dry-run", "--vllm.max_model_len"]
+    assert train.main([*words, f"{context}"]) == 0
+    with pytest.raises(ConfigError, match=rf"max_model_len {context + 1} is above the {context} tokens of context"):
+        train.main([*words, f"{context + 1}"])
+
+
 def test_what_a_run_has_written_counts_when_it_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of the 3.2 GB that `arithmetic` takes at the most."""
     step = tmp_path / "mine/checkpoints/step_20"

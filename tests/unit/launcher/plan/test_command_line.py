@@ -24,7 +24,14 @@ WRONG = [
     (["--stepz", "3"], "unknown flag --stepz; did you mean 'steps'?"),
     (["--lr", "1e-5"], "unknown flag --lr; did you mean 'trainer.lr'?"),
     (["--learning-rate", "1e-5"], "unknown flag --learning-rate; did you mean 'trainer.lr'?"),
-    (["--checkpoint-keep", "1"], "unknown flag --checkpoint-keep (--help"),
+    (["--checkpoint-keep", "1"], "unknown flag --checkpoint-keep; did you mean 'trainer.keep_checkpoints'?"),
+    (["--lora-rank", "8"], "unknown flag --lora-rank; did you mean 'trainer.lora_r'?"),
+    (["--batch", "8"], "unknown flag --batch; did you mean 'trainer.batch_size'?"),
+    (["--max-tokens", "8"], "unknown flag --max-tokens; did you mean 'env.max_new_tokens'?"),
+    (["--max-steps", "8"], "unknown flag --max-steps; did you mean 'steps'?"),
+    (["--training-steps", "8"], "unknown flag --training-steps; did you mean 'steps'?"),  # the trainer's is refused
+    (["--modell", "x"], "unknown flag --modell; did you mean 'model'?"),
+    (["--output-dir", "x"], "unknown flag --output-dir (--help all lists them)"),
     (["--checkpoints-keep", "1"], "unknown flag --checkpoints-keep; did you mean 'trainer.keep_checkpoints'?"),
     (["--group-size=4"], "unknown flag --group-size; did you mean 'env.group_size'?"),
     (["--bridge-sends", "direct"], "unknown flag --bridge-sends; did you mean 'trainer.bridge_sends'?"),
@@ -76,17 +83,33 @@ def test_a_wrong_command_line_is_one_line_and_status_2(
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-def test_help_says_what_the_recipe_does_and_every_flag(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def shown_by(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        train.main([recipe, "--help"])
+        cli.main(argv)
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: atropos train RECIPE|FILE.yaml [MODEL]")
-    for flag in ("--model", "--steps", "--dataset", "--dataset-path", "--run-name", "--seed", "--batch-invariant"):
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_help_has_the_eight_flags_of_a_newcomer_and_all_has_every_one(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ("--model", "--steps", "--dataset", "--dataset-path", "--bridge", "--run-name", "--resume", "--gpus")
+    sections = ("--dry-run", "--trainer.lr", "--trainer.X", "--env.X")
+    short = shown_by("train", recipe, "--help", capsys=capsys)
+    assert short.startswith("usage: atropos train RECIPE|FILE.yaml [MODEL]")
+    begin = short.partition("\nTo begin with:\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^  (--\S+)", begin, re.MULTILINE)) == first
+    shown = shown_by("train", recipe, "--help", "all", capsys=capsys)
+    for flag in (*first, "--seed", "--batch-invariant", "--dtype", "--api-port", "--vllm-port", *sections):
         assert f"\n  {flag}" in shown, flag
-    for flag in ("--dtype", "--api-port", "--vllm-port", "--resume", "--dry-run", "--trainer.X", "--env.X"):
-        assert f"\n  {flag}" in shown, flag
+        assert (f"\n  {flag}" in short) == (flag in (*first, *sections)), flag
+
+
+@pytest.mark.parametrize("command", ["quickstart", "evaluate"])
+def test_other_commands_begin_with_eight_flags_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = shown_by(command, "--help", capsys=capsys).partition("\nTo begin with:\n")[2].partition("\n\n")[0]
+    assert len(re.findall(r"^  --", begin, re.MULTILINE)) == 8
 
 
 def test_help_of_the_quickstart_asks_for_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:

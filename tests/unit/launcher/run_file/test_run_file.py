@@ -137,8 +137,8 @@ def test_an_unknown_dataset_is_refused_where_a_recipe_knows_its_own(folder: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mine", "'mine' is a run: `atropos train --resume runs/mine` continues it, and runs/mine/run.yaml is its"),
-        ("runs/mine", "'runs/mine' is a run: `atropos train --resume runs/mine` continues it"),
+        ("mine", "'mine' is a run: `atropos train --resume mine` continues it, and runs/mine/run.yaml is its"),
+        ("runs/mine", "'runs/mine' is a run: `atropos train --resume mine` continues it"),
         ("my_server.py", "'my_server.py' is no run file: `atropos train arithmetic --env.file my_server.py` trains"),
         ("notes.txt", "'notes.txt' is no run file: the name of one ends in .yaml"),
     ],
