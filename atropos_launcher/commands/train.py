@@ -178,6 +178,13 @@ def new_tokens(plan: Plan) -> int | None:
     return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
+def on_policy(plan: Plan) -> bool:
+    """Return whether no environment samples while the trainer works."""
+    return not any(
+        environment.resolved["env"].get("max_batches_offpolicy") for environment in plan.environments.values()
+    )
+
+
 def taken_by(folder: Path) -> int:
     """Bytes of the files in a directory and below, each counted once."""
     found = [path.lstat() for path in folder.rglob("*")]
@@ -248,7 +255,7 @@ def described(plan: Plan, asked: Asked) -> str:
     unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
-    notes += [] if need is None else ["", *speed_lines(need, site.placement, new_tokens(plan))]
+    notes += [] if need is None else ["", *speed_lines(need, site.placement, new_tokens(plan), on_policy(plan))]
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
