@@ -513,3 +513,18 @@ def test_a_second_process_says_where_it_writes(desk: Desk) -> None:
     assert "the page to read will be data/mine_1.html" in second.text
     assert second.last_line.endswith("Wrote the groups to data/mine_1.jsonl and the page to data/mine_1.html")
     assert Path("data/mine_1.jsonl").read_text().count("\n") == 2
+
+
+def test_rollouts_that_fail_say_why_themselves(desk: Desk) -> None:
+    fails = "raise RolloutFailed('the game server is gone')"
+    ended = desk.run(
+        changed(
+            QUESTION,
+            (SCORE_DEF, f"async def rollouts(self, item, n, *settings):\n        {fails}\n\n    {SCORE_DEF}"),
+            ("\n\nclass", "\nfrom atroposlib.envs.failures import RolloutFailed\n\nclass"),
+        ),
+        *PROCESS,
+    )
+    assert ended.code == 1
+    assert "The last one: 4 of its 4 rollouts failed" in ended.last_line
+    assert ended.last_line.endswith("the game server is gone")
