@@ -191,6 +191,13 @@ def new_tokens(plan: Plan) -> int | None:
     return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
+def on_policy(plan: Plan) -> bool:
+    """Return whether no environment samples while the trainer works."""
+    return not any(
+        environment.resolved["env"].get("max_batches_offpolicy") for environment in plan.environments.values()
+    )
+
+
 def taken_by(folder: Path) -> int:
     """Bytes of the files in a directory and below, each counted once."""
     found = [path.lstat() for path in folder.rglob("*")]
@@ -262,7 +269,7 @@ def described(plan: Plan, asked: Asked) -> str:
     cache = cache_on_cpu(plan)
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
     notes += [f"Checkpoints take up to {amount(need.disk)} of disk"] if need is not None and need.disk else []
-    speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan))
+    speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan), on_policy(plan))
     notes += ["", *speed] if speed else []
     if site.teacher is not None:
         notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]

@@ -247,7 +247,10 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
                 f"layout.vllm: the servers {one + 1} and {other + 1} both have GPU {both[0]}: give it to one of them"
             )
     if not trainer:
-        raise ConfigError(f"layout: vLLM takes {', '.join(vllm)}, which leaves none for the trainer; {shown}")
+        raise ConfigError(
+            f"layout: vLLM takes {', '.join(vllm)}, which leaves none for the trainer; {shown}. Give it fewer"
+            " (--vllm.tensor-parallel-size, --vllm.count, --layout.vllm)"
+        )
     for index, (server, size) in enumerate(zip(servers, sizes, strict=True)):
         given = run.servers[index].get("tensor_parallel_size")
         if len(server) < size or (given and len(server) != int(given)):

@@ -157,9 +157,10 @@ def best_layout(ways: Mapping[int, Sampling]) -> int:
     return min(count for count, way in ways.items() if way.tokens_per_s * CLEARLY >= most)
 
 
-def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None) -> list[str]:
+def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None, on_policy: bool = False) -> list[str]:
     """Say for --dry-run what a step takes by arithmetic, and what other layouts of vLLM's GPUs would sample; nothing
-    where a card is not known. `new_tokens` of an answer, at most, where that is known.
+    where a card is not known. `new_tokens` of an answer, at most, where that is known. `on_policy`: no environment
+    samples while the trainer works.
     """
     chosen = sampling(need, placement)
     if chosen is None:
@@ -169,14 +170,17 @@ def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None)
     sampled, trained = chosen.answers * length / chosen.tokens_per_s, training_s(need, placement, card)
     told, peak = f"{chosen.answers} answers of {length} tokens", f"{TRAINED_SHARE:.0%} of the peak"
     sequences = f"training on {chosen.answers} sequences of {config.seq_len}"
+    offload = need.verdict(placement).training.offload
+    peak += f", as 1.7B on one H100{'' if offload == 'none' else f', without what --trainer.offload {offload} costs'}"
     lines = [
         f"Time of a step by arithmetic, not measured (GPUs with this memory are taken for {card.name}):",
         f"  {f'sampling {told}':<46} at least {sampled:>8.3f} s: at most {chosen.tokens_per_s:,.0f} tokens/s",
-        f"  {sequences:<46} about    {trained:>8.3f} s: {peak}, as 1.7B on one H100",
+        f"  {sequences:<46} about    {trained:>8.3f} s: {peak}",
     ]
     if (sent := sync_s(need, placement, card)) is not None:
         lines.append(f"  {'broadcast of all weights':<46} at least {sent:>8.3f} s, while sampling continues")
-    lines.append(_whole_run(config.training_steps, sampled, trained, placement))
+    together = not (placement.is_shared or on_policy)
+    lines.append(_whole_run(config.training_steps, sampled, trained, placement.gpus, together))
     ways = layouts(need, placement)
     if len(ways) > 1:
         told = "; ".join(
@@ -188,11 +192,7 @@ def speed_lines(need: Need, placement: Placement, new_tokens: int | None = None)
     return lines
 
 
-def _whole_run(steps: int, sampled_s: float, trained_s: float, placement: Placement) -> str:
-    together = not placement.is_shared
+def _whole_run(steps: int, sampled_s: float, trained_s: float, gpus: int, together: bool) -> str:
     hours = steps * (max(sampled_s, trained_s) if together else sampled_s + trained_s) / 3600
     how = f"sampling {'while' if together else 'and then'} training, without start and evaluations"
-    return (
-        f"  {f'all {steps} steps on {placement.gpus} GPUs':<46} at least {hours:>8.3f} h,"
-        f" {hours * placement.gpus:.3f} GPU hours: {how}"
-    )
+    return f"  {f'all {steps} steps on {gpus} GPUs':<46} at least {hours:>8.3f} h, {hours * gpus:.3f} GPU hours: {how}"

@@ -294,6 +294,7 @@ def _changed(
     return changed, SectionFlags([*trainer, *bridge], api, programs)
 
 
+STAGING = "bridge_staging"  # a flag of vLLM's server that the memory plan knows
 OF_QUESTIONS = ("max_new_tokens", "temperature", "top_p", "heldout_size", "max_turns")  # their environments load much
 
 
@@ -303,7 +304,7 @@ def _keys_of_programs() -> dict[str, list[Key]]:
     """
     texts_of = dict.fromkeys(OF_QUESTIONS, (str | None, None))
     of_questions = create_model("EnvFlags", __base__=BaseEnvConfig, **texts_of)  # type: ignore[call-overload]
-    planned = create_model("VllmFlags", **{name: (str | None, None) for name in PLANNED})  # type: ignore[call-overload]
+    planned = create_model("VllmFlags", **{name: (str | None, None) for name in (*PLANNED, STAGING)})  # type: ignore[call-overload]
     programs: dict[str, type[BaseModel]] = {
         "trainer": TrainerConfig,
         "env": of_questions,

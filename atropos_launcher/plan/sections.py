@@ -4,6 +4,7 @@ trainer and batching API by their Config classes, an environment by its `serve -
 
 import importlib.util
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from atropos_launcher.run_file.saved_settings import without_secrets
 from atropos_launcher.run_file.servers import Tree, served_tokens
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atroposlib.config import Config, resolve_config
+from atroposlib.envs.authors.author_errors import is_authors
 from atroposlib.envs.config import LACKS
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, Setting, nearest
@@ -38,6 +40,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
 
 C = TypeVar("C", bound=Config)
+FRAME = re.compile(r'  File "([^"]+)", line (\d+)')  # of a traceback
 
 VLLM_START_S = 1800.0
 CHECK_LIMIT_S = 120.0
@@ -435,6 +438,18 @@ def no_program(name: str) -> str:
     return f"there is no file or module {name!r}{remedy} the path of its .py file, or one of {ours}"
 
 
+def _why_none(program: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
+    """Tell why an environment's program printed no configuration: its own error, or what it raised and where."""
+    if done.returncode == 0:
+        return f'{shlex.join(program)} printed no configuration; end it with `MyEnv.cli(default_command="serve")`'
+    lines = done.stderr.rstrip().splitlines() or [f"{exit_words(done.returncode)}, and nothing on stderr"]
+    if " error: " in lines[-1] or not (frames := [at for at, line in enumerate(lines) if FRAME.match(line)]):
+        return lines[-1].partition(" error: ")[2] or lines[-1]
+    raised = next((line for line in lines[frames[-1] :] if not line.startswith(" ")), lines[-1])
+    places = [found.groups() for at in frames if (found := FRAME.match(lines[at])) and is_authors(found[1])]
+    return " at ".join([raised, *(f"{file}:{line}" for file, line in places[-1:])])
+
+
 def ask_environment(
     name: str, program: Sequence[str], settings: Mapping[str, object], typed: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[Tree, list[str]]:
@@ -456,8 +471,7 @@ def ask_environment(
             ) from None
     printed = done.stdout[done.stdout.find("env:") :]
     if done.returncode != 0 or not printed.startswith("env:"):
-        said = done.stderr.strip().splitlines() or [f"{exit_words(done.returncode)}, and nothing on stderr"]
-        raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
+        raise ConfigError(f"environments.{name}: {_why_none(program, done)}")
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in typed if word.startswith("--")}
     resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}", names))
     return resolved, [line.partition(LACKS)[2] for line in printed.splitlines() if line.startswith(f"# {LACKS}")]

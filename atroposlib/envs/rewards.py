@@ -15,6 +15,7 @@ parameters are read once, when the environment is built.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat, TypeVar, overload
@@ -45,8 +46,15 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
     metrics, `train/reward_NAME`; one of weight 0 has that alone.
     """
 
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
+
     def mark(function: F) -> F:
-        setattr(function, WEIGHT, float(weight))
+        setattr(function, WEIGHT, value)
         return function
 
     return mark if method is None else mark(method)
@@ -102,7 +110,10 @@ class Rewards:
         for each, value in zip(self.named, values, strict=True):
             if value is None:
                 raise Unscored(f"the reward {each.name} is None")
-            rewards[each.name] = _number(value, getattr(env, each.name), "a number")
+            method = getattr(env, each.name)
+            rewards[each.name] = _number(value, method, "a number")
+            if not math.isfinite(rewards[each.name]):
+                raise WrongReturn(method, value, "a finite number, or None if the answer cannot be scored")
         return Scored(sum(each.weight * rewards[each.name] for each in self.named), rewards=rewards)
 
 
@@ -141,6 +152,8 @@ def _method(env: object, name: str, weight: float = 1.0) -> Method:
     try:
         signature.bind("item", "answer", **dict.fromkeys(declared))
     except TypeError as error:
+        first = next(iter(inspect.signature(inspect.unwrap(getattr(type(env), name))).parameters), "")
+        error = TypeError(f"write self before {first}") if first == "item" else error
         raise ValueError(
             f"{type(env).__name__}.{name}{signature} is called with the item and the answer, and by name with"
             f" {' and '.join(BY_NAME)} if it declares them: {error}"

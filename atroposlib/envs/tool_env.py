@@ -26,7 +26,7 @@ from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Split, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
-from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike
+from atroposlib.envs.tools import CallResult, Tool, Toolbox, ToolLike, listed
 from atroposlib.envs.tools import ToolError as ToolError  # authors import it from here
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -80,7 +80,7 @@ class ToolEnv(QuestionEnv):
             self.server.tool_parser = check_tool_parser(config.tool_parser)
         except ValueError as error:
             raise WrongSetting(f"--env.{error}") from None
-        self._own_tools = [Tool.of(function) for function in self.tools]
+        self._own_tools = [Tool.of(function) for function in listed(self.tools, "tools")]
         if config.deterministic and (config.mcp_command or config.mcp_url):
             raise ValueError("deterministic: the tools of an MCP server may answer otherwise; drop one of them")
         self._mcp = McpServer.of(config.mcp_command, config.mcp_url, config.tool_timeout)
@@ -130,7 +130,9 @@ class ToolEnv(QuestionEnv):
     async def _toolbox(self, item: Item, state: dict[str, object]) -> Toolbox:
         of_servers = [tool for server in self._mcp for tool in await server.tools()]
         return Toolbox(
-            [*self.tools_for(item, state), *of_servers], self.config.tool_timeout, self.config.tool_result_limit
+            [*listed(self.tools_for(item, state), "tools_for"), *of_servers],
+            self.config.tool_timeout,
+            self.config.tool_result_limit,
         )
 
     def _opening(self, item: Item) -> Messages:

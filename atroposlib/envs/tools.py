@@ -49,6 +49,13 @@ class ToolError(Exception):
     """Raised by a tool for the model to read its text, as it is."""
 
 
+def listed(tools: object, where: str) -> list[Any]:
+    """Return the functions that an author gave as `where`. Raises BadTool for one function, or its name, alone."""
+    if not isinstance(tools, Iterable) or isinstance(tools, str):
+        raise BadTool(f"{where} gives {getattr(tools, '__name__', tools)!r} instead of a list: write [f], or (f,)")
+    return list(tools)
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """Describes something that a model may call. `run` gets the arguments as the model wrote them, in JSON, and raises

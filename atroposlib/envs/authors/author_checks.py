@@ -60,6 +60,8 @@ def check_class(env_cls: type, command: str) -> None:
         where = location(method)
         if where and name in PLAIN and inspect.iscoroutinefunction(method):
             raise AuthorError(f"{where} is a coroutine, but is called without await; write `{signature}`")
+        if where and (inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)):
+            raise AuthorError(f"{where} gives its result with `yield`; give it with `return`: write {_rule(name)}")
         if where and name not in CHECK_THEMSELVES and not _takes(method, signature):
             raise AuthorError(
                 f"{where} has the parameters {inspect.signature(method)}, but is called with others; write"
@@ -120,6 +122,8 @@ def answers(rollouts: Callable[..., object], returned: Any, n: int) -> Sequence[
     """Return `returned`, the answers that `rollouts` gave when it was asked for `n`. Raises WrongReturn."""
     if not _is_list_of(Rollout, returned) or len(returned) != n:
         raise WrongReturn(rollouts, returned, f"a list of {n} Rollout")
+    if location(rollouts) and (empty := [rollout for rollout in returned if not rollout.sequences]):
+        raise WrongReturn(rollouts, empty[0], 'a Rollout with sequences, such as managed.get_state()["nodes"]')
     return list(returned)
 
 

@@ -44,12 +44,16 @@ class FakeServers:
         """
         if not self._servers:
             return
-        reference = self._env._env_run.samples.reference(item)
+        samples = self._env._env_run.samples
+        reference = samples.reference(item)
         for server, model in self._servers:
             if model.right_answers and reference is None:
+                lacks, remedy = "has no reference answer to this item", "write reference_answer(item)"
+                if where := samples.failed.get("reference_answer"):
+                    lacks, remedy = f"could not give this item's reference answer: {where}", "correct that line"
                 raise EnvError(
-                    f"{server.name} was started with --right, but {type(self._env).__name__} has no reference answer to"
-                    f" this item: write reference_answer(item), or {REMEDY}"
+                    f"{server.name} was started with --right, but {type(self._env).__name__} {lacks}: {remedy}, or"
+                    f" {REMEDY}"
                 )
         await self._tell(reference)
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+from atroposlib.clients.activity import ROLLOUTS_FAILED
 from atroposlib.clients.waiting import backoff_s
 from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import ErrorBudget, location, shown
@@ -77,7 +78,9 @@ async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeS
             budget.note_success()
         if run.counts["groups_accepted"] > accepted:
             return
-    last, giver = run.outcomes.last_drop, run.errors.giver
+    last = run.outcomes.last_drop
+    # a rollout that failed says why itself, and not the method that groups come from
+    giver = "" if set(run.outcomes.dropped) == {ROLLOUTS_FAILED} else run.errors.giver
     raise ProcessError(
         f"{limit} items in a row gave no group (limit --env.max_fruitless_items):"
         f" {run.counts['items_without_group']} gave none, and {run.counts['items_rejected']} groups were of no use."

@@ -66,6 +66,9 @@ class Remarks:
             log.warning("%d of %d groups: %s", count, groups, kind)
 
     def _of(self, group: ScoredDataGroup) -> Iterator[tuple[str, str]]:
+        if failed := group.get("failed"):
+            causes = ", ".join(f"{count} {cause}" for cause, count in failed.items())
+            yield "some of their answers have no score", f"some of its answers have no score ({causes})"
         try:
             check(group, TRAINER)
         except Untrainable as error:

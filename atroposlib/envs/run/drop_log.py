@@ -43,7 +43,7 @@ class DropLog:
     def unscored(self, error: Unscored) -> None:
         """Warn of a group whose answers could not be scored."""
         self._unscored_in_row += 1
-        log.warning("Dropped a group: %s", error)
+        self._errors.note_reason("a missing score", f"Dropped a group: {error}")
         if self._unscored_in_row % WARNED_AFTER:
             return
         limits = ", ".join(self._scorers_limits)

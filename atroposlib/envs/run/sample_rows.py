@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.failures import Failure
 from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.envs.payloads import Item, Rejection, ScoredDataGroup, completion_lengths
@@ -85,7 +86,7 @@ class SampleRows:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._warned: set[str] = set()
+        self.failed: dict[str, str] = {}  # the author's methods that raised, and the first place
 
     @contextlib.contextmanager
     def item(self) -> Iterator[None]:
@@ -157,9 +158,9 @@ class SampleRows:
         """Ask an author's method, for the record alone: nothing is lost to an error in it."""
         try:
             return hook()
-        except Exception:  # the author's code may raise anything
-            if name not in self._warned:
-                self._warned.add(name)
+        except Exception as error:  # the author's code may raise anything
+            if name not in self.failed:
+                self.failed[name] = origin(error)
                 log.warning("%s failed; the rows go without what it gives", name, exc_info=True)
             return None
 

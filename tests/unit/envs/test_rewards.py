@@ -1,6 +1,7 @@
 """Three ways to score: `score` with what it declares, rewards by weight, and the score that a rollout brings."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,9 @@ async def test_the_rewards_of_a_group_stay_with_their_rollouts_of_several_sequen
     assert group["rollouts"] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert group["rewards"] is not None
     assert len(group["rewards"]) == 8
+
+
+@pytest.mark.parametrize("weight", ["half", math.nan, None])
+def test_a_weight_that_is_no_finite_number_is_refused_where_it_stands(weight: Any) -> None:
+    with pytest.raises(ValueError, match=rf"@reward\(weight={weight!r}\): a weight is a finite number"):
+        reward(weight=weight)

@@ -378,8 +378,15 @@ async def test_what_is_wrong_with_an_environment_is_told_at_once_in_one_line(tmp
         make(SquareEnv, tmp_path, tool_parser="hermess")
     with pytest.raises(BadTool, match="a tool needs a name"):
         make(NamelessEnv, tmp_path)
+    for alone in (square, "square"):
+        with pytest.raises(BadTool, match=r"tools gives 'square' instead of a list: write \[f\], or \(f,\)"):
+            make(type("OneEnv", (SquareEnv,), {"tools": alone}), tmp_path)
     async with FakeInferenceServer() as server, running_env(PrefilledEnv, tmp_path, server) as env:
         with pytest.raises(EnvError, match="end it with the user's"):
+            await env.collect_trajectories(3)
+    one = type("OneEnv", (SquareEnv,), {"tools_for": lambda self, item, state: square})
+    async with FakeInferenceServer() as server, running_env(one, tmp_path, server) as env:
+        with pytest.raises(BadTool, match="tools_for gives 'square' instead of a list"):
             await env.collect_trajectories(3)
 
 

@@ -11,9 +11,11 @@ import pytest
 from atroposlib.envs.authors.author_errors import ErrorBudget, ErrorLog, TooManyFailures, origin, written_by_author
 from atroposlib.envs.commands.process import process
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.errors import ProcessError
+from atroposlib.envs.errors import ProcessError, Unscored
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.question_env import QuestionEnv
+from atroposlib.envs.run.drop_log import DropLog
+from atroposlib.envs.run.outcomes import Outcomes
 from atroposlib.envs.server_handling.errors import NoLiveServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
@@ -150,6 +152,13 @@ async def test_many_useless_groups_in_a_row_are_reported(tmp_path: Path, caplog:
     assert "Dropped a group of the item 0: 1 rollouts instead of 4" in caplog.text
     assert "Dropped a group of the item 1" not in caplog.text  # a line a minute says how many there were
     assert "50 groups in a row were dropped and nothing was sent, the last because 1 rollouts" in caplog.text
+
+
+def test_groups_without_a_score_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog(ErrorLog(), Outcomes(), ())
+    for number in range(49):
+        drops.unscored(Unscored(f"score has returned None for {number}"))
+    assert [record.getMessage() for record in caplog.records] == ["Dropped a group: score has returned None for 0"]
 
 
 def test_giver_is_the_last_method_that_the_author_wrote() -> None:

@@ -293,6 +293,52 @@ MISTAKES = {
         "MyEnv ({})",
         ["MyEnv.score(answer) is called with the item and the answer"],
     ),
+    "score without self": (
+        changed(
+            QUESTION,
+            (SCORE_DEF, "async def score(item, answer):"),
+            ("MyEnv(QuestionEnv):", "MyEnv(QuestionEnv):  # here"),
+        ),
+        "MyEnv ({})",
+        ["write self before item"],
+    ),
+    "setup yields": (
+        changed(QUESTION, ("async def setup(self):", "async def setup(self):  # here\n        yield")),
+        "{} in setup gives its result with `yield`",
+        ["give it with `return`: write `async def setup(self)`"],
+    ),
+    "training_item yields": (
+        changed(
+            QUESTION,
+            ("async def training_item(self, number):", "def training_item(self, number):  # here"),
+            ('return f"word', 'yield f"word'),
+        ),
+        "{} in training_item gives its result with `yield`",
+        ["write `async def training_item(self, number)`, which returns question 0"],
+    ),
+    "a reward returns NaN": (
+        changed(
+            QUESTION,
+            (SCORE_DEF, "@reward(weight=0.5)  # here\n    def kind(self, item, answer):"),
+            (SCORE_RETURN, "return float('nan')"),
+            REWARD_RETURN[1],
+        ),
+        "{} in kind",
+        [BUDGET, "kind returned float nan instead of a finite number, or None", AGAIN],
+    ),
+    "rollouts returns one without sequences": (
+        changed(
+            QUESTION,
+            (
+                SCORE_DEF,
+                "async def rollouts(self, item, n, *settings):  # here\n        return [Rollout('a', [], [])]\n\n"
+                f"    {SCORE_DEF}",
+            ),
+            ("import QuestionEnv", "import QuestionEnv, Rollout"),
+        ),
+        "{} in rollouts",
+        [BUDGET, 'instead of a Rollout with sequences, such as managed.get_state()["nodes"]', AGAIN],
+    ),
     "score returns NaN": (
         changed(QUESTION, (SCORE_DEF, marked(SCORE_DEF)), (SCORE_RETURN, "return float('nan')")),
         "{} in score",
@@ -467,3 +513,18 @@ def test_a_second_process_says_where_it_writes(desk: Desk) -> None:
     assert "the page to read will be data/mine_1.html" in second.text
     assert second.last_line.endswith("Wrote the groups to data/mine_1.jsonl and the page to data/mine_1.html")
     assert Path("data/mine_1.jsonl").read_text().count("\n") == 2
+
+
+def test_rollouts_that_fail_say_why_themselves(desk: Desk) -> None:
+    fails = "raise RolloutFailed('the game server is gone')"
+    ended = desk.run(
+        changed(
+            QUESTION,
+            (SCORE_DEF, f"async def rollouts(self, item, n, *settings):\n        {fails}\n\n    {SCORE_DEF}"),
+            ("\n\nclass", "\nfrom atroposlib.envs.failures import RolloutFailed\n\nclass"),
+        ),
+        *PROCESS,
+    )
+    assert ended.code == 1
+    assert "The last one: 4 of its 4 rollouts failed" in ended.last_line
+    assert ended.last_line.endswith("the game server is gone")

@@ -71,6 +71,18 @@ async def test_an_environment_without_reference_answers_is_told_so_at_once(tmp_p
         assert server.requests == []
 
 
+async def test_a_reference_answer_that_fails_is_not_called_missing(tmp_path: Path) -> None:
+    class Raising(LargerNumberEnv):
+        def reference_answer(self, item: list[int]) -> str:
+            raise KeyError("largest")
+
+    async with FakeInferenceServer(Right(0.5, InTurn(["no"]))) as server:
+        with pytest.raises(
+            EnvError, match=r"could not give .*: KeyError: 'largest' at .* in reference_answer: correct"
+        ):
+            await processed(Raising, tmp_path, server)
+
+
 async def test_a_tokenizer_that_the_server_cannot_load_ends_the_command(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         env = cli.build(LargerNumberEnv, tree(LargerNumberEnv, tmp_path, server))

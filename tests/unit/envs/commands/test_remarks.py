@@ -11,7 +11,7 @@ import pytest
 from atroposlib.envs.commands.loop_watch import HeldLines, LoopWatch
 from atroposlib.envs.commands.process import process
 from atroposlib.envs.commands.remarks import Remarks
-from atroposlib.envs.payloads import ScoredDataGroup, group_items
+from atroposlib.envs.payloads import ScoredDataGroup, group_items, with_failed
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Asking, server_config
 from tests.unit.envs.fakes import config as base_config
@@ -116,3 +116,14 @@ def test_a_line_is_told_again_at_twice_as_much_and_forgotten_after_a_minute() ->
     assert lines.note("other", True, 2.0, 90.0) is None, "a hold a minute ago is no pattern"
     assert lines.note("library", False, 9.0, 91.0) is None
     assert lines.note("library", False, 1.0, 92.0) == 10.0
+
+
+def test_answers_without_a_score_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    remarks = Remarks((8, "the server's context"))
+    for failed in ({"scorer": 2}, {"timeout": 1, "scorer": 1}, {}):
+        remarks.look(with_failed(trained(), failed), "item")
+    remarks.tell(3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The group of 'item': some of its answers have no score (2 scorer)",
+        "2 of 3 groups: some of their answers have no score",
+    ]

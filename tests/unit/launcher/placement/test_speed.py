@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.commands.train import described
 from atropos_launcher.placement.gpus import Need, Placement, ServerNeed, ServerPlace
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.placement.speed import (
@@ -22,6 +23,7 @@ from example_trainer.memory.model_size import model_size
 from example_trainer.memory.plan import GB
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.launcher.plans import ask_for, no_processes, on_gpus
+from tests.unit.launcher.plans import plan as planned
 
 __all__ = ["no_processes"]
 
@@ -143,6 +145,33 @@ def test_the_whole_run_takes_the_longer_of_two_or_both(placement: Placement, gpu
     (line,) = (line for line in speed_lines(asked, placement) if "all 100 steps" in line)
     assert f"all 100 steps on {gpus} GPUs" in line
     assert f"at least {hours:>8.3f} h, {hours * gpus:.3f} GPU hours" in line
+
+
+def test_on_policy_the_whole_run_takes_both() -> None:
+    asked = need("Qwen/Qwen3-8B", training_steps=100)
+    found = sampling(asked, FOUR)
+    assert found is not None
+    hours = 100 * (found.answers * 1024 / found.tokens_per_s + training_s(asked, FOUR, found.card)) / 3600
+    (line,) = (line for line in speed_lines(asked, FOUR, on_policy=True) if "all 100 steps" in line)
+    assert f"at least {hours:>8.3f} h" in line
+    assert "sampling and then training" in line
+
+
+@pytest.mark.parametrize(("offpolicy", "on_policy"), [("0", True), ("2", False)])
+@pytest.mark.usefixtures("no_processes")
+def test_a_dry_run_counts_the_time_of_its_own_setting(
+    offpolicy: str, on_policy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch, list("0123"))
+    words = ["gsm8k", "--env.max_batches_offpolicy", offpolicy]
+    said = described(planned(*words), ask_for(*words))
+    assert f"sampling {'and then' if on_policy else 'while'} training" in said
+
+
+def test_a_step_with_offload_says_what_its_time_leaves_out() -> None:
+    line = "without what --trainer.offload all costs"
+    assert line not in "\n".join(speed_lines(need("Qwen/Qwen3-8B"), FOUR))
+    assert line in "\n".join(speed_lines(need("Qwen/Qwen3-32B", seq_len=1024), FOUR))
 
 
 def test_answers_are_as_long_as_the_environment_lets_them_become() -> None:

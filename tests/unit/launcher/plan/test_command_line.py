@@ -37,6 +37,7 @@ WRONG = [
     (["--bridge-sends", "direct"], "unknown flag --bridge-sends; did you mean 'trainer.bridge_sends'?"),
     (["--max-new-tokens", "64"], "unknown flag --max-new-tokens; did you mean 'env.max_new_tokens'?"),
     (["--max-model-len", "64"], "unknown flag --max-model-len; did you mean 'vllm.max_model_len'?"),
+    (["--bridge-staging", "host"], "unknown flag --bridge-staging; did you mean 'vllm.bridge_staging'?"),
     (["--temperature", "1"], "unknown flag --temperature; did you mean 'env.temperature'?"),
     (["--no-overlap"], "unknown flag --no-overlap; did you mean 'trainer.no_overlap'?"),
     (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got '0')"),
@@ -290,7 +291,9 @@ def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chosen.vllm, chosen.trainer) == (("7",), ("4",))
     with pytest.raises(ConfigError, match="there is no GPU 5; the visible GPUs are 4, 6, 7"):
         plan("gsm8k", "--layout.vllm", "5")
-    with pytest.raises(ConfigError, match="which leaves none for the trainer"):
+    with pytest.raises(
+        ConfigError, match=r"leaves none for the trainer; .*Give it fewer \(--vllm.tensor-parallel-size"
+    ):
         plan("gsm8k", "--vllm.tensor_parallel_size", "3")
 
 
