@@ -13,6 +13,7 @@ from atroposlib.envs.commands.process import process
 from atroposlib.envs.commands.remarks import Remarks
 from atroposlib.envs.payloads import ScoredDataGroup, group_items, with_failed
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.wire.batching import Cause
 from tests.unit.envs.fakes import Asking, server_config
 from tests.unit.envs.fakes import config as base_config
 
@@ -120,7 +121,8 @@ def test_a_line_is_told_again_at_twice_as_much_and_forgotten_after_a_minute() ->
 
 def test_answers_without_a_score_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     remarks = Remarks((8, "the server's context"))
-    for failed in ({"scorer": 2}, {"timeout": 1, "scorer": 1}, {}):
+    causes: list[dict[Cause, int]] = [{"scorer": 2}, {"timeout": 1, "scorer": 1}, {}]
+    for failed in causes:
         remarks.look(with_failed(trained(), failed), "item")
     remarks.tell(3)
     assert [record.getMessage() for record in caplog.records] == [

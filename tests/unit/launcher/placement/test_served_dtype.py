@@ -1,4 +1,4 @@
-"""The dtype that vLLM serves by default, and by `--dtype auto`, on a GPU and on processors with and without bfloat16."""
+"""The dtype that vLLM serves by default and by `--dtype auto`, on a GPU and on processors with and without bfloat16."""
 
 from pathlib import Path
 
