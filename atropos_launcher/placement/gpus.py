@@ -408,8 +408,9 @@ def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     """Return the dtype that vLLM serves in, unless a server has its own."""
     if run.dtype not in (None, "auto"):
         return run.dtype
-    halves = on_gpus or (run.dtype == "auto" and multiplies_bfloat16())
-    return "bfloat16" if halves and by_ranks == 1 else "float32"
+    # the bit-exact mode multiplies in float32 on CPUs, whatever the dtype
+    is_faster = on_gpus or (run.dtype == "auto" and not run.batch_invariant and multiplies_bfloat16())
+    return "bfloat16" if is_faster and by_ranks == 1 else "float32"
 
 
 def dtype_of_server(run: RunFile, index: int, on_gpus: bool, by_ranks: int = 1) -> str:

@@ -18,6 +18,8 @@ __all__ = ["no_processes"]
         (["quickstart"], [], False, "float32"),
         (["quickstart"], ["0"], False, "bfloat16"),
         (["quickstart", "--dtype", "float32"], [], True, "float32"),
+        (["quickstart", "--batch-invariant"], [], True, "float32"),
+        (["quickstart", "--deterministic"], [], True, "float32"),
         (["quickstart", "--dataset", "gsm8k"], [], True, "bfloat16"),
         (["quickstart", "--bridge", "single_copy", "--tp-size", "2"], ["0", "1"], True, "float32"),
         (["arithmetic"], [], True, "float32"),
