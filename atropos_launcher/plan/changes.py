@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_launcher.placement.machines import Machines
-from atropos_launcher.run_file.run_file import only_environment
+from atropos_launcher.run_file.run_file import is_environment_name, only_environment
 from atropos_launcher.run_file.servers import (
     Servers,
     Tree,
@@ -106,6 +106,20 @@ def changed_environments(
     if dataset_path is not None:
         changes.setdefault(only_environment(known, "--dataset-path"), {})["dataset_path"] = str(dataset_path)
     return changes, programs
+
+
+def named_by_file(content: Tree, changed: Tree) -> dict[str, str]:
+    """Return the environments of `content` whose program `changed` replaces, with their new names, those of the files.
+    One whose file has no name for an environment, or that of another, keeps its own.
+    """
+    before, after = content.get("environments", {}), changed.get("environments", {})
+    names: dict[str, str] = {}
+    for name, section in after.items():
+        own = Path(str(section.get("file", ""))).stem.removesuffix("_server")
+        replaced = name in before and section.get("file") != before[name].get("file")
+        if replaced and is_environment_name(own) and own not in after:
+            names[name] = own
+    return names
 
 
 def _new_environments(content: Tree, typed: Sections) -> dict[str, Tree]:

@@ -21,7 +21,14 @@ from pydantic import BaseModel, Field, ValidationError, create_model, field_vali
 
 from atropos_launcher.placement import ray_cluster
 from atropos_launcher.placement.machines import THIS_ONE, MachineFlags, Machines
-from atropos_launcher.plan.changes import Sections, changed_environments, changed_servers, section_values, texts
+from atropos_launcher.plan.changes import (
+    Sections,
+    changed_environments,
+    changed_servers,
+    named_by_file,
+    section_values,
+    texts,
+)
 from atropos_launcher.plan.sections import SectionFlags
 from atropos_launcher.run_file.run_file import (
     GONE,
@@ -286,6 +293,9 @@ def _changed(
     if environments:
         changes["environments"] = environments
     changed = merge(content, changes)
+    if names := named_by_file(content, changed):
+        changed["environments"] = {names.get(name, name): each for name, each in changed["environments"].items()}
+        programs = {names.get(name, name): flags for name, flags in programs.items()}
     if servers:
         changed["vllm"] = servers
     trainer = [word for flag in typed["trainer"] for word in flag.words()]

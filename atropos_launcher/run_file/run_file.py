@@ -183,9 +183,7 @@ class RunFile(Config):
     def _there_is_one(cls, value: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
         if not value:
             raise ValueError(NO_ENVIRONMENT)
-        if wrong := [
-            name for name in value if name in TAKEN or is_server(name) or is_trainer(name) or not NAME.fullmatch(name)
-        ]:
+        if wrong := [name for name in value if not is_environment_name(name)]:
             raise ValueError(
                 f"{wrong[0]!r} is not a valid environment name: use letters, digits, '.', '_' and '-', and no "
                 "service's name"
@@ -451,6 +449,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
             section = {**upper, "inherited": {**lower.get("inherited", {}), **kept, **upper.get("inherited", {})}}
         environments[name] = section
     return {**merged, "environments": environments} if environments or "environments" in merged else merged
+
+
+def is_environment_name(name: str) -> bool:
+    """Return whether an environment may be called that: a name that no other service has."""
+    return not (name in TAKEN or is_server(name) or is_trainer(name)) and NAME.fullmatch(name) is not None
 
 
 def with_dataset(content: Mapping[str, Any], dataset: str) -> Tree:

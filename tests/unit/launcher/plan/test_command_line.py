@@ -189,6 +189,7 @@ def test_an_environment_of_ones_own_takes_what_it_knows_of_the_recipe(
     mine.write_text((ROOT / "environments/template_server.py").read_text())
     made = plan("arithmetic", "--env.file", "my_server.py", "--env.largest", "50")
     assert f"file: {mine}\n" in made.files["run.yaml"]  # which may be read from anywhere
+    assert list(made.run.environments) == ["my"]
     environment = made.environments["env"]
     assert environment.program == (str(mine),)
     assert environment.resolved["env"]["group_size"] == 8
@@ -205,6 +206,21 @@ def test_several_of_one_environment_have_seeds_of_their_own_and_one_evaluates() 
     assert (first["seed"], second["seed"]) == (5, 6)
     assert (first["steps_per_eval"], second["steps_per_eval"]) == (5, 0)
     assert second["eval_at_start"] is False
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("letter_counting", "letter_counting"),
+        ("environments/letter_counting_server.py", "letter_counting"),
+        ("gsm8k", "gsm8k"),
+        ("vllm_server.py", "gsm8k"),  # which a service is called
+        ("my words_server.py", "gsm8k"),
+    ],
+)
+def test_an_environment_of_another_file_is_called_by_it(file: str, name: str) -> None:
+    run = ask_for("arithmetic", "--env.count", "2", "--env.file", file).run
+    assert {each: section.count for each, section in run.environments.items()} == {name: 2}
 
 
 @pytest.mark.usefixtures("no_processes")
