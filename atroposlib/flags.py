@@ -282,7 +282,8 @@ def _hint(name: str, keys: Sequence[Key], elsewhere: Mapping[str, Sequence[Key]]
         for each in (each for key in known for each in key.spellings):
             spelled.setdefault(each, prefix + each)
     close = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in spelled}
-    best = max(close, key=lambda each: round(close[each], 1))  # the first of those that are about as close
+    # of those that are about as close, this program's own
+    best = max(close, key=lambda each: (round(close[each], 1), spelled[each] == each, close[each]))
     return f"; did you mean '{spelled[best]}'?" if close[best] >= CLOSE else ""
 
 

@@ -36,7 +36,7 @@ class FakeServers:
         for server, model in self._servers:
             if model.right_answers:
                 raise EnvError(f"{server.name} was started with --right, which answers `process` alone; {REMEDY}")
-        await self._tell(None)
+        await self.tell()
 
     async def tell_item(self, item: Item) -> None:
         """Before `item` is sampled, and no other with it. Raises EnvError if a server needs its reference answer and
@@ -55,9 +55,10 @@ class FakeServers:
                     f"{server.name} was started with --right, but {type(self._env).__name__} {lacks}: {remedy}, or"
                     f" {REMEDY}"
                 )
-        await self._tell(reference)
+        await self.tell(reference)
 
-    async def _tell(self, reference: str | None) -> None:
+    async def tell(self, reference: str | None = None) -> None:
+        """Tell each the environment's tokenizer and the `reference` answer. Raises EnvError if one cannot load it."""
         body = msgspec.json.encode(Told(_name_anywhere(self._env.config.tokenizer_name), reference))
         for server, _ in self._servers:
             url = f"{server.base_url.removesuffix('/v1')}{ROUTE}"

@@ -37,6 +37,7 @@ async def process(env: Environment) -> None:
     async with env._env_run as run:
         await run.wait_for_inference()
         fakes = await fake_servers(env)
+        await fakes.tell()  # set_up compares tokenizers where a server tells its context
         await run.set_up()
         context = context_tokens(env)
         for remark in remarks_on_settings(env, context):

@@ -41,9 +41,9 @@ def run(*command: str, python: str | None = sys.executable, cwd: Path = ROOT) ->
 
 
 @cache
-def helped(script: str) -> subprocess.CompletedProcess[str]:
-    """A script with --help."""
-    return run(f"scripts/{script}", "--help")
+def helped(script: str, *of: str) -> subprocess.CompletedProcess[str]:
+    """A script with --help, or --help all."""
+    return run(f"scripts/{script}", "--help", *of)
 
 
 # none starts a run
@@ -84,8 +84,11 @@ def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
     assert shown.startswith("usage: atropos train RECIPE|FILE.yaml [MODEL]")
     assert MODES[script] in shown
     assert "GPU" in shown
-    for flag in ("--steps", "--dataset", "--dataset-path", "--run-name", "--seed", "--api-port", "--vllm-port"):
+    for flag in ("--steps", "--dataset", "--dataset-path", "--run-name", "--resume"):
         assert f"\n  {flag}" in shown, flag
+    every = helped(script, "all").stdout
+    for flag in ("--seed", "--api-port", "--vllm-port"):
+        assert f"\n  {flag}" in every, flag
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "run_gsm8k_lora.sh"])

@@ -67,7 +67,7 @@ def test_recipes_and_run_files(tmp_path: Path) -> None:
 def test_what_a_flag_takes(tmp_path: Path) -> None:
     assert offered("train", "gsm8k", "--bridge", "", cwd=tmp_path) == set(LAUNCHED)
     assert offered("doctor", "--mode", "", cwd=tmp_path) == set(LAUNCHED)
-    assert offered("train", "gsm8k", "--dtype", "", cwd=tmp_path) == {"float32", "bfloat16"}
+    assert offered("train", "gsm8k", "--dtype", "", cwd=tmp_path) == {"auto", "float32", "bfloat16"}
     (tmp_path / "problems.jsonl").touch()
     assert offered("train", "gsm8k", "--dataset-path", "pro", cwd=tmp_path) == {"problems.jsonl"}
 

@@ -155,7 +155,8 @@ def test_every_end_before_its_time_prints_the_command_that_continues_from_where_
     command = [sys.executable, "-m", "atropos_launcher", *words, "--run-name", "r", "--no-view"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "To continue (there is no checkpoint yet: from step 1), run: atropos train --resume r" in done.stdout
+    assert "To continue (there is no checkpoint yet: from step 1), run: " in done.stdout
+    assert "atropos train --resume r\n" in done.stdout
 
     turns = tmp_path / "r" / AGENT_JOURNAL  # of policies that a run from step 1 has yet to train
     forgotten = "Removed the turns of agents: there is no checkpoint, so the run begins anew"
