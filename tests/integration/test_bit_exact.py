@@ -328,9 +328,9 @@ def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path
         "--steps",
         "3",
         "--prompts",
-        "2",
+        "6",
     ]
-    command += ["--group-size", "4", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "12", "--out"]
+    command += ["--group-size", "16", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "8", "--out"]
     runs = [tmp_path / "once", tmp_path / "again"]
     processes = [
         subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs
