@@ -117,7 +117,7 @@ def named_by_file(content: Tree, changed: Tree) -> dict[str, str]:
     for name, section in after.items():
         own = Path(str(section.get("file", ""))).stem.removesuffix("_server")
         replaced = name in before and section.get("file") != before[name].get("file")
-        if replaced and is_environment_name(own) and own not in after:
+        if replaced and is_environment_name(own) and own not in {*after, *names.values()}:
             names[name] = own
     return names
 

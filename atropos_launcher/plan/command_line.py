@@ -314,7 +314,8 @@ def _keys_of_programs() -> dict[str, list[Key]]:
     """
     texts_of = dict.fromkeys(OF_QUESTIONS, (str | None, None))
     of_questions = create_model("EnvFlags", __base__=BaseEnvConfig, **texts_of)  # type: ignore[call-overload]
-    planned = create_model("VllmFlags", **{name: (str | None, None) for name in (*PLANNED, STAGING)})  # type: ignore[call-overload]
+    known_flags = dict.fromkeys((*PLANNED, STAGING), (str | None, None))
+    planned = create_model("VllmFlags", **known_flags)  # type: ignore[call-overload]
     programs: dict[str, type[BaseModel]] = {
         "trainer": TrainerConfig,
         "env": of_questions,

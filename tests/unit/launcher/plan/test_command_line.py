@@ -223,6 +223,12 @@ def test_an_environment_of_another_file_is_called_by_it(file: str, name: str) ->
     assert {each: section.count for each, section in run.environments.items()} == {name: 2}
 
 
+def test_two_environments_of_one_file_stay_two() -> None:
+    first, second = ask_for("two_environments").run.environments
+    files = [word for name in (first, second) for word in (f"--environments.{name}.file", "countdown")]
+    assert list(ask_for("two_environments", *files).run.environments) == ["countdown", second]
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_the_order_of_an_environments_flags_changes_nothing() -> None:
     other, count = ["--env.file", "environments/letter_counting_server.py"], ["--env.count", "2"]
