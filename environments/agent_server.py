@@ -42,6 +42,7 @@ from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
 from atroposlib.config import InputPathText
+from atroposlib.envs.data.dataset import held_out_count
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -162,7 +163,7 @@ class AgentEnv(QuestionEnv):
         else:
             tasks = self._expect_scored(read_tasks(Path(config.tasks_path)))
             Random(config.seed).shuffle(tasks)
-            held = min(config.held_out_limit, len(tasks) // 2)
+            held = held_out_count(config.held_out_limit, len(tasks), config.tasks_path)
             self.held_out, self.tasks = tasks[:held], tasks[held:]
         self._endpoint = await self._found_endpoint()
         log.info("Agents call the model at %s", self._endpoint.url)

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, ProgramFailed
 from atroposlib.config import InputPathText
+from atroposlib.envs.data.dataset import held_out_count
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -92,7 +93,7 @@ class CodingEnv(QuestionEnv):
             return
         tasks = read_tasks(Path(config.tasks_path))
         Random(config.seed).shuffle(tasks)
-        held = min(config.held_out_limit, len(tasks) // 2)
+        held = held_out_count(config.held_out_limit, len(tasks), config.tasks_path)
         self.held_out, self.tasks = tasks[:held], tasks[held:]
 
     async def training_item(self, number: int) -> Task:

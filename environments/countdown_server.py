@@ -20,7 +20,7 @@ from random import Random
 from pydantic import Field, model_validator
 
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import HELD_OUT, not_held_out
+from atroposlib.envs.data.dataset import held_out_count, not_held_out
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -77,12 +77,9 @@ class CountdownEnv(QuestionEnv):
         config: CountdownConfig = self.config
         self.puzzles = read_puzzles(Path(config.dataset_path)) if config.dataset_path is not None else []
         if self.puzzles:
-            if config.held_out_limit >= len(self.puzzles):
-                raise DataError(
-                    f"{config.dataset_path} has {len(self.puzzles)} puzzles: fewer must be held out ({HELD_OUT})"
-                )
+            held = held_out_count(config.held_out_limit, len(self.puzzles), str(config.dataset_path))
             Random(config.seed).shuffle(self.puzzles)
-            self.held_out, self.puzzles = self.puzzles[: config.held_out_limit], self.puzzles[config.held_out_limit :]
+            self.held_out, self.puzzles = self.puzzles[:held], self.puzzles[held:]
         else:
             self.held_out = [
                 make_puzzle(Random(f"{config.seed} held out {number}"), config)

@@ -40,7 +40,7 @@ from atroposlib.clients.openenv import (
 )
 from atroposlib.clients.waiting import backoff_s
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import HELD_OUT
+from atroposlib.envs.data.dataset import held_out_count
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.openenv_actions import Part, Unreadable, form_of, instructions
@@ -262,13 +262,9 @@ class OpenEnv(QuestionEnv):
             self.held_out = [self._seeded(SEEDS + n) for n in range(config.held_out_limit)]
             return
         resets = read_resets(Path(config.resets_path))
-        if config.held_out_limit >= len(resets):
-            raise DataError(
-                f"{config.resets_path} has {len(resets)} lines, and {config.held_out_limit} to hold out leave none to"
-                f" train on; lower {HELD_OUT}"
-            )
+        held = held_out_count(config.held_out_limit, len(resets), config.resets_path)
         shuffled = random.Random(config.seed).sample(resets, len(resets))
-        held_out, self.resets = shuffled[: config.held_out_limit], shuffled[config.held_out_limit :]
+        held_out, self.resets = shuffled[:held], shuffled[held:]
         self.held_out = [self._seeded(SEEDS + n) | reset for n, reset in enumerate(held_out)]
 
     async def training_item(self, number: int) -> Arguments:

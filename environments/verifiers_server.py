@@ -31,7 +31,8 @@ from atroposlib.child_processes import verifiers_child
 from atroposlib.child_processes.lines import ChildRefused, LineChild
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.config import Reads
-from atroposlib.envs.errors import DataError, EnvError, PeerError, WrongSetting
+from atroposlib.envs.data.dataset import held_out_count
+from atroposlib.envs.errors import EnvError, PeerError, WrongSetting
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.verifiers_episodes import Episode, Opened, Seat, check_sampling, decoded_episode, seats
 from atroposlib.envs.limits.time_limit import paused
@@ -359,15 +360,13 @@ def child_environment(config: VerifiersConfig, keys: Mapping[str, str]) -> dict[
 
 
 def split_tasks(count: int | None, held_out: int, seed: int, taskset: str) -> tuple[list[int] | None, list[int]]:
-    """Numbers of tasks to train on, and to measure with: at most `held_out`, and a quarter of all. Of an endless
-    taskset the first ones are held out, and None says that the others follow. Raises DataError.
+    """Numbers of tasks to train on, and to measure with: as many as `held_out_count` says. Of an endless taskset the
+    first ones are held out, and None says that the others follow. Raises DataError.
     """
     if count is None:
         return None, list(range(held_out))
-    if count < 2:
-        raise DataError(f"{taskset} has {count} tasks, and one to train on and one to measure with are needed")
+    kept = held_out_count(held_out, count, taskset)
     numbers = Random(seed).sample(range(count), count)
-    kept = min(held_out, max(1, count // 4))
     return sorted(numbers[kept:]), numbers[:kept]
 
 

@@ -45,9 +45,9 @@ OVERLAP = (
     "Held-out questions that are also trained on: refuse the data, leave_out those questions of the training part, or"
     " allow them."
 )
-# The value of an item that is its question, by the names in use; the whole item without any of them.
 HELD_OUT = "--env.heldout_size or --env.final_heldout_size"  # the larger one counts
 TRIES = 1000  # generated questions until one is not held out
+# The value of an item that is its question, by the names in use; the whole item without any of them.
 QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "messages")
 
 
@@ -199,18 +199,14 @@ def _without_flaws(rows: Sequence[Row], item: Callable[[Row], T | Flaw], report:
 
 
 def split(items: Sequence[T], held_out: int, seed: int, source: str, report: DataReport | None = None) -> ItemSet[T]:
-    """`items` shuffled by `seed`, the first `held_out` questions of them held out. A question that comes several times
-    is on one side. Raises DataError when none is left to train on.
+    """`items` shuffled by `seed`, the first questions of them held out: as many as `held_out_count` says. A question
+    that comes several times is on one side. Raises DataError where it does.
     """
     report = report or DataReport(source, len(items))
     shuffled = random.Random(seed).sample(list(items), len(items))
     keys = [hash(question_of(item)) for item in shuffled]
     chosen = dict.fromkeys(keys)  # each question once, in this order
-    if held_out >= len(chosen):
-        raise DataError(
-            f"{source} has {len(chosen)} questions, and {held_out} to hold out leave none to train on; lower {HELD_OUT}"
-        )
-    measured = set(itertools.islice(chosen, held_out))
+    measured = set(itertools.islice(chosen, held_out_count(held_out, len(chosen), source)))
     train, trained, tested, seen = [], [], [], set[int]()
     for key, item in zip(keys, shuffled, strict=True):
         if key not in measured:
@@ -223,6 +219,21 @@ def split(items: Sequence[T], held_out: int, seed: int, source: str, report: Dat
         seen.add(key)
     _note_copies(train, trained, report)
     return _reported(train, tested, report)
+
+
+def held_out_count(limit: int, questions: int, source: str) -> int:
+    """Return how many of the `questions` of a source to hold out: `limit`, but at most half, as the others are trained
+    on. Raises DataError for a source without any.
+    """
+    if not questions:
+        raise DataError(f"{source} has no questions to train on")
+    held_out = min(limit, questions // 2)
+    if held_out < limit:
+        log.warning(
+            "Of the %d questions of %s, %d are held out, not %d (%s): at least half are trained on",
+            *(questions, source, held_out, limit, HELD_OUT),
+        )
+    return held_out
 
 
 def not_held_out(make: Callable[[], T], held_out: Sequence[object]) -> T:

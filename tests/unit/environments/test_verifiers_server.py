@@ -293,13 +293,13 @@ async def test_each_epoch_has_every_task_to_train_on_in_an_order_of_its_own(play
         assert env.held_out == [0, 1]
 
 
-def test_a_quarter_is_held_out_at_most_and_one_task_is_too_few() -> None:
+def test_half_is_held_out_at_most_and_a_taskset_has_tasks() -> None:
     train, held_out = split_tasks(8, 64, 0, "t")
     assert train is not None
-    assert (len(train), len(held_out)) == (6, 2)
+    assert (len(train), len(held_out)) == (4, 4)
     assert sorted([*train, *held_out]) == list(range(8))
-    with pytest.raises(DataError, match="t has 1 tasks"):
-        split_tasks(1, 64, 0, "t")
+    with pytest.raises(DataError, match="t has no questions"):
+        split_tasks(0, 64, 0, "t")
 
 
 def test_verifiers_gets_no_secret_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

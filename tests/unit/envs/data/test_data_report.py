@@ -61,9 +61,10 @@ def test_a_split_without_copies_is_what_it_was() -> None:
     assert not found.report.findings
 
 
-def test_copies_leave_too_few_questions_to_train_on(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has 2 questions, and 2 to hold out leave none"):
-        read_problem_set(write(tmp_path / "d.jsonl", *sums(1, 1, 1, 2)), None, 2, 0)
+def test_copies_count_once_towards_the_half_that_is_trained_on(tmp_path: Path) -> None:
+    problems = read_problem_set(write(tmp_path / "d.jsonl", *sums(1, 1, 1, 2)), None, 2, 0)
+    assert len(problems.held_out) == 1
+    assert {problem.result for problem in problems.train}.isdisjoint(problem.result for problem in problems.held_out)
 
 
 def test_a_test_file_that_is_trained_on_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:

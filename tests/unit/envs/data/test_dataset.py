@@ -105,11 +105,18 @@ async def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:
             await load(str(tmp_path / f"none{ending}"))
     with pytest.raises(DataError, match=r"no dataset is named: pass --env.data.source"):
         await load("")
-    with pytest.raises(
-        DataError, match=r"data.jsonl has 10 questions, and 10 to hold out leave none to train on; lower"
-    ):
-        await load(write(tmp_path / "data.jsonl"), held_out=10)
     assert read_rows(Path(write(tmp_path / "data.txt.jsonl")))[9].where.endswith("data.txt.jsonl:10")
+
+
+@pytest.mark.parametrize(("questions", "held_out"), [(1, 0), (2, 1), (7, 3), (10, 5), (20, 8)])
+async def test_at_least_half_of_a_file_is_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, questions: int, held_out: int
+) -> None:
+    rows = [{"question": f"q{number}", "answer": str(number)} for number in range(questions)]
+    items = await load(write(tmp_path / "data.jsonl", rows), held_out=8)
+    assert (len(items.train), len(items.held_out)) == (questions - held_out, held_out)
+    told = f"Of the {questions} questions of {tmp_path}/data.jsonl, {held_out} are held out, not 8 (--env.heldout_size"
+    assert (told in caplog.text) == (held_out < 8)
 
 
 def as_hub(tmp_path: Path) -> str:
