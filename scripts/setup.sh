@@ -175,10 +175,13 @@ make_venv() {
     die "$venv was made by uv: continue with uv (docs/install.md), or remove it and run scripts/setup.sh again"
   fi
   python=$(choose_python)
-  if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && has_pip && suits "$venv/bin/python"; then
+  if [[ -f $venv/pyvenv.cfg && ! -d $work ]]; then
+    has_pip && suits "$venv/bin/python" ||
+      die "$venv is a virtual environment without pip, or without a Python of 3.11 or newer; move it away and run" \
+        "scripts/setup.sh again"
     say "Using the existing virtual environment $venv"
   else
-    # A directory that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
+    if [[ -d $work ]]; then say "Making $venv anew: it was moved here, or its making was interrupted"; fi
     rm -rf "$venv"
     mkdir -p "$work/logs"
     step "Creating .venv with $("$python" --version)" venv.log "$python" -m venv "$venv"

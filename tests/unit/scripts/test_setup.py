@@ -111,6 +111,15 @@ def test_an_environment_of_uv_is_not_replaced(project: Path) -> None:
     assert (project / ".venv/bin/python").is_file()
 
 
+def test_an_environment_that_someone_made_and_that_lacks_pip_is_not_replaced(project: Path) -> None:
+    fake_interpreter(project)
+    (project / ".venv/setup").rmdir()
+    done = setup(project, "--cpu")
+    assert done.returncode == 1
+    assert ".venv is a virtual environment without pip, or without a Python of 3.11 or newer; move it" in done.stderr
+    assert (project / ".venv/bin/python").is_file()
+
+
 @pytest.mark.rotating
 def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(project: Path) -> None:
     empty = project / "wheels"
