@@ -28,6 +28,7 @@ from example_trainer.data.batching import Sequence
 from example_trainer.errors import TrainerError
 
 Text = str | list[dict[str, Any]]  # as it stands, or messages
+FORMS = (("messages",), ("completion",), ("pos", "neg"))  # the keys of a line's answers
 OTHER_NAMES = {"prompt": "prefix", "chosen": "pos", "rejected": "neg"}
 EXPECTED = "write prefix and completion, messages, or pos and neg with or without a prefix"
 
@@ -66,15 +67,15 @@ def _kind(example: Example) -> str:
 
 def _example(row: Row) -> Example:
     values = {OTHER_NAMES.get(name, name): value for name, value in row.values.items() if value is not None}
-    if "messages" in values:
-        if more := [name for name in ("completion", "pos", "neg") if name in values]:
-            raise OfflineDataError(f"{row.where} has messages and {more[0]}, of which one is trained on: {EXPECTED}")
-        values = {"prefix": [], "completion": values["messages"]}
-    names = ("completion",) if "completion" in values else ("pos", "neg")
+    given = [names for names in FORMS if any(name in values for name in names)]
+    if len(given) > 1:
+        found = " and ".join(name for names in given for name in names if name in values)
+        raise OfflineDataError(f"{row.where} has {found}, of which one form is trained on: {EXPECTED}")
+    names = given[0] if given else FORMS[-1]
     if absent := [name for name in names if name not in values]:
         raise OfflineDataError(f"{row.where} has no {absent[0]} but {', '.join(row.values) or 'no key'}: {EXPECTED}")
     answers = tuple(values[name] for name in names)
-    prefix = values.get("prefix", [] if isinstance(answers[0], list) else "")
+    prefix = [] if names == ("messages",) else values.get("prefix", [] if isinstance(answers[0], list) else "")
     for name, text in [("prefix", prefix), *zip(names, answers, strict=True)]:
         _expect_text(f"{row.where}, {name}", text, type(prefix))
     if len(answers) == 2 and answers[0] == answers[1]:
