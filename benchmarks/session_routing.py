@@ -1,12 +1,13 @@
 """What conversations read on two vLLM servers: each turn at the server of the turn before, or at the least loaded one.
 
-    python -m benchmarks.session_routing [--conversations 16] [--turns 6] [--rounds 2]
+    python -m benchmarks.session_routing [--conversations 16] [--turns 6] [--rounds 2] [--pause 1]
 
 Two real vLLM servers with the quickstart's model serve eight conversations at a time, through an environment's own
 client: `managed_server`, whose requests stay with one server while it lives, against single calls, which go to the
-server with the most free slots. Each turn sends the whole conversation so far. The servers count the prompt tokens that
-they find in their caches; the rest is computed. Arms alternate, with other conversations in each round and arm. Prints
-what each has seen.
+server with the most free slots. Each turn sends the whole conversation so far. Before each but the first something else
+takes a while, as a tool does: without a pause the most slots are free where the turn before has just ended, and both
+arms are one. The servers count the prompt tokens that they find in their caches; the rest is computed. Arms alternate,
+with other conversations in each round and arm. Prints what each has seen.
 """
 
 import asyncio
@@ -39,15 +40,18 @@ class Flags(Config):
     conversations: int = Field(16, ge=1, description="Conversations of each arm and round.")
     turns: int = Field(6, ge=1, description="Turns of each conversation.")
     rounds: int = Field(2, ge=1, description="Rounds of both arms.")
+    pause: float = Field(1.0, ge=0, description="Most seconds between two turns, each as likely as the others.")
 
 
-async def converse(manager: ServerManager, tokenizer: Any, arm: Arm, seed: int, turns: int) -> None:
+async def converse(manager: ServerManager, tokenizer: Any, arm: Arm, seed: int, flags: Flags) -> None:
     """Ask for each turn of one conversation."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(100, 40_000, (PROMPT_TOKENS,), generator=draw).tolist()
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(manager.managed_server(tokenizer)) if arm == "sticky" else None
-        for _ in range(turns):
+        for turn in range(flags.turns):
+            if turn:
+                await asyncio.sleep(flags.pause * float(torch.rand((), generator=draw)))
             route = manager if client is None else client.server
             sampled = await route.sample_tokens(input_ids=tokens, max_tokens=ANSWER_TOKENS, ignore_eos=True)
             question = torch.randint(100, 40_000, (QUESTION_TOKENS,), generator=draw).tolist()
@@ -86,7 +90,7 @@ async def measure(flags: Flags) -> None:
 
             async def one(arm: Arm, seed: int) -> None:
                 async with slots:
-                    await converse(manager, tokenizer, arm, seed, flags.turns)
+                    await converse(manager, tokenizer, arm, seed, flags)
 
             for number in range(2 * flags.rounds):
                 arm = ARMS[(number + number // 2) % 2]  # sticky, least loaded, least loaded, sticky, ...
