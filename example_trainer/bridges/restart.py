@@ -84,8 +84,7 @@ def servable(config: TrainerConfig, source: str) -> str:
         return source
     folder = config.save_path / f"served_{read_policy_version(source)}"
     log.info("[Bridge] Exporting %s to %s", source, folder)
-    if folder.exists():
-        remove_folder(folder, "remove it by hand, then start the trainer again", BridgeError)
+    remove_folder(folder, "remove it by hand, then start the trainer again", BridgeError)
     export(Path(source), folder)
     return str(folder.resolve())
 
