@@ -277,8 +277,9 @@ class RestartBridge(WeightBridge):
         server.wait(str(folder), policy_version)
         end = time.perf_counter()
         self._served = policy_version
-        # those of earlier processes of the run among them
-        remove_replaced([old for old in folder.parent.glob("served_[0-9]*") if old != folder], policy_version)
+        # those of earlier processes of the run among them, but not what a user started from
+        needed = (folder, Path(self._config.model_name).resolve())
+        remove_replaced([old for old in folder.parent.glob("served_[0-9]*") if old not in needed], policy_version)
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(
             policy_version,
