@@ -137,7 +137,7 @@ def absent_inputs(config: BaseModel, above: str = "") -> list[str]:
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             found += absent_inputs(value, f"{above}{name}.")
-        elif value and _reads(field, value) and not Path(value).expanduser().exists():
+        elif value and _reads(field, value) and not os.path.exists(os.path.expanduser(value)):
             found.append(f"{above}{name}: {value} does not exist: correct the path, seen from {Path.cwd()}")
     return found
 

@@ -58,8 +58,9 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
 
 
 def read_rows(path: Path) -> Rows:
-    """The objects of a jsonl file; a last line that is still being written is left out."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line.strip()]
+    """The objects of a jsonl file; a last line that is still being written is left out. Raises CannotPlot."""
+    with reading(f"cannot read {path}", CannotPlot, remedy="remove the lines that were cut"):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line.strip()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,11 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def draw(files: dict[str, Path], evaluated: Path | None, out: Path, title: str) -> None:
     """Plot files of metrics, by label, and of one run its evaluations. Raises CannotPlot."""
-    with reading(
-        f"cannot read {', '.join(map(str, files.values()))}", CannotPlot, remedy="remove the lines that were cut"
-    ):
-        runs = {label: read_rows(path) for label, path in files.items()}
-        evaluations = read_rows(evaluated) if evaluated else []
+    runs = {label: read_rows(path) for label, path in files.items()}
+    evaluations = read_rows(evaluated) if evaluated else []
     if empty := [path for label, path in files.items() if not runs[label]]:
         raise CannotPlot(f"{empty[0]} has no rows yet; wait for the first step")
     if len(runs) == 1:

@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 
-import psutil
 import yaml
 
 from atroposlib.addresses import resolved
@@ -45,6 +44,7 @@ from example_trainer.openmp import WAITING
 from example_trainer.socket_folder import socket_folder
 from vllm_patching import refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
+from vllm_patching.free_memory import available_memory
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 from vllm_patching.kv_cache import ON_SYNC, SALTED, SALTS_SINCE
 from vllm_patching.log_config import LOG_CONFIG, logging_config
@@ -303,7 +303,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     ):
         # 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives there too
-        space = min(8, max(1, int(psutil.virtual_memory().available) >> 33))
+        space = min(8, max(1, available_memory() >> 33))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
         log.info("[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE=%d GiB, an eighth of the free memory", space)
     return [*argv, *chosen]

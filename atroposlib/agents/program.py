@@ -147,7 +147,7 @@ def _release(process: asyncio.subprocess.Process) -> None:
 
 
 async def _watched(
-    process: asyncio.subprocess.Process, started: "Started", folder: Path, limits: ProgramLimits
+    process: asyncio.subprocess.Process, started: Started, folder: Path, limits: ProgramLimits
 ) -> str | None:
     """Wait for the end of the program. Returns the limit that it breaks before."""
     deadline = time.monotonic() + limits.seconds
@@ -158,11 +158,13 @@ async def _watched(
                 return f"it took longer than {limits.seconds:g} s"
             if (count := await asyncio.to_thread(started.count)) > limits.processes:
                 return f"it had {count} processes, and may have {limits.processes}"
-            if await asyncio.to_thread(_size, folder, limits.folder_bytes) > limits.folder_bytes:
+            try:
+                size = await asyncio.to_thread(_size, folder, limits.folder_bytes)
+            except OSError as error:
+                return f"it made a directory whose files cannot be counted: {error.strerror}"
+            if size > limits.folder_bytes:
                 return f"it filled its directory with more than {limits.folder_bytes / 1e6:g} MB"
         return None
-    except OSError as error:
-        return f"it made a directory whose files cannot be counted: {error.strerror}"
     finally:
         waiting.cancel()
 

@@ -63,7 +63,11 @@ def all_pids() -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """List the processes below `pid`, also those that have ended and whose status nobody has asked for."""
-    parents = {each: int(fields[1]) for each in all_pids() if (fields := _fields(each))}
+    parents: dict[int, int] = {}
+    for each in all_pids():
+        with suppress(PermissionError):  # another user's, where /proc is mounted with hidepid=1
+            if fields := _fields(each):
+                parents[each] = int(fields[1])
     found = {pid}
     while below := {each for each, parent in parents.items() if parent in found} - found:
         found |= below

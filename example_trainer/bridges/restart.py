@@ -84,8 +84,7 @@ def servable(config: TrainerConfig, source: str) -> str:
         return source
     folder = config.save_path / f"served_{read_policy_version(source)}"
     log.info("[Bridge] Exporting %s to %s", source, folder)
-    if folder.exists():
-        remove_folder(folder, "remove it by hand, then start the trainer again", BridgeError)
+    remove_folder(folder, "remove it by hand, then start the trainer again", BridgeError)
     export(Path(source), folder)
     return str(folder.resolve())
 
@@ -278,8 +277,9 @@ class RestartBridge(WeightBridge):
         server.wait(str(folder), policy_version)
         end = time.perf_counter()
         self._served = policy_version
-        # those of earlier processes of the run among them
-        remove_replaced([old for old in folder.parent.glob("served_[0-9]*") if old != folder], policy_version)
+        # those of earlier processes of the run among them, but not what a user started from
+        needed = (folder, Path(self._config.model_name).resolve())
+        remove_replaced([old for old in folder.parent.glob("served_[0-9]*") if old not in needed], policy_version)
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(
             policy_version,

@@ -11,6 +11,7 @@ train are vLLM's own memory, and end with it.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
@@ -152,6 +153,9 @@ class ReturningBridge(WeightBridge):
             return HANGS if isinstance(silent.__cause__, NoReply) and silent.__cause__.timed_out else GONE
         except Refused:  # its engine died, and it is about to end; or its engine hangs
             return HANGS
-        if status.session is not None or status.policy_version != read_policy_version(status.model):
+        named = 0
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the server has read it; this user may not be able to
+            named = read_policy_version(status.model)
+        if status.session is not None or status.policy_version not in (0, named):
             raise error  # the process of before, or one that another trainer holds
         return FRESH

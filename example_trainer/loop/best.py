@@ -49,8 +49,7 @@ class BestPolicies:
         self._trained = trained
         self._run = progress.run
         self._link = config.save_path / trained.form.best
-        self._set_later_aside(progress.policy_version)
-        self._kept = sorted(self._written(), key=_rank, reverse=True)  # the best first
+        self._kept = sorted(self._up_to(progress.policy_version), key=_rank, reverse=True)  # the best first
         self._last: BestPolicy | None = None  # the newest result
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
         self.highest = progress.highest  # of all results up to this step, kept or not
@@ -150,14 +149,16 @@ class BestPolicies:
             new.replace(self._link)
             sync(self._link.parent)
 
-    def _set_later_aside(self, policy_version: int) -> None:
-        """Rename what this run wrote after that version. Raises CheckpointError."""
-        for policy in self._written():
+    def _up_to(self, policy_version: int) -> list[BestPolicy]:
+        """Return what this run wrote up to that version, and rename what it wrote after it. Raises CheckpointError."""
+        written = self._written()
+        for policy in written:
             folder = self.folder(policy)
             if policy.policy_version > policy_version:
                 if self._link.is_symlink() and self._link.readlink().name == folder.name:
                     self._link.unlink()
                 set_aside(folder, f"of a version after {policy_version}, from which this run continues")
+        return [policy for policy in written if policy.policy_version <= policy_version]
 
     def _written(self) -> list[BestPolicy]:
         """Return the policies that this run has written, as far as they are whole."""

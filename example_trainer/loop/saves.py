@@ -31,7 +31,7 @@ from example_trainer.model.loading import expect_rebuildable, is_rebuildable
 from example_trainer.output.model_card import write_model_card
 from example_trainer.ranks.ranks import RanksLost
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about, set_later_aside, written_before
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, about, set_later_aside
 from example_trainer.weights.gathered import write_about_model
 from example_trainer.weights.optimizer_state import rest
 from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing
@@ -65,8 +65,10 @@ class Saves:
         self._config = config
         self._learner = learner
         self._pause = pause
-        set_later_aside(config.save_path, learner.trained.form.step_prefix, learner.progress)
-        self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, former(config, learner))
+        written = set_later_aside(config.save_path, learner.trained.form.step_prefix, learner.progress)
+        # where the trainer starts vLLM, it may have to start it again from the one that the run continues
+        former = written[:-1] if config.bridge.owns_vllm else written
+        self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, former)
         self._current: Save | None = None
         self._looked = 0.0
 
@@ -189,16 +191,6 @@ class Saves:
         self._current = None
         self._learner.close()
         shutil.rmtree(save.partial, ignore_errors=True)
-
-
-def former(config: TrainerConfig, learner: Learner) -> list[Path]:
-    """List the checkpoints that earlier processes of this run wrote, and that give way to new ones."""
-    done = learner.progress
-    if not done.step or not config.keep_checkpoints:
-        return []
-    written = written_before(config.save_path, learner.trained.form.step_prefix, done)
-    # where the trainer starts vLLM, it may have to start it again from the one that the run continues
-    return written[:-1] if config.bridge.owns_vllm else written
 
 
 def writes_shards(config: TrainerConfig, learner: Learner) -> bool:

@@ -180,10 +180,7 @@ class Updates:
 
     def row(self) -> Row:
         """Return what was measured: metrics of the updates' losses and gradients only if one was made."""
-        return {
-            **values(of_updates(self._measured)),
-            **self._checked,
-        }
+        return {**values(of_updates(self._measured)), **self._checked}
 
     def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
         """Compute the gradient of the first mini-batch, and return its parts; without `early` there is one."""

@@ -136,19 +136,11 @@ class Checkpoints:
                 remove_folder(self._written.pop(0), f"remove it by hand, then use --resume {target}")
 
 
-def written_before(save_path: Path, prefix: str, progress: Progress) -> list[Path]:
-    """Return the step directories under `save_path` that the run of `progress` wrote up to its step, the oldest first.
-    Later ones, which it would make again, and those of other runs are not its to remove.
-    """
-    found = _written_by(progress.run, save_path, prefix)
-    return [found[step] for step in sorted(found) if step <= progress.step]
-
-
-def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> None:
+def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> list[Path]:
     """Rename the step directories under `save_path` that the run of `progress` wrote after its step, from which it now
     makes those steps again, so that neither it nor one that resumes it takes them for its own. If `latest` names one of
-    them, it comes to name the run's checkpoint of this step, or nothing where that lies elsewhere. Raises
-    CheckpointError.
+    them, it comes to name the run's checkpoint of this step, or nothing where that lies elsewhere. Return the run's
+    others, the oldest first; those of other runs are not its to remove. Raises CheckpointError.
     """
     found = _written_by(progress.run, save_path, prefix) if progress.step else {}
     later = [found[step] for step in sorted(found) if step > progress.step]
@@ -161,6 +153,7 @@ def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> None:
                 pointer.unlink()
     for folder in later:
         set_aside(folder, f"of a step after {progress.step}, from which this run continues")
+    return [found[step] for step in sorted(found) if step <= progress.step]
 
 
 def _written_by(run: str, save_path: Path, prefix: str) -> dict[int, Path]:

@@ -236,8 +236,10 @@ def set_aside(folder: Path, why: str) -> None:
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:
     """Remove a directory that is needed no more. It loses its name first, so that nobody takes what a killed process
-    leaves of it for the whole. Raises `raises`, in one line with `remedy`.
+    leaves of it for the whole. One that somebody has removed is no error. Raises `raises`, in one line with `remedy`.
     """
+    if not os.path.lexists(folder):
+        return
     with reading(f"cannot remove {folder}", raises, remedy=remedy):
         if folder.is_symlink() or not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from atroposlib.envs.authors.author_errors import shown
 from atroposlib.envs.payloads import NOT_TRAINED, Item, ScoredDataGroup
+from atroposlib.envs.run.env_run import NO_LIMIT
 from atroposlib.envs.run.environment import Environment
 from atroposlib.groups import Untrainable, check
 from atroposlib.logs import get_logger
@@ -17,7 +18,6 @@ from atroposlib.wire.batching import GroupRequirements
 log = get_logger(__name__)
 
 TRAINER = GroupRequirements(trainable_only=True)  # what a trainer with default settings asks of a group
-NO_LIMIT = 10**9  # tokenizers without a limit name one above this, too
 
 
 def context_tokens(env: Environment) -> tuple[int, str]:

@@ -70,7 +70,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 LENGTHS_KEPT = 10_000
-NO_LIMIT = 10**9
+NO_LIMIT = 10**9  # tokens; tokenizers without a limit name one above this, too
 
 _item_number: ContextVar[int | None] = ContextVar("item_number", default=None)  # in a BatchFilling
 
@@ -439,13 +439,14 @@ class EnvRun(Generic[E]):
             return []
         must_differ = config.ensure_scores_are_not_same and self.needs.teacher_top_k is None
         rejected = rejection(group, group_size=config.group_size, max_token_len=longest, scores_must_differ=must_differ)
-        if rejected is not None:
+        if rejected is None:
+            self._drops.note_kept()
+        else:
             self.counts["groups_without_signal"] += 1
         if not send or self.filling is None:
             if rejected is not None:
                 self._note_rejected(rejected, group, item)
                 return []
-            self._drops.note_kept()
             fill_place()
             return [self.samples.sampled(group, item)]
         if rejected is not None:

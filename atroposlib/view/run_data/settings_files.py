@@ -1,7 +1,10 @@
 """The YAML files of a run directory: run.yaml, which has what was chosen, and each service's own with its defaults."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from atroposlib.view.run_data.files import note, read_small, reason_of
 from atroposlib.view.run_data.rows import finite
@@ -97,10 +100,18 @@ def _of_flags(words: list[object]) -> Tree:
     texts = [word if isinstance(word, str) else "" for word in words]
     following = ["" if text.startswith("--") else text for text in [*texts[1:], ""]]
     return {
-        name.removeprefix("--").replace("-", "_"): (int(text) if text.isdecimal() else text) if text else True
+        name.removeprefix("--").replace("-", "_"): _given(text)
         for name, text in zip(texts, following, strict=True)
         if name.startswith("--")
     }
+
+
+def _given(text: str) -> object:
+    """What stands behind a flag, as a run file has it."""
+    with suppress(msgspec.DecodeError):
+        number = msgspec.json.decode(text, type=int | float)
+        return text if finite(number) is None else number
+    return text or True
 
 
 def _parsed(path: Path) -> tuple[Tree, str]:

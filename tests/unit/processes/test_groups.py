@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.processes import groups
+from atroposlib.processes import groups, identity
 from atroposlib.processes.groups import Group, Marked, end_groups, left_after
+from atroposlib.processes.identity import descendants
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.services
@@ -137,3 +138,20 @@ def test_ending_groups_needs_nothing_but_python() -> None:
     code = "import sys; sys.path.append(sys.argv[1]); import atroposlib.processes.child_group"
     root = str(Path(groups.__file__).parents[2])
     subprocess.run([sys.executable, "-I", "-S", "-c", code, root], check=True, timeout=60)
+
+
+def test_processes_of_others_that_proc_hides_do_not_hide_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid=1 their numbers are listed, and no file of theirs can be opened."""
+    fields = identity._fields
+
+    def hidden(pid: int) -> list[str]:
+        if pid == 1:
+            raise PermissionError
+        return fields(pid)
+
+    monkeypatch.setattr(identity, "_fields", hidden)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert child.pid in descendants(os.getpid())
+        finally:
+            child.kill()

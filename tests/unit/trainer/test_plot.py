@@ -59,9 +59,10 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys: pyte
     assert plot.main([str(whole), "--out", "/dev/full"]) == 1
     cut = write_rows(tmp_path / "cut.jsonl", rows, '{"st\n{}\n')
     assert plot.main([str(cut), "--out", str(tmp_path / "reward.png")]) == 1
-    written, read = capsys.readouterr().err.splitlines()
+    assert plot.main([str(whole), "--evaluations", str(cut), "--out", str(tmp_path / "reward.png")]) == 1
+    written, *read = capsys.readouterr().err.splitlines()
     assert written.startswith("plot: error: cannot write /dev/full: it is a device")
-    assert read.startswith(f"plot: error: cannot read {cut}: ")
+    assert [line.partition(": Unterminated")[0] for line in read] == [f"plot: error: cannot read {cut}"] * 2
 
 
 def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:

@@ -236,15 +236,21 @@ def test_a_comparison_leaves_places_out_and_shows_defaults(tmp_path: Path) -> No
 
 
 def test_a_comparison_shows_what_the_launcher_gave_to_vllm_as_a_default(tmp_path: Path) -> None:
-    for name, chosen in (("a", "{}"), ("b", "{dtype: bfloat16, vllm: {max_model_len: 256}}")):
+    given = "[--dtype, float32, --max-model-len, '256', --gpu-memory-utilization, '0.5', --enable-lora, --port, '9001']"
+    for name, chosen in (
+        ("a", "{}"),
+        ("b", "{dtype: bfloat16, vllm: {max_model_len: 256, gpu_memory_utilization: 0.5}}"),
+    ):
         path = make_run(tmp_path / name)
         (path / "run.yaml").write_text(f"{chosen}\n")
-        (path / "vllm.yaml").write_text("[--dtype, float32, --max-model-len, '256', --enable-lora, --port, '9001']\n")
+        (path / "vllm.yaml").write_text(f"{given}\n")
     reply = client(tmp_path / "a", tmp_path / "b").get("/api/compare?run=a&run=b").json()
     assert [setting for setting in reply["differing"] if setting["name"] != "model"] == [
         {"name": "dtype", "values": ["float32", "bfloat16"], "defaults": [True, False]}
     ]
-    assert get(client(tmp_path / "a"), "/api/runs/a/settings")["resolved"]["vllm.enable_lora"] is True
+    (tmp_path / "a" / "vllm.yaml").write_text(f"[--enable-lora, --seed, '{'9' * 400}']\n")
+    resolved = get(client(tmp_path / "a"), "/api/runs/a/settings")["resolved"]
+    assert (resolved["vllm.enable_lora"], resolved["vllm.seed"]) == (True, "9" * 400)  # no browser has such a number
 
 
 def test_the_head_of_a_run_has_its_settings_and_its_details(run: Path) -> None:

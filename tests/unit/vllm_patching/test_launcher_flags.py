@@ -1,12 +1,16 @@
 """The launcher's own flags, parsed together with vLLM's by vLLM's own parser."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from example_trainer import vllm_api_server
 from example_trainer.vllm_api_server import _given, _with_defaults, own_flags
+from vllm_patching import free_memory
 from vllm_patching.compat import vllm_flags, vllm_server
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
@@ -64,6 +68,16 @@ def test_a_file_of_settings_wins_over_defaults_and_the_command_line_over_the_fil
     args = served("--config", str(path))
     assert (args.enable_lora, args.max_loras, args.max_cpu_loras, args.host) == (True, 2, 4, "127.0.0.1")
     assert "--batch-invariant" in _given(["--config", str(path)])
+
+
+def test_the_kv_cache_fits_into_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {"max": 9 << 30, "current": 1 << 29, "stat": "inactive_file 0"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    _with_defaults([], cpu=True)
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"a: [", b"- port", b""])

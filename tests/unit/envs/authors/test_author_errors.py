@@ -154,6 +154,21 @@ async def test_many_useless_groups_in_a_row_are_reported(tmp_path: Path, caplog:
     assert "50 groups in a row were dropped and nothing was sent, the last because 1 rollouts" in caplog.text
 
 
+async def test_groups_that_are_kept_between_end_the_row_with_dynamic_sampling_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeInferenceServer() as server:
+        env = CountingEnv(config(tmp_path, "", max_items_per_batch=8), server_config(server))
+    short, good = (
+        ScoredDataGroup(tokens=[[1]] * size, masks=[[1]] * size, scores=[float(place) for place in range(size)])
+        for size in (1, 4)
+    )
+    for number in range(50):
+        for group in (short, good):
+            env._env_run._chosen(group, number, send=True, limit_lengths=False)
+    assert "in a row" not in caplog.text
+
+
 def test_groups_without_a_score_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     drops = DropLog(ErrorLog(), Outcomes(), ())
     for number in range(49):

@@ -163,6 +163,8 @@ def test_a_setting_that_is_given_leaves_the_others_as_the_author_set_them() -> N
         ({"source": "/nowhere/at/all"}, "env.data.source: /nowhere/at/all does not exist"),
         ({"source": "openai/gsm8k", "test_source": "held_out"}, "env.data.test_source: held_out does not exist"),
         ({"source": str(Path(__file__).parent)}, None),
+        ({"test_source": "~nobody-here/x"}, "env.data.test_source: ~nobody-here/x does not exist"),
+        ({"test_source": "x" * 300}, f"env.data.test_source: {'x' * 300} does not exist"),  # longer than any name
     ],
 )
 def test_a_file_that_is_not_there_is_told_without_a_look_at_the_hub(

@@ -183,6 +183,13 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(bench: Bench, m
     assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
 
 
+def test_a_served_version_that_is_the_model_name_stays(bench: Bench, model: str, tmp_path: Path) -> None:
+    """The start model of the KL term is read from it again."""
+    bench.model = str(shutil.copytree(model, tmp_path / "checkpoints" / "served_20"))
+    bench.bridge().sync(1, lambda: None)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["served_1", "served_20"]
+
+
 def test_an_adapter_is_served_beside_its_base_model(bench: Bench, model: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9)
     bridge = bench.bridge(**settings)

@@ -151,6 +151,18 @@ def test_a_server_that_starts_again_from_a_policy_of_a_run_answers_as_its_versio
     assert inner.events == [("served", 3), "reconnect", ("served", 3)]
 
 
+def test_a_model_whose_version_cannot_be_read_here_does_not_end_the_wait(tmp_path: Path) -> None:
+    """It may be another user's, or have changed since the server read it."""
+    (tmp_path / "policy.json").write_text("damaged")
+    bridge, inner, _ = returning("before")
+    inner.server.model = str(tmp_path)
+    bridge.sync(3, lambda: None)
+    assert inner.events == ["reconnect", ("served", 3)]
+    inner.fails, inner.server.starts_as = ["before"], 8
+    with pytest.raises(BridgeError, match="before failed"):
+        bridge.sync(4, lambda: None)
+
+
 def test_a_server_that_starts_again_finds_the_memory_that_the_trainer_has_freed() -> None:
     given_back: list[int] = []
     bridge, inner, _ = returning(give_back=lambda: given_back.append(1))

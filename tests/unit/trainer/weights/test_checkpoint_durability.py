@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from atroposlib.processes.identity import first_ticks
 from atroposlib.wire.bridge import read_policy_version
-from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore, written_before
+from example_trainer.weights.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore, set_later_aside
 from example_trainer.weights.manifest import MANIFEST
 from example_trainer.weights.written import (
     CheckpointError,
@@ -155,11 +155,21 @@ def test_checkpoints_of_the_same_run_before_a_resume_count_and_no_other_run_s(tm
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_77")  # which somebody keeps
     (tmp_path / "step_8").symlink_to(tmp_path / "step_77")
     resumed = Progress(10, 10, 10, run="ours")
-    written = written_before(tmp_path, "step_", resumed)
+    written = set_later_aside(tmp_path, "step_", resumed)
     assert written == [tmp_path / "step_2", tmp_path / "step_10"]
     Checkpoints(tmp_path, 1, written).save(Progress(11, 11, 11, run="ours"), trained, optimizer)
-    left = sorted(path.name for path in tmp_path.iterdir())
+    left = sorted(path.name.partition(".")[0] for path in tmp_path.iterdir())
     assert left == ["latest", "step_11", "step_12", "step_4", "step_6", "step_77", "step_8"]
+    assert not (tmp_path / "step_12").exists()
+
+
+def test_a_checkpoint_that_somebody_removed_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1)
+    shutil.rmtree(checkpoints.save(Progress(1, 1, 1), trained, optimizer))
+    checkpoints.save(Progress(2, 2, 2), trained, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2"]
 
 
 def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(tmp_path: Path) -> None:
