@@ -108,7 +108,7 @@ def _of_flags(words: list[object]) -> Tree:
 
 def _given(text: str) -> object:
     """What stands behind a flag, as a run file has it."""
-    with suppress(msgspec.DecodeError):
+    with suppress(msgspec.DecodeError, UnicodeError):
         number = msgspec.json.decode(text, type=int | float)
         return text if finite(number) is None else number
     return text or True
