@@ -6,6 +6,7 @@ promise is held by `tests/marks.py`.
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -80,6 +81,14 @@ def _logging_as_it_was() -> Iterator[None]:
     root.setLevel(level)
     for handler in [each for each in root.handlers if isinstance(each, LineHandler)]:
         root.removeHandler(handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_for_the_next_file() -> Iterator[None]:
+    """A trainer in this process has malloc keep what is freed: 4 GB that processes of later tests lacked."""
+    yield
+    if (malloc := sys.modules.get("example_trainer.memory.malloc")) is not None:
+        malloc.give_back_freed_memory()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
