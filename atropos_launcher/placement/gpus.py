@@ -4,7 +4,7 @@ follows for their settings. On one GPU, vLLM takes 0.4 of its memory; without a 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -127,6 +127,8 @@ class Need:
     dtype: str
     servers: tuple[ServerNeed, ...]
     host: int | None = None  # None: what this machine has
+    teacher: Serving | None = None  # that this machine starts, too, without a GPU
+    teacher_ranks: int = 1
 
     @property
     def host_memory(self) -> int:
@@ -230,9 +232,11 @@ class Need:
             for more, settings in less_activations(basis)
             if replace(self, config=basis.model_copy(update=settings))._needed(placement, cache) <= size
         ]
+        taught, smaller = (" beside its teacher", "model or teacher") if self.teacher else ("", "model")
         return (
-            f"training {config.model_name} here takes about {amount(needed)} of memory, and this machine has"
-            f" {amount(size)}: " + (f"give {ways[0]}, or use a smaller model" if ways else "use a smaller model")
+            f"training {config.model_name}{taught} here takes about {amount(needed)} of memory, and this machine has"
+            f" {amount(size)}: "
+            + (f"give {ways[0]}, or use a smaller {smaller}" if ways else f"use a smaller {smaller}")
         )
 
     def _needed(self, placement: Placement, cache: int) -> int:
@@ -280,43 +284,54 @@ class Need:
             )
         return None
 
-    def lines(self, placement: Placement, cache: int) -> list[str]:
-        """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
-        no GPU. `cache` is the KV cache of a rank of vLLM there.
+    def lines(self, placement: Placement, cache: int, trains: bool = True) -> list[str]:
+        """The tables of --dry-run: of a rank of each vLLM server and, of a run that `trains`, one of the trainer; of
+        this machine where there is no GPU. `cache` is the KV cache of a rank of vLLM there.
         """
-        verdict = self.verdict(placement)
+        verdict = self.verdict(placement) if trains else None
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            items = self._items_of_machine(placement, verdict.training, cache)
+            items = self._items_of_machine(placement, verdict and verdict.training, cache)
             return lines + table("This machine", items, self.host_memory)
         lines += self._tables_of_servers(placement)
-        return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
+        if verdict is not None:
+            lines += [f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
+        return lines
 
-    def _items_of_machine(self, placement: Placement, training: Training, cache: int) -> list[MemoryItem]:
-        """What the services of a run take of a machine without a GPU."""
+    def _items_of_machine(self, placement: Placement, training: Training | None, cache: int) -> list[MemoryItem]:
+        """What the services of a run take of a machine without a GPU; without `training` those of an evaluation."""
         here = max(1, ranks_of_machines(self.config, placement)[0])
-        ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
         count = placement.servers_here
-        caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
-        servers = [
-            replace(item, what=f"{count} x {item.what}" if count > 1 else item.what, nbytes=item.nbytes * count)
-            for item in self.serving(placement).items(caches)
-            if count
+        items = []
+        for alike, serving in self._alike(placement, count):
+            # each of a server's ranks has a cache, and staging is made when a trainer comes
+            caches = cache * max(placement.by_ranks, self.servers[alike[0]].ranks)
+            kept = [item for item in serving.items(caches) if training is not None or item.kind != "vLLM's staging"]
+            several = f"{count} x vLLM" if count > 1 else "vLLM"
+            name = several if len(alike) == count else ", ".join(server_name(index, count) for index in alike)
+            items += _of(name, kept, len(alike))
+        if self.teacher is not None:
+            items += _of("teacher", self.teacher.items(cache * self.teacher_ranks))
+        if training is not None:
+            ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
+            items += _of(f"trainer{ranks}", [*training.items, *training.host_items], here)
+        servers = count + (self.teacher is not None)
+        return [
+            *items,
+            MemoryItem("runtime", "the processes themselves, about", PROCESSES + (servers - 1) * VLLM_PROCESSES),
         ]
-        named = [
-            replace(item, what=f"trainer{ranks}: {item.what}", nbytes=item.nbytes * here)
-            for item in [*training.items, *training.host_items]
-        ]
-        own = MemoryItem("runtime", "the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
-        return [*servers, *named, own]
+
+    def _alike(self, placement: Placement, count: int) -> Iterator[tuple[list[int], Serving]]:
+        """Yield the first `count` servers, those together that are alike in a row, with a rank of theirs."""
+        each = [(self.serving(placement, at), placement.shares(at), self.servers[at]) for at in range(count)]
+        for (serving, *_), group in groupby(range(count), key=each.__getitem__):
+            yield list(group), serving
 
     def _tables_of_servers(self, placement: Placement) -> list[str]:
         """One for each server, or for several in a row that are alike."""
         lines, count = [], len(placement.servers)
-        each = [(self.share(placement, index), len(server.gpus)) for index, server in enumerate(placement.servers)]
-        for (share, _), group in groupby(range(count), key=each.__getitem__):
-            alike = list(group)
-            serving = self.serving(placement, alike[0])
+        for alike, serving in self._alike(placement, count):
+            share = self.share(placement, alike[0])
             cache = max(0, int(share * self.gpu) - serving.weights - serving.staging - VLLM_OWN)
             held = [gpu for index in alike for gpu in placement.servers[index].gpus]
             gpus = ", ".join(dict.fromkeys(held)) + (" of a machine each" if len(set(held)) < len(held) else "")
@@ -339,6 +354,13 @@ class Need:
         if without_offload and verdict.training.offload != "none":
             return False
         return self.serving_refusal(placement) is None and verdict.fits
+
+
+def _of(name: str, items: Sequence[MemoryItem], count: int = 1) -> list[MemoryItem]:
+    """The items of several that are alike, as a table of all services names them."""
+    return [
+        replace(item, what=f"{name}: {item.what.removeprefix('vLLM: ')}", nbytes=item.nbytes * count) for item in items
+    ]
 
 
 def _for_launcher(advice: str) -> str:

@@ -24,7 +24,7 @@ from atropos_launcher.placement.gpus import (
 from atropos_launcher.placement.machines import LOOPBACK, Machines
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.placement.speed import best_layout, layouts
-from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher
+from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, serving_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked
 from atropos_launcher.plan.hub import expect_model
 from atropos_launcher.plan.sections import (
@@ -206,7 +206,10 @@ def need_of(asked: Asked, site: Site) -> Need | None:
         on_host = server.get("bridge_staging") == "host"
         ranks = tensor_parallel_size(server)
         servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks, dtype))
-    return Need(config, size, asked.gpu_bytes, dtypes[0], tuple(servers), asked.host_bytes)
+    need = Need(config, size, asked.gpu_bytes, dtypes[0], tuple(servers), asked.host_bytes)
+    if site.teacher is None or run.teacher is None or site.teacher.gpus:
+        return need
+    return replace(need, teacher=serving_of_teacher(run, site.teacher, config), teacher_ranks=run.teacher.ranks)
 
 
 def _fits(asked: Asked, site: Site) -> bool:

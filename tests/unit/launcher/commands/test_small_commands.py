@@ -43,6 +43,22 @@ def test_an_evaluation_of_another_server_starts_none() -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("gpus", "vllm"), [([], "vLLM: KV cache"), (["--gpus", "1x80"], "Each GPU of vLLM")])
+def test_the_plan_of_an_evaluation_has_no_trainer(
+    gpus: list[str], vllm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["arithmetic", "Qwen/Qwen2.5-0.5B", "--dry-run", *gpus]
+    assert evaluate.main(words) == 0
+    told = capsys.readouterr().out
+    assert vllm in told
+    assert evaluate.main([*words, "--base-url", "http://elsewhere:9001/v1"]) == 0
+    of_other = capsys.readouterr().out
+    assert "Memory" not in of_other
+    of_training = ("trainer: gradients", "of the trainer", "Checkpoints", "Time of a step")
+    assert not [words for words in of_training if words in told + of_other]
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_every_environment_is_told_how_to_sample() -> None:
     given = evaluate.EvaluateFlags(samples=4, top_p=0.9)
     *_, first, second = evaluate.evaluation_services(plan("two_environments", "--bridge", "broadcast"), given)
