@@ -50,8 +50,8 @@ from atropos_launcher.plan.sections import (
 from atropos_launcher.plan.server_flags import expect_usable_flags
 from atropos_launcher.plan.services import AGENT_JOURNAL, Plan, machine_lines, make_plan, reservations
 from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
-from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.service import Service, is_trainer
 from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records

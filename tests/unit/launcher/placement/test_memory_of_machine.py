@@ -121,7 +121,7 @@ def test_a_teacher_takes_of_the_machine_that_it_is_started_on(
     assert train.main(words) == 0
     assert "Memory may not suffice" in capsys.readouterr().out
     has(monkeypatch, 32)
-    with pytest.raises(ConfigError, match="beside its teacher here takes about .*: use a smaller model or teacher"):
+    with pytest.raises(ConfigError, match=r"beside its teacher here takes about .*: use a smaller model or teacher"):
         train.main(words)
 
 
