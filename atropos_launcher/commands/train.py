@@ -132,11 +132,11 @@ def sum_up(run_dir: Path, seconds: int, newcomer: bool) -> None:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
 
 
-def choose_folder(asked: Asked, prefix: str = "") -> Path:
+def choose_folder(asked: Asked) -> Path:
     """The run's directory, which is not there yet unless it is resumed. Raises ConfigError."""
     if asked.resume is not None:
         return asked.resume.resolve()
-    name = asked.run.name or f"{prefix}{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = asked.run.name or f"{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (asked.runs / name).absolute()
     if folder.exists() and not asked.dry_run:
         raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")

@@ -79,6 +79,24 @@ def test_an_evaluation_of_another_server_names_model_and_address(words: list[str
         evaluate.main(["arithmetic", *words])
 
 
+@pytest.mark.usefixtures("no_processes")
+def test_an_evaluation_does_not_take_the_place_of_a_training_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/mine"
+    run.mkdir(parents=True, mode=0o700)
+    (run / "run.yaml").write_text("base: arithmetic.yaml\n")
+    (run / "trainer.yaml").touch()
+    with pytest.raises(ConfigError, match="mine is a training run; choose another --run-name"):
+        evaluate.main(["arithmetic", "--run-name", "mine", "--dry-run"])
+    with pytest.raises(ConfigError, match="mine is a training run; give its run file instead") as refused:
+        evaluate.main(["--resume", "mine", "--dry-run"])
+    (file,) = str(refused.value).rpartition("atropos evaluate ")[2].split()
+    assert evaluate.main([file, "--dry-run"]) == 0
+    assert "/runs/evaluate-run-auto-greedy/" in capsys.readouterr().out
+
+
 async def evaluated(*words: str, **variables: str) -> str:
     """What `atropos evaluate` prints with these words, in a process of its own."""
     done = await asyncio.create_subprocess_exec(
