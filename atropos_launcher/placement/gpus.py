@@ -10,7 +10,8 @@ from itertools import groupby
 
 from atropos_launcher.placement.this_machine import multiplies_bfloat16
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import server_name
+from atropos_launcher.run_file.servers import Tree, server_name
+from atroposlib.wire.bridge import DTYPE_BYTES
 from example_trainer.memory.fits import ADAPTER, Room, Verdict, fits, less_activations
 from example_trainer.memory.model_size import BY_NAME, ModelSize
 from example_trainer.memory.plan import (
@@ -111,10 +112,10 @@ class ServerNeed:
     """Holds what a run states about one vLLM server's memory."""
 
     max_model_len: int
+    dtype: str
     utilization: float | None = None  # of a GPU
     staging_on_host: bool = False
     ranks: int = 1  # that the run asks for
-    dtype: str | None = None  # its own
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,6 @@ class Need:
     config: TrainerConfig
     size: ModelSize
     gpu: int
-    dtype: str
     servers: tuple[ServerNeed, ...]
     host: int | None = None  # None: what this machine has
     teacher: Serving | None = None  # that this machine starts, too, without a GPU
@@ -164,7 +164,7 @@ class Need:
         return Serving(
             self.config,
             self.size,
-            self.servers[index].dtype or self.dtype,
+            self.servers[index].dtype,
             max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
             self.servers[index].max_model_len,
@@ -181,7 +181,7 @@ class Need:
         """Tell whether a rank of the trainer fits what it may take."""
         same = self.config.bridge.same_devices
         ranks = trainer_ranks(self.config, placement)
-        served = 2 if self.dtype != "float32" else 4
+        served = DTYPE_BYTES[self.servers[0].dtype]
         split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
         staged = 0 if placement.apart else self.host_staging(placement)
@@ -291,7 +291,7 @@ class Need:
         verdict = self.verdict(placement) if trains else None
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            items = self._items_of_machine(placement, verdict and verdict.training, cache)
+            items = self._items_of_machine(placement, verdict.training if verdict else None, cache)
             return lines + table("This machine", items, self.host_memory)
         lines += self._tables_of_servers(placement)
         if verdict is not None:
@@ -435,9 +435,9 @@ def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     return "bfloat16" if is_faster and by_ranks == 1 else "float32"
 
 
-def dtype_of_server(run: RunFile, index: int, on_gpus: bool, by_ranks: int = 1) -> str:
-    """Return the dtype of one vLLM server, which may have its own; that of "auto" is taken for the run's."""
-    own = run.servers[index].get("dtype")
+def dtype_of_server(run: RunFile, flags: Tree, on_gpus: bool, by_ranks: int = 1) -> str:
+    """Return the dtype of a vLLM server with these flags, which may have its own; "auto" is taken for the run's."""
+    own = flags.get("dtype")
     return served_dtype(run, on_gpus, by_ranks) if own in (None, "auto") else str(own)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atropos_launcher.placement.gpus import MOST_OF_GPU, served_dtype
+from atropos_launcher.placement.gpus import MOST_OF_GPU, dtype_of_server, served_dtype
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree, served_tokens
 from atroposlib.flags import ConfigError
@@ -100,8 +100,7 @@ def serving_of_teacher(run: RunFile, place: TeacherPlace, trainer: TrainerConfig
         return None
     flags, on_gpus = run.teacher.flags, bool(place.gpus)
     length = served_tokens(flags) or longest_sequence(run, trainer) + 1
-    own = flags.get("dtype")
-    dtype = served_dtype(run, on_gpus) if own in (None, "auto") else str(own)
+    dtype = dtype_of_server(run, flags, on_gpus)
     plain = trainer.model_copy(update={"bridge": MODES["restart"]()})  # it gets no weights
     return Serving(plain, size, dtype, max(1, len(place.gpus)), on_gpus, length)
 

@@ -46,7 +46,7 @@ def _bring(model: str, flag: str) -> None:
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
     )
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(model)
