@@ -17,7 +17,6 @@ anew, it first finishes what it had begun, and the calls that an agent made befo
 """
 
 import asyncio
-import codecs
 import hashlib
 import itertools
 import json
@@ -42,7 +41,7 @@ from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count
+from atroposlib.envs.data.dataset import held_out_count, numbered_lines
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
@@ -372,11 +371,9 @@ def read_tasks(path: Path) -> list[AgentTask]:
     if path.is_dir():
         return [AgentTask(task.instruction, harbor=task) for task in read_harbor_tasks(path)]
     with reading(f"cannot read --env.tasks_path {path}", DataError):
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()  # a text also ends lines inside a string
+        lines = numbered_lines(path)
     tasks = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             row = json.loads(line)
             answer = row.get("answer")

@@ -12,7 +12,6 @@ sees the arguments of tests and never their results, so it cannot pass a test bu
 """
 
 import asyncio
-import codecs
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +25,7 @@ from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, ProgramFailed
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count
+from atroposlib.envs.data.dataset import held_out_count, numbered_lines
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -230,8 +229,8 @@ def read_tasks(path: Path) -> list[Task]:
     """The tasks of a file. Raises DataError, which names the line."""
     tasks = []
     with reading(f"cannot read --env.tasks_path {path}", DataError):
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()  # a text also ends lines inside a string
-    for number, line in enumerate(lines, 1):
+        lines = numbered_lines(path)
+    for number, line in lines:
         try:
             row = json.loads(line)
             tests, examples = ([(list(args), result) for args, result in row[key]] for key in ("tests", "examples"))

@@ -20,7 +20,7 @@ from random import Random
 from pydantic import Field, model_validator
 
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count, not_held_out
+from atroposlib.envs.data.dataset import held_out_count, not_held_out, numbered_lines
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -167,15 +167,15 @@ def _combine(generator: Random, values: list[Fraction]) -> Fraction | None:
 def read_puzzles(path: Path) -> list[Puzzle]:
     """The puzzles of a JSONL file. Raises DataError naming file and line."""
     with reading(f"cannot read puzzles from {path}", DataError):
-        lines = path.read_text(encoding="utf-8").splitlines()
-    return [_puzzle(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+        lines = numbered_lines(path)
+    return [_puzzle(line, f"{path}:{number}") for number, line in lines]
 
 
-def _puzzle(line: str, where: str) -> Puzzle:
+def _puzzle(line: bytes, where: str) -> Puzzle:
     with reading(
         f"{where} is not a puzzle",
         DataError,
-        remedy=f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}',
+        remedy=f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120].decode(errors="replace")}',
         also=(KeyError, TypeError),
     ):
         record = json.loads(line)

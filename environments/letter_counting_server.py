@@ -16,6 +16,7 @@ from string import ascii_lowercase
 from pydantic import Field, model_validator
 
 from atroposlib.config import InputPathText
+from atroposlib.envs.data.dataset import numbered_lines
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -115,7 +116,7 @@ def make_word(generator: Random, config: LetterCountingConfig) -> str:
 def read_words(path: Path) -> list[str]:
     """The words of a file that hold a letter. Raises DataError."""
     with reading(f"cannot read words from {path}", DataError):
-        words = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        words = [line.decode().strip() for _, line in numbered_lines(path)]
     usable = [word for word in words if any(letter.isalpha() for letter in word.lower())]
     if not usable:
         raise DataError(f"{path} contains no words; write one per line")

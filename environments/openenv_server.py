@@ -40,7 +40,7 @@ from atroposlib.clients.openenv import (
 )
 from atroposlib.clients.waiting import backoff_s
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count
+from atroposlib.envs.data.dataset import held_out_count, numbered_lines
 from atroposlib.envs.errors import DataError, PeerError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.foreign.openenv_actions import Part, Unreadable, form_of, instructions
@@ -490,15 +490,14 @@ def without_thoughts(answer: str) -> str:
 def read_resets(path: Path) -> list[Arguments]:
     """The lines of a JSONL file, each an object. Raises DataError naming file and line."""
     with reading(f"cannot read {path}", DataError):
-        lines = path.read_bytes().splitlines()
+        lines = numbered_lines(path)
     found = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
-                record = msgspec.json.decode(line)
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number} is not an object with the arguments of a reset")
-            found.append(record)
+    for number, line in lines:
+        with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
+            record = msgspec.json.decode(line)
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number} is not an object with the arguments of a reset")
+        found.append(record)
     return found
 
 

@@ -211,8 +211,8 @@ def _need(
     config = TrainerConfig.model_validate(
         {"model_name": model.source, "tp_size": tp, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
-    server = ServerNeed(config.seq_len, staging_on_host=staging_on_host)
-    return Need(config, _size_of(model), gpu, dtype, (server,) * servers)
+    server = ServerNeed(config.seq_len, dtype, staging_on_host=staging_on_host)
+    return Need(config, _size_of(model), gpu, (server,) * servers)
 
 
 def _size_of(model: Model) -> ModelSize:

@@ -8,6 +8,7 @@ there.
 
 import os
 import re
+import shlex
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from atropos_launcher.commands.train import choose_folder, described, start
+from atropos_launcher.commands.train import described, start
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
@@ -123,14 +124,16 @@ def evaluation_folder(asked: Asked, given: EvaluateFlags) -> Path:
     finished evaluation is not paid for twice. Raises ConfigError, NoSuchRun.
     """
     if asked.resume is not None:
-        return choose_folder(asked, "evaluate-")
-    stem, model = asked.source.stem.replace("_", "-"), str(asked.run.model or AUTO).strip("/")
-    name = f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}{'' if given.samples else '-greedy'}"
-    folder = (asked.runs / (asked.run.name or name)).absolute()
+        kept = shlex.quote(os.path.relpath(asked.resume / "run.yaml"))
+        folder, remedy = asked.resume.resolve(), f"give its run file instead: atropos evaluate {kept}"
+    else:
+        stem, model = asked.source.stem.replace("_", "-"), str(asked.run.model or AUTO).strip("/")
+        name = f"evaluate-{stem}-{UNUSUAL.sub('-', model)[-60:]}{'' if given.samples else '-greedy'}"
+        folder, remedy = (asked.runs / (asked.run.name or name)).absolute(), "choose another --run-name"
     if folder.exists():
         expect_open(folder)
     if (folder / "trainer.yaml").exists() or (folder / "api.yaml").exists():
-        raise ConfigError(f"{os.path.relpath(folder)} is a training run; choose another --run-name")
+        raise ConfigError(f"{os.path.relpath(folder)} is a training run; {remedy}")
     return folder
 
 

@@ -33,7 +33,7 @@ from atropos_launcher.placement.addresses import Site, variables
 from atropos_launcher.placement.machines import MachineFlags
 from atropos_launcher.placement.ports import Ports, holder
 from atropos_launcher.placement.speed import speed_lines
-from atropos_launcher.placement.teacher import memory_of_teacher
+from atropos_launcher.placement.teacher import gpu_memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.hub import by_name_alone
 from atropos_launcher.plan.scaling import Scaling
@@ -50,8 +50,9 @@ from atropos_launcher.plan.sections import (
 from atropos_launcher.plan.server_flags import expect_usable_flags
 from atropos_launcher.plan.services import AGENT_JOURNAL, Plan, machine_lines, make_plan, reservations
 from atropos_launcher.plan.site import PORTS, find_model, find_site, need_of, with_best_layout
+from atropos_launcher.run_file.servers import is_server
 from atropos_launcher.run_record import add_outcome, write_record
-from atropos_launcher.service import Service
+from atropos_launcher.service import Service, is_trainer
 from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
 from atropos_launcher.services.supervisor import CannotStart, Supervisor
@@ -131,11 +132,11 @@ def sum_up(run_dir: Path, seconds: int, newcomer: bool) -> None:
         add_outcome(run_dir / "run.json", outcome(read_rows(run_dir / "evaluations.jsonl")))
 
 
-def choose_folder(asked: Asked, prefix: str = "") -> Path:
+def choose_folder(asked: Asked) -> Path:
     """The run's directory, which is not there yet unless it is resumed. Raises ConfigError."""
     if asked.resume is not None:
         return asked.resume.resolve()
-    name = asked.run.name or f"{prefix}{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = asked.run.name or f"{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (asked.runs / name).absolute()
     if folder.exists() and not asked.dry_run:
         raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")
@@ -150,7 +151,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
             print("\n".join(need.lines(plan.site.placement, cache)), file=sys.stderr)
         raise ConfigError(why + (fits_apart(asked, plan.site.run_dir) or ""))
     if plan.site.teacher is not None:
-        lines, why = memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes, 0)
+        lines, why = gpu_memory_of_teacher(plan.run, plan.site.teacher, plan.trainer, asked.gpu_bytes)
         if why and (asked.gpu_bytes or not asked.gpus):
             if not asked.dry_run:
                 print("\n".join(lines), file=sys.stderr)
@@ -264,16 +265,27 @@ def described(plan: Plan, asked: Asked) -> str:
         own = [_assigned(name, value) for name, value in service.environment.items() if shared.get(name) != value]
         notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
         notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
-    need = need_of(asked, site)
-    unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
-    cache = cache_on_cpu(plan)
-    notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
-    notes += [f"Checkpoints take up to {amount(need.disk)} of disk"] if need is not None and need.disk else []
-    speed = [] if need is None else speed_lines(need, site.placement, new_tokens(plan), on_policy(plan))
-    notes += ["", *speed] if speed else []
-    if site.teacher is not None:
-        notes += memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes, cache)[0]
+    names = [service.name for service in plan.services]
+    trains = any(map(is_trainer, names))
+    if trains or any(map(is_server, names)):  # not where another's server is evaluated
+        notes += ["", *_costs(plan, asked, trains)]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
+
+
+def _costs(plan: Plan, asked: Asked, trains: bool) -> list[str]:
+    """Tell what a run takes of memory, and one that `trains` of disk and time."""
+    site, need, cache = plan.site, need_of(asked, plan.site), cache_on_cpu(plan)
+    if need is None:
+        notes = [f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"]
+    else:
+        notes = need.lines(site.placement, cache, trains)
+    if need is not None and trains:
+        notes += [f"Checkpoints take up to {amount(need.disk)} of disk"] if need.disk else []
+        speed = speed_lines(need, site.placement, new_tokens(plan), on_policy(plan))
+        notes += ["", *speed] if speed else []
+    if site.teacher is not None:
+        notes += gpu_memory_of_teacher(plan.run, site.teacher, plan.trainer, asked.gpu_bytes)[0]
+    return notes
 
 
 def _assigned(name: str, value: str) -> str:

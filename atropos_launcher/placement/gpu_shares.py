@@ -80,14 +80,14 @@ def _expect_by_ranks(run: RunFile, gpus: list[str], ranks: int) -> None:
     """Raise ConfigError for what contradicts a single copy with as many trainer ranks."""
     (server,), mode = run.servers, f"single copy with --tp-size {ranks}"
     given = server.get("tensor_parallel_size")
-    if given and int(given) != ranks:
+    if given and given != ranks:
         raise ConfigError(
             f"vllm.tensor_parallel_size {given}: {mode} trains each rank of vLLM by one of its own: give"
             f" --vllm.tensor-parallel-size {ranks}, or {ONE_PROCESS}"
         )
     chosen = None if run.dtype == "auto" else run.dtype
     for name, dtype in (("dtype", chosen), ("vllm.dtype", server.get("dtype"))):
-        if dtype not in (None, "float32", "float"):
+        if dtype not in (None, "float32"):
             raise ConfigError(
                 f"{name} {dtype}: {mode} trains float32 weights in vLLM's memory: give --{name} float32, or"
                 f" {ONE_PROCESS}"
@@ -170,7 +170,7 @@ def _candidates_apart(run: RunFile, gpus: list[str], most: int, tp: int, machine
         yield Placement((), tuple(own[: max(tp, min(most, len(own)) // tp * tp)]))
         return
     given = run.servers[0].get("tensor_parallel_size")
-    for size in [int(given)] if given else [1 << power for power in reversed(range(len(own).bit_length()))]:
+    for size in [given] if given else [1 << power for power in reversed(range(len(own).bit_length()))]:
         if size > len(own):
             raise ConfigError(f"vllm.tensor_parallel_size {size} needs {size} GPU(s), but a machine has {len(own)}")
         yield Placement((ServerPlace(tuple(own[:size])),), ())
@@ -253,7 +253,7 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
         )
     for index, (server, size) in enumerate(zip(servers, sizes, strict=True)):
         given = run.servers[index].get("tensor_parallel_size")
-        if len(server) < size or (given and len(server) != int(given)):
+        if len(server) < size or (given and len(server) != given):
             which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
             raise ConfigError(
                 f"vllm.{which}tensor_parallel_size {size} takes exactly {size} GPU(s), but {who} has"

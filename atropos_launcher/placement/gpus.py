@@ -4,13 +4,14 @@ follows for their settings. On one GPU, vLLM takes 0.4 of its memory; without a 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from atropos_launcher.placement.this_machine import multiplies_bfloat16
 from atropos_launcher.run_file.run_file import RunFile
-from atropos_launcher.run_file.servers import server_name
+from atropos_launcher.run_file.servers import Tree, server_name
+from atroposlib.wire.bridge import DTYPE_BYTES
 from example_trainer.memory.fits import ADAPTER, Room, Verdict, fits, less_activations
 from example_trainer.memory.model_size import BY_NAME, ModelSize
 from example_trainer.memory.plan import (
@@ -111,10 +112,10 @@ class ServerNeed:
     """Holds what a run states about one vLLM server's memory."""
 
     max_model_len: int
+    dtype: str
     utilization: float | None = None  # of a GPU
     staging_on_host: bool = False
     ranks: int = 1  # that the run asks for
-    dtype: str | None = None  # its own
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class Need:
     config: TrainerConfig
     size: ModelSize
     gpu: int
-    dtype: str
     servers: tuple[ServerNeed, ...]
     host: int | None = None  # None: what this machine has
+    teacher: Serving | None = None  # that this machine starts, too, without a GPU
+    teacher_ranks: int = 1
 
     @property
     def host_memory(self) -> int:
@@ -162,7 +164,7 @@ class Need:
         return Serving(
             self.config,
             self.size,
-            self.servers[index].dtype or self.dtype,
+            self.servers[index].dtype,
             max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
             self.servers[index].max_model_len,
@@ -179,7 +181,7 @@ class Need:
         """Tell whether a rank of the trainer fits what it may take."""
         same = self.config.bridge.same_devices
         ranks = trainer_ranks(self.config, placement)
-        served = 2 if self.dtype != "float32" else 4
+        served = DTYPE_BYTES[self.servers[0].dtype]
         split = len(placement.vllm) if same and placement.on_gpus else placement.by_ranks
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
         staged = 0 if placement.apart else self.host_staging(placement)
@@ -230,9 +232,11 @@ class Need:
             for more, settings in less_activations(basis)
             if replace(self, config=basis.model_copy(update=settings))._needed(placement, cache) <= size
         ]
+        taught, smaller = (" beside its teacher", "model or teacher") if self.teacher else ("", "model")
         return (
-            f"training {config.model_name} here takes about {amount(needed)} of memory, and this machine has"
-            f" {amount(size)}: " + (f"give {ways[0]}, or use a smaller model" if ways else "use a smaller model")
+            f"training {config.model_name}{taught} here takes about {amount(needed)} of memory, and this machine has"
+            f" {amount(size)}: "
+            + (f"give {ways[0]}, or use a smaller {smaller}" if ways else f"use a smaller {smaller}")
         )
 
     def _needed(self, placement: Placement, cache: int) -> int:
@@ -280,43 +284,54 @@ class Need:
             )
         return None
 
-    def lines(self, placement: Placement, cache: int) -> list[str]:
-        """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
-        no GPU. `cache` is the KV cache of a rank of vLLM there.
+    def lines(self, placement: Placement, cache: int, trains: bool = True) -> list[str]:
+        """The tables of --dry-run: of a rank of each vLLM server and, of a run that `trains`, one of the trainer; of
+        this machine where there is no GPU. `cache` is the KV cache of a rank of vLLM there.
         """
-        verdict = self.verdict(placement)
+        verdict = self.verdict(placement) if trains else None
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            items = self._items_of_machine(placement, verdict.training, cache)
+            items = self._items_of_machine(placement, verdict.training if verdict else None, cache)
             return lines + table("This machine", items, self.host_memory)
         lines += self._tables_of_servers(placement)
-        return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
+        if verdict is not None:
+            lines += [f"Each GPU of the trainer ({', '.join(placement.trainer)})", *verdict.table]
+        return lines
 
-    def _items_of_machine(self, placement: Placement, training: Training, cache: int) -> list[MemoryItem]:
-        """What the services of a run take of a machine without a GPU."""
+    def _items_of_machine(self, placement: Placement, training: Training | None, cache: int) -> list[MemoryItem]:
+        """What the services of a run take of a machine without a GPU; without `training` those of an evaluation."""
         here = max(1, ranks_of_machines(self.config, placement)[0])
-        ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
         count = placement.servers_here
-        caches = cache * max(placement.by_ranks, self.servers[0].ranks)  # each of its ranks has one
-        servers = [
-            replace(item, what=f"{count} x {item.what}" if count > 1 else item.what, nbytes=item.nbytes * count)
-            for item in self.serving(placement).items(caches)
-            if count
+        items = []
+        for alike, serving in self._alike(placement, count):
+            # each of a server's ranks has a cache, and staging is made when a trainer comes
+            caches = cache * max(placement.by_ranks, self.servers[alike[0]].ranks)
+            kept = [item for item in serving.items(caches) if training is not None or item.kind != "vLLM's staging"]
+            several = f"{count} x vLLM" if count > 1 else "vLLM"
+            name = several if len(alike) == count else ", ".join(server_name(index, count) for index in alike)
+            items += _of(name, kept, len(alike))
+        if self.teacher is not None:
+            items += _of("teacher", self.teacher.items(cache * self.teacher_ranks))
+        if training is not None:
+            ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
+            items += _of(f"trainer{ranks}", [*training.items, *training.host_items], here)
+        servers = count + (self.teacher is not None)
+        return [
+            *items,
+            MemoryItem("runtime", "the processes themselves, about", PROCESSES + (servers - 1) * VLLM_PROCESSES),
         ]
-        named = [
-            replace(item, what=f"trainer{ranks}: {item.what}", nbytes=item.nbytes * here)
-            for item in [*training.items, *training.host_items]
-        ]
-        own = MemoryItem("runtime", "the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
-        return [*servers, *named, own]
+
+    def _alike(self, placement: Placement, count: int) -> Iterator[tuple[list[int], Serving]]:
+        """Yield the first `count` servers, those together that are alike in a row, with a rank of theirs."""
+        each = [(self.serving(placement, at), placement.shares(at), self.servers[at]) for at in range(count)]
+        for (serving, *_), group in groupby(range(count), key=each.__getitem__):
+            yield list(group), serving
 
     def _tables_of_servers(self, placement: Placement) -> list[str]:
         """One for each server, or for several in a row that are alike."""
         lines, count = [], len(placement.servers)
-        each = [(self.share(placement, index), len(server.gpus)) for index, server in enumerate(placement.servers)]
-        for (share, _), group in groupby(range(count), key=each.__getitem__):
-            alike = list(group)
-            serving = self.serving(placement, alike[0])
+        for alike, serving in self._alike(placement, count):
+            share = self.share(placement, alike[0])
             cache = max(0, int(share * self.gpu) - serving.weights - serving.staging - VLLM_OWN)
             held = [gpu for index in alike for gpu in placement.servers[index].gpus]
             gpus = ", ".join(dict.fromkeys(held)) + (" of a machine each" if len(set(held)) < len(held) else "")
@@ -339,6 +354,13 @@ class Need:
         if without_offload and verdict.training.offload != "none":
             return False
         return self.serving_refusal(placement) is None and verdict.fits
+
+
+def _of(name: str, items: Sequence[MemoryItem], count: int = 1) -> list[MemoryItem]:
+    """The items of several that are alike, as a table of all services names them."""
+    return [
+        replace(item, what=f"{name}: {item.what.removeprefix('vLLM: ')}", nbytes=item.nbytes * count) for item in items
+    ]
 
 
 def _for_launcher(advice: str) -> str:
@@ -413,9 +435,9 @@ def served_dtype(run: RunFile, on_gpus: bool, by_ranks: int = 1) -> str:
     return "bfloat16" if is_faster and by_ranks == 1 else "float32"
 
 
-def dtype_of_server(run: RunFile, index: int, on_gpus: bool, by_ranks: int = 1) -> str:
-    """Return the dtype of one vLLM server, which may have its own; that of "auto" is taken for the run's."""
-    own = run.servers[index].get("dtype")
+def dtype_of_server(run: RunFile, flags: Tree, on_gpus: bool, by_ranks: int = 1) -> str:
+    """Return the dtype of a vLLM server with these flags, which may have its own; "auto" is taken for the run's."""
+    own = flags.get("dtype")
     return served_dtype(run, on_gpus, by_ranks) if own in (None, "auto") else str(own)
 
 

@@ -131,7 +131,7 @@ def sync_s(need: Need, placement: Placement, card: Card) -> float | None:
     """
     if not isinstance(need.config.bridge, Grouped) or placement.one_server_each:
         return None
-    return need.size.count * DTYPE_BYTES[need.dtype] / card.link
+    return need.size.count * DTYPE_BYTES[need.servers[0].dtype] / card.link
 
 
 def layouts(need: Need, placement: Placement) -> dict[int, Sampling]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atropos_launcher.placement.gpus import MOST_OF_GPU, served_dtype
+from atropos_launcher.placement.gpus import MOST_OF_GPU, dtype_of_server, served_dtype
 from atropos_launcher.run_file.run_file import RunFile
 from atropos_launcher.run_file.servers import Tree, served_tokens
 from atroposlib.flags import ConfigError
@@ -93,24 +93,31 @@ def teacher_flags(run: RunFile, place: TeacherPlace, trainer: TrainerConfig, hos
     return {**flags, "model": place.model, "host": host, "port": place.port}
 
 
-def memory_of_teacher(
-    run: RunFile, place: TeacherPlace, trainer: TrainerConfig, gpu: int, cache: int
-) -> tuple[list[str], str | None]:
-    """The table of --dry-run, and why a teacher that is started does not fit its GPUs of `gpu` bytes, if it does not.
-    `cache` is its KV cache on a CPU.
-    """
+def serving_of_teacher(run: RunFile, place: TeacherPlace, trainer: TrainerConfig) -> Serving | None:
+    """A rank of the server of a teacher that is started; None where the size of its model is not known."""
     size = model_size(place.model) if place.model else None
     if size is None or run.teacher is None:
-        return [], None
+        return None
     flags, on_gpus = run.teacher.flags, bool(place.gpus)
     length = served_tokens(flags) or longest_sequence(run, trainer) + 1
-    own = flags.get("dtype")
-    dtype = served_dtype(run, on_gpus) if own in (None, "auto") else str(own)
+    dtype = dtype_of_server(run, flags, on_gpus)
     plain = trainer.model_copy(update={"bridge": MODES["restart"]()})  # it gets no weights
-    serving = Serving(plain, size, dtype, max(1, len(place.gpus)), on_gpus, length)
-    indivisible = size.split_refusal(run.teacher.ranks, "the teacher's --tensor-parallel-size", len(place.gpus) or MOST)
-    if not on_gpus:
-        return table("The teacher, on this machine too", serving.items(cache * run.teacher.ranks)), indivisible
+    return Serving(plain, size, dtype, max(1, len(place.gpus)), on_gpus, length)
+
+
+def gpu_memory_of_teacher(
+    run: RunFile, place: TeacherPlace, trainer: TrainerConfig, gpu: int
+) -> tuple[list[str], str | None]:
+    """The table of --dry-run for GPUs, and why a teacher that is started cannot be split, or does not fit its GPUs of
+    `gpu` bytes, if so.
+    """
+    serving = serving_of_teacher(run, place, trainer)
+    if serving is None or run.teacher is None:
+        return [], None
+    flags, ranks = run.teacher.flags, run.teacher.ranks
+    indivisible = serving.size.split_refusal(ranks, "the teacher's --tensor-parallel-size", len(place.gpus) or MOST)
+    if not place.gpus:
+        return [], indivisible
     taken = int(gpu * float(flags.get("gpu_memory_utilization") or serving.share(gpu)))
     left = max(0, taken - serving.weights - VLLM_OWN)
     lines = table(f"Each GPU of the teacher ({', '.join(place.gpus)})", serving.items(left), gpu)

@@ -263,8 +263,8 @@ def read_command_line(
     content = read_run(source, choice)
     layout = (content.get("layout") or {}) | texts(line.sections["layout"])
     machines = _machines(given, layout.get("ray"), "dry_run" in typed, is_planned=given.gpus is not None)
-    content, sections = _changed(content, line.sections, given, models, machines)
-    run = validated(content, source.name)
+    changed, sections = _changed(content, line.sections, given, models, machines)
+    run = validated(changed, source.name if _is_refused(content) else "the command line")
     view = given.view is not False
     host = None if given.host_memory is None else given.host_memory * GB
     if given.gpus is not None and host is None:
@@ -272,6 +272,15 @@ def read_command_line(
     return Asked(
         run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host, machines
     )
+
+
+def _is_refused(content: Tree) -> bool:
+    """Return whether a run file cannot be used as it is, whatever flags change."""
+    try:
+        validated(content, "")
+    except ConfigError:
+        return True
+    return False
 
 
 def _changed(

@@ -46,7 +46,12 @@ def _bring(model: str, flag: str) -> None:
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
     )
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+    try:
+        validate_repo_id(model)
+    except HFValidationError as error:
+        raise ConfigError(f"{flag} {model} is neither a model's directory nor an id of the hub, OWNER/NAME") from error
     if constants.HF_HUB_OFFLINE or config_file(model) is not None:
         return
     hub, login = constants.ENDPOINT, "log in with `hf auth login` or HF_TOKEN"
@@ -64,8 +69,6 @@ def _bring(model: str, flag: str) -> None:
         ) from error
     except RemoteEntryNotFoundError as error:
         raise ConfigError(f"{flag} {model} has no config.json at {hub}: give a model for transformers") from error
-    except HFValidationError as error:
-        raise ConfigError(f"{flag} {model} is neither a model's directory nor an id of the hub, OWNER/NAME") from error
     except (OSError, httpx.HTTPError, ImportError) as error:  # of a SOCKS proxy
         why = str(error).partition("\n")[0]
         print(f"The plan goes by the name of {model}, for the hub does not answer: {why}", file=sys.stderr, flush=True)

@@ -88,7 +88,8 @@ def unreachable(host: str) -> str | None:
 def _of_adapters(mode: type[Mode], bridge: Mode, server: Tree) -> Iterator[str]:
     enabled = server.get("enable_lora")
     if enabled is not None and bool(enabled) != mode.adapters:
-        yield f"enable_lora {str(enabled).lower()}: bridge {mode.shown()} decides it: drop it, or give --bridge lora"
+        other = "broadcast" if mode.adapters else "lora"
+        yield f"enable_lora {str(enabled).lower()}: bridge {mode.shown()} decides it: drop it, or give --bridge {other}"
     rank = _number(server.get("max_lora_rank"))
     if isinstance(bridge, Adapter) and rank is not None and rank < bridge.r:
         yield f"max_lora_rank {rank}: the adapter has rank {bridge.r} (--bridge.r): drop it, or train a smaller one"

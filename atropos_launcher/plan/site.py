@@ -24,7 +24,7 @@ from atropos_launcher.placement.gpus import (
 from atropos_launcher.placement.machines import LOOPBACK, Machines
 from atropos_launcher.placement.ports import Ports
 from atropos_launcher.placement.speed import best_layout, layouts
-from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher
+from atropos_launcher.placement.teacher import TeacherPlace, gpus_of_teacher, serving_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked
 from atropos_launcher.plan.hub import expect_model
 from atropos_launcher.plan.sections import (
@@ -156,12 +156,11 @@ def named_ports(run: RunFile, *, one_machine: bool) -> frozenset[int]:
     API's is another's, too.
     """
     api = run.api.get("port")
-    servers = [int(port) for server in run.servers if (port := server.get("port")) is not None and one_machine]
-    teacher = run.teacher.flags.get("port") if run.teacher else None
-    others = [*servers, *([] if teacher is None else [int(teacher)])]
+    flags = [*(run.servers if one_machine else []), *([run.teacher.flags] if run.teacher else [])]
+    others = frozenset(port for server in flags if (port := server.get("port")) is not None)
     if api in others:
         raise ConfigError(f"api.port {api} is a vLLM server's too: give one of them another, or none")
-    return frozenset([*others, *([] if api is None else [api])])
+    return others if api is None else others | {api}
 
 
 def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_run: bool) -> tuple[int, ...]:
@@ -175,11 +174,10 @@ def choose_ports(section: str, given: Sequence[int | None], ports: Ports, dry_ru
             f"{section}.port: {server_name(first, len(given))} and {server_name(second, len(given))} both have"
             f" {twice[0]}: give each its own port, or none"
         )
-    named = [None if port is None else int(port) for port in given]
     chosen: list[int] = []
-    for port in named:
+    for port in given:
         following = chosen[-1] + 1 if chosen else PORTS[section]
-        while following in (*named, *chosen, *ports.named):
+        while following in (*given, *chosen, *ports.named):
             following += 1
         if dry_run:
             chosen.append(following if port is None else port)
@@ -199,14 +197,16 @@ def need_of(asked: Asked, site: Site) -> Need | None:
     config = resolve_trainer(run, asked.sections, site)
     servers = []
     by_ranks = ranks_of_single_copy(config)
-    dtypes = [dtype_of_server(run, index, bool(asked.gpus), by_ranks) for index in range(len(run.servers))]
-    for server, dtype in zip(run.servers, dtypes, strict=True):
+    for server in run.servers:
         share = server.get("gpu_memory_utilization")
         length = served_tokens(server) or config.seq_len
         on_host = server.get("bridge_staging") == "host"
-        ranks = tensor_parallel_size(server)
-        servers.append(ServerNeed(length, None if share is None else float(share), on_host, ranks, dtype))
-    return Need(config, size, asked.gpu_bytes, dtypes[0], tuple(servers), asked.host_bytes)
+        dtype = dtype_of_server(run, server, bool(asked.gpus), by_ranks)
+        servers.append(ServerNeed(length, dtype, share, on_host, tensor_parallel_size(server)))
+    need = Need(config, size, asked.gpu_bytes, tuple(servers), asked.host_bytes)
+    if site.teacher is None or run.teacher is None or site.teacher.gpus:
+        return need
+    return replace(need, teacher=serving_of_teacher(run, site.teacher, config), teacher_ranks=run.teacher.ranks)
 
 
 def _fits(asked: Asked, site: Site) -> bool:

@@ -42,7 +42,7 @@ from atropos_launcher.run_file.servers import (
 from atropos_launcher.run_file.teacher import TEACHER, TeacherSection
 from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config, merged_trees
-from atroposlib.flags import ConfigError, nearest
+from atroposlib.flags import ConfigError, keys_of, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.distillation import DistillationSettings
@@ -485,7 +485,7 @@ def validated(content: Mapping[str, Any], source: str) -> RunFile:
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    known = [*RunFile.model_fields, "base", *OVERLAYS]
+    known = [*(".".join(key.path) for key in keys_of(RunFile)), *RunFile.model_fields, "base", *OVERLAYS]
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"] if part not in ("literal['auto']", "list[str]"))
         if key.rpartition(".")[2] in GONE:

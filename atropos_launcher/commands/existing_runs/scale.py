@@ -1,10 +1,12 @@
 """`atropos scale vllm N`: gives a running run more vLLM servers, or fewer, while its trainer goes on."""
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from atropos_launcher import arguments
+from atropos_launcher.paths import named
 from atropos_launcher.runs import NoSuchRun, find_run, recorded_runs
 from atropos_launcher.service import is_trainer
 from atropos_launcher.services.records import Records
@@ -77,11 +79,11 @@ def scale(run: Path, count: int) -> None:
 
 def expect_trainer(run: Path, records: Records) -> None:
     """Raise CannotScale for a run that has no launcher to ask, or no trainer that would feed a server."""
-    shown = printable(str(run))
+    shown, name = printable(str(run)), printable(shlex.quote(named(run)))
     if not records.exist():
-        raise CannotScale(f"{shown} is not running: `atropos train --resume` continues it")
+        raise CannotScale(f"{shown} is not running: `atropos train --resume {name}` continues it")
     if records.launcher() is None:
-        raise CannotScale(f"the launcher of {shown} is gone: `atropos stop` ends what it left")
+        raise CannotScale(f"the launcher of {shown} is gone: `atropos stop {name}` ends what it left")
     names = [record.name for record in records.services()]
     if names and not any(map(is_trainer, names)):
         raise CannotScale(f"{shown} has no trainer that would feed a server: it runs {', '.join(names)}")

@@ -347,12 +347,19 @@ def _in(folder: Path, name: str) -> Path | None:
     return next((path for ending in READERS if (path := folder / f"{name}{ending}").is_file()), None)
 
 
+def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
+    """Return the lines of a file that are not blank, with their numbers, without a byte order mark. Only ends of lines
+    end them: a text also ends at characters that a string in JSON may have.
+    """
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
 def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
-        if line.strip():
-            with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
-                value = msgspec.json.decode(line)
-            yield _row(f"{path}:{number}", value)
+    for number, line in numbered_lines(path):
+        with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
+            value = msgspec.json.decode(line)
+        yield _row(f"{path}:{number}", value)
 
 
 def _json(path: Path) -> Iterator[Row]:

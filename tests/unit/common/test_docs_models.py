@@ -75,7 +75,7 @@ def refusal_of(config: TrainerConfig, gpus: int, tensor_parallel: int = 1) -> st
     mine = tuple(f"trainer {index}" for index in range(gpus))
     vllm = mine if same else tuple(f"vllm {index}" for index in range(tensor_parallel))
     placement = Placement((ServerPlace(vllm),), mine)
-    need = Need(config, size, GPU, "bfloat16", (ServerNeed(2048),))
+    need = Need(config, size, GPU, (ServerNeed(2048, "bfloat16"),))
     if need.verdict(placement).fits:
         return None
     return need.refusal(placement) or "the trainer does not fit"

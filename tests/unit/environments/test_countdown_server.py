@@ -108,3 +108,9 @@ async def test_puzzles_of_a_file_are_split(tmp_path: Path) -> None:
     path.write_text('{"nums": [1, 2], "target": 3}\n{"nums": 3}\n')
     with pytest.raises(DataError, match=r"puzzles.jsonl:2 is not a puzzle"):
         read_puzzles(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_puzzle(tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.jsonl"
+    path.write_text('\ufeff{"nums": [1, 2], "target": 3, "note": "a\u2028b"}\r\n\n', encoding="utf-8", newline="")
+    assert read_puzzles(path) == [Puzzle((1, 2), 3)]

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.letter_counting_server import LetterCountingEnv, Question
+from environments.letter_counting_server import LetterCountingEnv, Question, read_words
 from tests.unit.environments.support import running_env
 
 
@@ -31,3 +31,9 @@ async def test_words_may_come_from_a_file(tmp_path: Path) -> None:
         running_env(LetterCountingEnv, tmp_path, server, words_path=str(tmp_path / "words.txt"), heldout_size=1) as env,
     ):
         assert {(await env.get_next_item()).word for _ in range(50)} == {"banana", "IJsvogel"}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_text("\ufeffapple\r\n\npear", encoding="utf-8", newline="")
+    assert read_words(path) == ["apple", "pear"]

@@ -16,7 +16,7 @@ from atroposlib.envs.failures import GroupLost
 from atroposlib.envs.payloads import defect
 from atroposlib.testing.fake_inference_server import Answer, FakeInferenceServer
 from atroposlib.wire.batching import GroupRequirements
-from environments.openenv_server import OpenEnv, OpenEnvConfig
+from environments.openenv_server import OpenEnv, OpenEnvConfig, read_resets
 from tests.unit.environments.openenv_fake import NUMBER, FakeOpenEnv, Step, error, guess, observation
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -448,3 +448,9 @@ def test_the_address_is_checked(given: str, url: str | None) -> None:
             OpenEnvConfig(url=given)
     else:
         assert OpenEnvConfig(url=given).url == url
+
+
+def test_a_byte_order_mark_is_no_part_of_a_reset(tmp_path: Path) -> None:
+    path = tmp_path / "resets.jsonl"
+    path.write_text('\ufeff{"seed": 1}\r\n\n{"seed": 2}', encoding="utf-8", newline="")
+    assert read_resets(path) == [{"seed": 1}, {"seed": 2}]

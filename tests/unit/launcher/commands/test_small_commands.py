@@ -43,6 +43,22 @@ def test_an_evaluation_of_another_server_starts_none() -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("gpus", "vllm"), [([], "vLLM: KV cache"), (["--gpus", "1x80"], "Each GPU of vLLM")])
+def test_the_plan_of_an_evaluation_has_no_trainer(
+    gpus: list[str], vllm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["arithmetic", "Qwen/Qwen2.5-0.5B", "--dry-run", *gpus]
+    assert evaluate.main(words) == 0
+    told = capsys.readouterr().out
+    assert vllm in told
+    assert evaluate.main([*words, "--base-url", "http://elsewhere:9001/v1"]) == 0
+    of_other = capsys.readouterr().out
+    assert "Memory" not in of_other
+    of_training = ("trainer: gradients", "of the trainer", "Checkpoints", "Time of a step")
+    assert not [words for words in of_training if words in told + of_other]
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_every_environment_is_told_how_to_sample() -> None:
     given = evaluate.EvaluateFlags(samples=4, top_p=0.9)
     *_, first, second = evaluate.evaluation_services(plan("two_environments", "--bridge", "broadcast"), given)
@@ -61,6 +77,24 @@ def test_every_environment_is_told_how_to_sample() -> None:
 def test_an_evaluation_of_another_server_names_model_and_address(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         evaluate.main(["arithmetic", *words])
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_evaluation_does_not_take_the_place_of_a_training_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/mine"
+    run.mkdir(parents=True, mode=0o700)
+    (run / "run.yaml").write_text("base: arithmetic.yaml\n")
+    (run / "trainer.yaml").touch()
+    with pytest.raises(ConfigError, match="mine is a training run; choose another --run-name"):
+        evaluate.main(["arithmetic", "--run-name", "mine", "--dry-run"])
+    with pytest.raises(ConfigError, match="mine is a training run; give its run file instead") as refused:
+        evaluate.main(["--resume", "mine", "--dry-run"])
+    (file,) = str(refused.value).rpartition("atropos evaluate ")[2].split()
+    assert evaluate.main([file, "--dry-run"]) == 0
+    assert "/runs/evaluate-run-auto-greedy/" in capsys.readouterr().out
 
 
 async def evaluated(*words: str, **variables: str) -> str:

@@ -97,6 +97,34 @@ def test_memory_is_planned_in_the_dtype_of_a_server(
     assert line.split()[-4:] == ["in", told, "30.462" if told == "float32" else "15.231", "GB"]
 
 
+def test_the_plan_has_each_server_in_its_own_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["two_servers", "Qwen/Qwen2.5-0.5B", "--vllm.2.dtype", "bfloat16", "--dry-run"]
+    assert train.main([*words, "--host-memory", "64"]) == 0
+    assert train.main([*words, "--gpus", "4x80", "--vllm.1.dtype", "float32"]) == 0
+    told = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if " weights in " in line]
+    ours = [words[:-2] for words in told if words[0] != "weights" and words[0] != "trainer:"]
+    assert ours[:2] == [["vllm-1:", "weights", "in", "float32"], ["vllm-2:", "weights", "in", "bfloat16"]]
+    assert ours[2:] == [["vLLM:", "weights", "in", "float32"], ["vLLM:", "weights", "in", "bfloat16"]]
+
+
+def test_a_teacher_takes_of_the_machine_that_it_is_started_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ["arithmetic", "Qwen/Qwen2.5-0.5B", "--dry-run"]
+    words = [*alone, "--trainer.distill-coef", "1", "--teacher.model", "Qwen/Qwen2.5-7B-Instruct"]
+    has(monkeypatch, 64)
+    assert train.main(words) == 0
+    assert re.search(r"teacher: weights in float32 +30\.462 GB", capsys.readouterr().out)
+    has(monkeypatch, 64, free=32)
+    assert train.main(alone) == 0
+    assert "Memory may not suffice" not in capsys.readouterr().out
+    assert train.main(words) == 0
+    assert "Memory may not suffice" in capsys.readouterr().out
+    has(monkeypatch, 32)
+    with pytest.raises(ConfigError, match=r"beside its teacher here takes about .*: use a smaller model or teacher"):
+        train.main(words)
+
+
 @pytest.mark.parametrize("size", [64, 24])
 def test_the_remedy_is_accepted(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, size)

@@ -36,7 +36,7 @@ def need(model: str, gpu_gb: int = 80, **settings: object) -> Need:
     assert size is not None
     batch = {"batch_size": 8, "gradient_accumulation_steps": 8, "seq_len": 1024}
     config = TrainerConfig.model_validate({"model_name": model, "bridge": {"kind": "broadcast"}, **batch, **settings})
-    return Need(config, size, gpu_gb * GB, "bfloat16", (ServerNeed(1024),) * 4, 1000 * GB)
+    return Need(config, size, gpu_gb * GB, (ServerNeed(1024, "bfloat16"),) * 4, 1000 * GB)
 
 
 def test_a_token_reads_the_weights_and_half_full_caches_once() -> None:
@@ -67,7 +67,7 @@ def test_many_answers_are_bound_by_operations_and_not_by_bytes() -> None:
 
 def test_a_full_cache_bounds_the_answers_at_once() -> None:
     """Each answer of 32,768 tokens, half full, takes 2.4 GB of the 44 GB that a GPU of 80 has beside two copies."""
-    long = replace(need("Qwen/Qwen3-8B"), servers=(ServerNeed(32_768),) * 4)
+    long = replace(need("Qwen/Qwen3-8B"), servers=(ServerNeed(32_768, "bfloat16"),) * 4)
     found = sampling(long, replace(FOUR, servers=(ServerPlace(("0",)),)))
     assert found is not None
     assert found.rows == int((0.92 * 80e9 - 4 * 8.1907e9 - 2e9) / (147_456 * 16_384))

@@ -505,3 +505,20 @@ def test_what_an_environment_lacks_is_told_before_vllm_starts(
     with pytest.raises(ConfigError, match=re.escape(says)):
         command.main(argv)
     assert command.main([*argv, "--gpus", "2"]) == 0  # another machine's plan
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api.port", "abc"], "the command line: api: port: expected a port from 1 to 65535, got 'abc'"),
+        (["--layout.vlm", "0"], "the command line: unknown key 'layout.vlm'; did you mean 'layout.vllm'"),
+        (["--vllm.count", "2", "--bridge", "single_copy"], "the command line: bridge single_copy .* supports one vLLM"),
+    ],
+)
+def test_a_run_file_is_not_blamed_for_a_flag(flags: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        read_command_line(["arithmetic", *flags, "--dry-run"])
+    own = tmp_path / "mine.yaml"
+    own.write_text("base: arithmetic.yaml\nlayout: {vlm: 0}\n")
+    with pytest.raises(ConfigError, match=r"^mine\.yaml: "):
+        read_command_line([str(own), *flags, "--dry-run"])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.plan.hub import expect_model
+from atroposlib.flags import ConfigError
 from tests.serving import Asked, Reply, ThreadedServer
 
 CONFIG = {
@@ -101,6 +103,17 @@ def test_without_a_hub_the_plan_goes_by_the_name(offline: bool, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert ("for the hub does not answer" in done.stderr) is not offline
     assert "by its name" in done.stdout
+
+
+@pytest.mark.parametrize("model", ["one/two/three", "my model"])
+@pytest.mark.parametrize("offline", [True, False])
+def test_what_cannot_be_an_id_is_refused_without_a_hub(
+    model: str, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=f"--model {model} is neither a model's directory nor an id of the hub"):
+        expect_model(model, "--model")
 
 
 @pytest.mark.services

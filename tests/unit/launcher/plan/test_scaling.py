@@ -295,3 +295,13 @@ def test_a_further_server_takes_cores_that_no_server_has_where_the_first_has_its
     assert with_one_more(pinned, 9100, [], []).site.cores.vllm == ((first,), (first,))
     free = plan("two_servers", "--vllm.count", "1")
     assert with_one_more(free, 9100, [], [first]).site.cores.vllm == ((), ())
+
+
+def test_a_run_that_does_not_run_is_told_with_the_command_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run, name in ((Path("runs/mine"), "mine"), (Path("my runs/other"), "'my runs/other'")):
+        run.mkdir(parents=True)
+        with pytest.raises(AtroposError, match=f"{run} is not running: `atropos train --resume {name}` continues it"):
+            scale(run, 2)

@@ -74,6 +74,14 @@ def test_what_the_run_can_use_is_not(flags: str) -> None:
     assert train.main(["arithmetic", *flags.split(), "--dry-run"]) == 0
 
 
+@pytest.mark.parametrize("flags", ["--vllm.enable-lora", "--bridge lora --vllm.enable-lora false"])
+def test_the_bridge_that_is_named_for_adapters_or_none_is_accepted(flags: str) -> None:
+    words = ["arithmetic", *flags.split(), "--dry-run"]
+    with pytest.raises(ConfigError, match="decides it: drop it, or give --bridge") as refused:
+        train.main(words)
+    assert train.main([*words, "--bridge", str(refused.value).rpartition(" ")[2]]) == 0
+
+
 def test_a_key_lets_vllm_serve_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "k" * 40)
     assert train.main(["arithmetic", "--vllm.host", "0.0.0.0", "--dry-run"]) == 0
