@@ -49,10 +49,10 @@ QWEN3 = {  # the same, with heads of 128
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}  # of the last
 CONTEXTS = (  # by id: max_position_embeddings
-    (re.compile(r"Qwen/Qwen2\.5-[\d.]+B-Instruct"), 32_768),
-    (re.compile(r"Qwen/Qwen3-[\d.]+B(?:-A3B)?-Base"), 32_768),
-    (re.compile(r"Qwen/Qwen3-[\d.]+B(?:-A3B)?"), 40_960),
-    (re.compile(r"Qwen/Qwen3-[\d.]+B(?:-A3B)?-(?:Instruct|Thinking)-2507"), 262_144),
+    (re.compile(r"Qwen/(?:Qwen2\.5-[\d.]+B-Instruct)"), 32_768),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?-Base)"), 32_768),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?)"), 40_960),
+    (re.compile(r"Qwen/(?:Qwen3-[\d.]+B(?:-A3B)?-(?:Instruct|Thinking)-2507)"), 262_144),
 )
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # at least 1
 OTHER_SIZES = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok")  # or 0
