@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from atropos_launcher.commands.existing_runs.plot import draw
 from atropos_launcher.commands.existing_runs.push import FINAL
@@ -36,7 +36,6 @@ from atropos_launcher.placement.speed import speed_lines
 from atropos_launcher.placement.teacher import gpu_memory_of_teacher
 from atropos_launcher.plan.command_line import PROG, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.hub import by_name_alone
-from atropos_launcher.plan.scaling import Scaling
 from atropos_launcher.plan.sections import (
     API_TOKEN,
     KEY,
@@ -65,6 +64,9 @@ from atroposlib.wire.folders import LATEST
 from example_trainer.memory.plan import GIB, amount
 from example_trainer.settings.bridges import MODES
 from example_trainer.settings.cpu_cores import shown_cores
+
+if TYPE_CHECKING:  # loads an HTTP client
+    from atropos_launcher.plan.scaling import Scaling
 
 LEAST_FREE = 64 << 20  # bytes; logs, records and rows of a few minutes
 
@@ -327,8 +329,9 @@ def train(asked: Asked, plan: Plan, newcomer: bool, window: Service | None, port
     return end.status
 
 
-def scaling(asked: Asked, plan: Plan, ports: Ports, supervisor: Supervisor) -> Scaling:
+def scaling(asked: Asked, plan: Plan, ports: Ports, supervisor: Supervisor) -> "Scaling":
     """Let servers join and leave a run that starts."""
+    from atropos_launcher.plan.scaling import Scaling
 
     def fits(more: Plan) -> None:
         expect_fit(more, replace(asked, run=more.run, dry_run=True))
@@ -442,7 +445,7 @@ def start(
     console: PlainConsole,
     gpus: list[str],
     more: Sequence[Service] = (),
-    scale: Callable[[Supervisor], Scaling] | None = None,
+    scale: "Callable[[Supervisor], Scaling] | None" = None,
 ) -> End:
     """Write what is kept of the plan, start its services, and `more`, and watch them. With `scale`, servers may join
     and leave.

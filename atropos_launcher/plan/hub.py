@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 
-import httpx
-
 from atroposlib.flags import ConfigError
 from example_trainer.memory.model_size import config_file
 
@@ -39,6 +37,7 @@ def expect_model(model: str, flag: str) -> None:
 
 @cache
 def _bring(model: str, flag: str) -> None:
+    import httpx
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.config import InputPathText, OutputFileText, absent_inputs
 from atroposlib.envs.server_handling.reasoning import Effort
-from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
@@ -202,6 +201,8 @@ class BaseEnvConfig(BaseModel):
     @model_validator(mode="after")
     def _samples_what_the_trainer_replays(self) -> Self:
         """A field of an author's configuration that has the name of a sampling parameter is taken for one."""
+        from atroposlib.groups import NOT_REPLAYED, not_replayed  # numpy, which --help does without
+
         for name in not_replayed({name: getattr(self, name) for name in PARAMETERS & type(self).model_fields.keys()}):
             raise ValueError(f"{name} {getattr(self, name)} {NOT_REPLAYED}; what only evaluations use: eval_{name}")
         return self

@@ -25,7 +25,6 @@ from functools import cached_property
 from typing import Literal
 
 from atroposlib.wire.bridge import DTYPE_BYTES, NCCL_BUCKET
-from example_trainer.data.prefixes import most_tokens
 from example_trainer.memory.model_size import BY_NAME, ModelSize
 from example_trainer.settings.bridges import MODES, Adapter, Broadcast, Grouped, SingleCopy
 from example_trainer.settings.config import TrainerConfig
@@ -206,6 +205,8 @@ class Training:
         """The most tokens of a micro-batch."""
         config = self.config
         if config.shares_prefixes:
+            from example_trainer.data.prefixes import most_tokens  # numpy: nothing that --help loads
+
             return most_tokens(config.pass_tokens, config.seq_len)
         return max(config.pass_tokens, config.seq_len)
 

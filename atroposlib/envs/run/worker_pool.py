@@ -112,4 +112,5 @@ class WorkerPool:
         self._workers.discard(task)
         self._tasks.discard(task)
         if not task.cancelled():
-            self.fatal = self.fatal or task.exception()
+            error = task.exception()  # of every task, or asyncio logs it as never retrieved
+            self.fatal = self.fatal or error

@@ -1,13 +1,15 @@
 """How much a reasoning model may think, in the two dialects that OpenAI-compatible servers speak."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
 from atroposlib.config import Config
-from atroposlib.envs.server_handling.sequences.sampling import Arguments
+
+if TYPE_CHECKING:  # loads numpy
+    from atroposlib.envs.server_handling.sequences.sampling import Arguments
 
 OPENAI_URL = "https://api.openai.com/v1"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -58,7 +60,7 @@ class ReasoningConfig(Config):
         """Return whether reasoning is asked for."""
         return self.enabled
 
-    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> Arguments | None:
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> "Arguments | None":
         """The part of a request's body that asks for reasoning, in the dialect of `base_url`; None when it is off.
 
         With `use_max_tokens` an effort is expressed in tokens.
@@ -76,7 +78,7 @@ class ReasoningConfig(Config):
             reasoning["max_tokens"] = self.max_tokens
         return {"reasoning": reasoning}
 
-    def chat_arguments(self, arguments: Arguments, base_url: str) -> Arguments:
+    def chat_arguments(self, arguments: "Arguments", base_url: str) -> "Arguments":
         """The arguments of a chat request with reasoning asked for, in the dialect of the server at `base_url`."""
         if not self.enabled:
             return arguments
