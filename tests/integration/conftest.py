@@ -49,7 +49,7 @@ class Server:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def request(self, method: str, path: str, timeout_s: float = 60, **arguments: Any) -> httpx.Response:
+    def request(self, method: str, path: str, timeout_s: float = 120, **arguments: Any) -> httpx.Response:
         return inside(
             self.namespace,
             lambda: http.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments),

@@ -118,12 +118,8 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
                 assert reply["model"] == name, alias
                 assert reply["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(sampled, abs=1e-5)
             chat = {"model": "default", "messages": [{"role": "user", "content": "2 + 2 ="}], "max_tokens": 2}
-            assert (
-                http.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()[
-                    "model"
-                ]
-                == name
-            )
+            url = f"{server.url}/v1/chat/completions"
+            assert http.post(url, json=chat, headers=AUTHORIZED, timeout=DEADLINE_S).json()["model"] == name
 
             assert complete(server, "base")["choices"][0]["logprobs"] == untouched
             assert server.generate(PROMPT, max_tokens=1, model="base")["policy_versions"] == [[0, 0]]
