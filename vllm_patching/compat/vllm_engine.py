@@ -69,7 +69,11 @@ def zero_new_kv_blocks() -> None:
 def sleep_while_waiting() -> None:
     """Make an engine and its worker on CPUs sleep while they wait for each other. vLLM has them poll for a second,
     which takes one of the cores on which the worker multiplies.
+
+    A writer's socket holds one notification, and learns that it was taken only from time to time: it would drop that of
+    a second message within about a millisecond, and a reader asleep looks again after 5 s. So it is asked before each.
     """
+    import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     stock = SpinCondition.__init__
@@ -79,7 +83,11 @@ def sleep_while_waiting() -> None:
     def sleeping(self: Any, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 1.0) -> None:
         stock(self, is_reader, context, notify_address, min(busy_loop_s, POLL_S))
 
-    cast(Any, SpinCondition).__init__ = sleeping
+    def waking(self: Any, notify: Callable[[Any], None] = SpinCondition.notify) -> None:
+        self.local_notify_socket.getsockopt(zmq.EVENTS)  # has the socket see what was taken from it
+        notify(self)
+
+    cast(Any, SpinCondition).__init__, cast(Any, SpinCondition).notify = sleeping, waking
 
 
 class RewindingGenerator(torch.Generator):
