@@ -34,7 +34,7 @@ Reply = dict[str, Any]  # a line of a child
 
 REPLY_LIMIT_BYTES = 2**24
 LAST_WORDS_CHARS = 300
-LAST_WORDS_S = 1.0
+LAST_WORDS_S = 10.0  # its warden closes the pipe as it exits; a busy machine takes long over it
 
 
 class ChildFailed(Exception):

@@ -75,10 +75,10 @@ def guarded(folder: Path, bounds: Bounds) -> None:
         os.close(requests[0])
         os.close(replies[1])
         code = Ended.BY_ITSELF
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # the program's pipe, or the pool's
             code = Warden(program, requests[1], replies[0], folder, bounds).watch()
-            if code is Ended.BY_ITSELF and _was_killed(program):
-                code = Ended.KILLED
+        if code is Ended.BY_ITSELF and _was_killed(program):
+            code = Ended.KILLED
         os.kill(program, signal.SIGKILL)  # not reaped yet, so the number is still its own
         _, status = os.waitpid(program, 0)
         os._exit(Ended.LATE if os.waitstatus_to_exitcode(status) == -signal.SIGALRM else code)
@@ -89,8 +89,14 @@ def guarded(folder: Path, bounds: Bounds) -> None:
 
 
 def _was_killed(program: int) -> bool:
-    """Return whether another process has ended it, which cannot send a signal itself where seccomp is in force."""
-    ended = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    """Return whether another process has ended it, which cannot send a signal itself where seccomp is in force. One
+    that only closed its pipes has LAST_WORDS_S to say why on stderr.
+    """
+    until = time.monotonic() + LAST_WORDS_S
+    while (ended := os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+        if time.monotonic() > until:
+            break
+        time.sleep(LOOK_S)
     return ended is not None and (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
 
 
@@ -116,7 +122,7 @@ class Warden:
             os.set_blocking(end, False)
 
     def watch(self) -> Ended:
-        """Until one of the three is gone or a bound is broken."""
+        """Until one of the three is gone or a bound is broken. Raises BrokenPipeError as it writes to one that is."""
         while True:
             readable, writable, _ = select.select(
                 [*([] if self._to_program else [0]), *([] if self._to_pool else [self._replies])],
@@ -131,7 +137,6 @@ class Warden:
             is_complete = False
             if self._replies in readable:
                 if not (piece := os.read(self._replies, PIECE_BYTES)):
-                    self._await_end()
                     return Ended.BY_ITSELF
                 self._line += piece
                 is_complete = piece.endswith(b"\n")
@@ -141,14 +146,6 @@ class Warden:
                 self._pass_on()
             if 1 in writable:
                 del self._to_pool[: os.write(1, self._to_pool)]
-
-    def _await_end(self) -> None:
-        """Let a program that has closed its output say why on stderr."""
-        until = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < until:
-            if os.waitid(os.P_PID, self._program, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-                return
-            time.sleep(LOOK_S)
 
     def _take_request(self) -> bool:
         if not (piece := os.read(0, PIECE_BYTES)):

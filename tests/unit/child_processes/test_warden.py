@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,7 +17,7 @@ import pytest
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.child_processes.sandbox import FILES_LIMIT, FOLDER_LIMIT_BYTES, flatten
-from atroposlib.child_processes.warden import usage_of
+from atroposlib.child_processes.warden import Ended, usage_of
 from tests.unit.child_processes.test_sandbox import LEVELS, means_left, running_pool
 from tests.unit.common.refusals import without
 
@@ -124,6 +126,27 @@ async def test_a_program_without_an_alarm_is_ended_while_its_pool_is_busy() -> N
             await asking
         assert gone
         assert (await pool.ask({"code": "result = 1"}))["result"] == 1
+
+
+KILLED_AS_THE_REQUEST_COMES = """
+import os, signal, sys, time
+from pathlib import Path
+from atroposlib.child_processes.warden import Bounds, Warden, guarded
+take = Warden._take_request
+def then_kill(self):
+    took = take(self)
+    os.kill(self._program, signal.SIGKILL)
+    os.waitid(os.P_PID, self._program, os.WEXITED | os.WNOWAIT)
+    return took
+Warden._take_request = then_kill
+guarded(Path(sys.argv[1]), Bounds(20.0, 9, 9999, 9999))
+time.sleep(60)  # the program
+"""
+
+
+def test_a_program_that_is_killed_before_it_has_its_request_was_killed_from_outside(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", KILLED_AS_THE_REQUEST_COMES, str(tmp_path)], input=b"{}\n")
+    assert ended.returncode == Ended.KILLED
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -16,6 +16,7 @@ BROUGHT_ALONG = {
     "bitsandbytes",  # --optimizer adamw_8bit asks for it
     "mcp-types",  # of mcp
     "pydantic-core",  # of pydantic
+    "pyzmq",  # of vLLM
     "renderers",  # --env.tool_parser renderers asks for it
     "uvloop",  # of vLLM
     "verifiers",  # in a virtual environment of its own: scripts/verifiers_setup.sh
