@@ -22,7 +22,7 @@ from atropos_launcher.commands.train import described, start
 from atropos_launcher.console.console import PlainConsole
 from atropos_launcher.console.start_model import unpack_start_model
 from atropos_launcher.placement.ports import Ports
-from atropos_launcher.plan.command_line import Asked, RunFlags, make_parser, read_command_line
+from atropos_launcher.plan.command_line import SECTIONS, Asked, RunFlags, make_parser, read_command_line
 from atropos_launcher.plan.hub import by_name_alone
 from atropos_launcher.plan.sections import expect_complete
 from atropos_launcher.plan.server_flags import expect_usable_flags
@@ -35,10 +35,14 @@ from atropos_launcher.service import Service
 from atroposlib.config import Config
 from atroposlib.envs.evaluation.evaluation_metrics import ANSWERS, SAMPLES, TABLE
 from atroposlib.envs.sampling.sampling_fields import SampleFlags
-from atroposlib.flags import ConfigError
+from atroposlib.flags import ConfigError, keys_of, split
 
 PROG = "atropos evaluate"
 GREEDY = SampleFlags()  # the environments' own evaluation
+OF_TRAINING = ("trainer", "bridge", "api")  # sections
+ONLY_TRAINING = frozenset(
+    {"steps", "bridge", "kv_on_sync", "trainer_ranks", "tp_size", "wandb", "tensorboard", "keep_samples"}
+)
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")  # in a directory's name
 SHOWN = {"": r"(WARNING|ERROR|CRITICAL) |Sampled [0-9]+ of |Evaluated [0-9]+ of ", "vllm": "ERROR "}
 
@@ -86,6 +90,7 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate. Returns the exit status. Raises ConfigError."""
+    expect_no_training(argv)
     # any bridge that does not start vLLM will do
     asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG, flags=EvaluateFlags)
     given = asked.given
@@ -117,6 +122,18 @@ def main(argv: Sequence[str]) -> int:
             print((results(run_dir, service) / TABLE).read_text(encoding="utf-8"))
             print(f"Results of {service}: {os.path.relpath(results(run_dir, service))}/")
     return status
+
+
+def expect_no_training(argv: Sequence[str]) -> None:
+    """Raise ConfigError, with the flag, for one that would have no effect."""
+    line = split(argv, keys_of(EvaluateFlags), SECTIONS)
+    useless = [f"--{name}.{each.name}" for name in OF_TRAINING for each in line.sections[name]]
+    for word in line.flags:
+        flag, _, _ = word.partition("=")
+        if flag.removeprefix("--no-").removeprefix("--").replace("-", "_") in ONLY_TRAINING and flag.startswith("--"):
+            useless.append(flag)
+    if useless:
+        raise ConfigError(f"{useless[0]} is about training, which an evaluation does not do: leave it out")
 
 
 def evaluation_folder(asked: Asked, given: EvaluateFlags) -> Path:

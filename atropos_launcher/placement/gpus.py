@@ -152,7 +152,8 @@ class Need:
         made = config.training_steps // config.checkpoint_interval if config.checkpoint_interval else 0
         states = min(made, config.keep_checkpoints + 1 if config.keep_checkpoints else made)
         models = 1 + (config.keep_best + 1 if config.keep_best else 0) + config.bridge.written_copies
-        return (12 * states + 4 * models) * self.size.count
+        of_state = 16 if config.ema_decay else 12  # bytes per weight
+        return (of_state * states + 4 * models) * self.size.count
 
     def share(self, placement: Placement, index: int = 0) -> float:
         """Return the share of a GPU's memory that a vLLM server takes."""

@@ -79,6 +79,14 @@ def test_an_evaluation_of_another_server_names_model_and_address(words: list[str
         evaluate.main(["arithmetic", *words])
 
 
+@pytest.mark.parametrize(
+    "flag", ["--bridge=lora", "--no-wandb", "--steps=4", "--trainer.lr=1e-5", "--bridge.bucket-mb=8"]
+)
+def test_an_evaluation_refuses_flags_that_only_training_has(flag: str) -> None:
+    with pytest.raises(ConfigError, match="is about training, which an evaluation does not do: leave it out"):
+        evaluate.main(["arithmetic", flag, "--dry-run"])
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_an_evaluation_does_not_take_the_place_of_a_training_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
