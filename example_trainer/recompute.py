@@ -76,6 +76,8 @@ def recompute(folder: Path, step: int) -> bool:
         for number, groups in steps_of(folder / BATCHES, first, step):
             log.info("Computing step %d on %d groups", number, len(groups))
             updates_before += updated(learner, number, updates_before, groups, offline)
+            if config.ema_decay and learner.trained.digest() != rows[number].weights:  # the run ended here, for a while
+                learner.take_average()
         found = learner.trained.digest()
     equal = found == rows[step].weights
     say(

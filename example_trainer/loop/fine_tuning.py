@@ -104,6 +104,8 @@ class FineTuning:
         updates = Updates(self._learner, self._bad_batches, plan, self._offline)
         updates.begin(NOTHING_SAMPLED, lambda comparison: {})
         updates.make()
+        if config.ema_decay and step == config.training_steps:
+            self._learner.take_average()
         self._progress = replace(done, step=step, policy_version=step, updates=done.updates + updates.made)
         return updates
 

@@ -36,6 +36,7 @@ from example_trainer.model.memory_check import settled_config
 from example_trainer.model.policy import Policy, token_logprobs
 from example_trainer.model.rounded import rounded_weights
 from example_trainer.model.tensor_parallel import sum_partial_gradients
+from example_trainer.optim.average import drop_average, take_average
 from example_trainer.optim.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.ranks.partition import has_tp
 from example_trainer.ranks.place import Place
@@ -171,6 +172,8 @@ class Learner:
         if checkpoint:
             restored = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
             ends_early = restored.ends_early_after if config.stop_when_flat else None
+            if not config.ema_decay:
+                drop_average(self.optimizer)
             self.progress = replace(restored, share_prefixes=config.shares_prefixes, ends_early_after=ends_early)
         if config.deterministic and self.device.type == "cpu":
             take_repeatable_products(self.trained.model)
@@ -313,6 +316,11 @@ class Learner:
         """Step on the clipped gradients, at this learning rate."""
         set_learning_rate(self.optimizer, rate)
         update(self.optimizer)
+
+    @collective
+    def take_average(self) -> None:
+        """Give the weights the values of their average over the updates, of a run with --ema-decay."""
+        take_average(self._policy.parameters(), self.optimizer)
 
     @collective
     def begin_save(self, folder: str) -> None:

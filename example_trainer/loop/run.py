@@ -282,7 +282,8 @@ class Run:
         )
         if self.config.bridge.owns_vllm:
             self.timeline.look()
-        make = self.timeline.phase("optimizer")(updates.make)  # where the bridge lets the weights change
+        # where the bridge lets the weights change
+        make = self.timeline.phase("optimizer")(partial(self.change_weights, updates))
         self.membership.follow()
         self.bridge.last_version = self.last_step
         sync = self.bridge.sync(self.progress.policy_version, make)
@@ -295,6 +296,13 @@ class Run:
             elif self.config.probe_every and step % self.config.probe_every == 0:
                 self.proof.begin(self.bridge.decoders(), self.progress.policy_version)
         return sync
+
+    def change_weights(self, updates: Updates) -> None:
+        """Make the updates of a step; after those of the last step the weights become their average, if one is kept."""
+        updates.make()
+        if self.config.ema_decay and self.progress.step == self.last_step:
+            log.info("The weights become their average over the updates (--ema-decay %g)", self.config.ema_decay)
+            self.learner.take_average()
 
     def check_served(self) -> None:
         """Raise TrainerError if vLLM has other weights than this run's, and begin to see what it decodes."""

@@ -172,9 +172,7 @@ class Training:
             "gradients, whole until the last micro-batch" if whole else "gradients",
             FLOAT32 * trained if whole else -(-FLOAT32 * trained // shard),
         )
-        moments = MemoryItem(
-            "moments", f"moments of {config.optimizer}", -(-MOMENTS[config.optimizer] * trained // shard)
-        )
+        moments = moments_of(config, trained, shard)
         reference = MemoryItem(
             "reference",
             "reference model for --kl-coef",
@@ -372,10 +370,17 @@ def single_copy(config: TrainerConfig, count: int, is_half: bool) -> list[Memory
             MemoryItem("weights", "weights, vLLM's own", FLOAT32 * count - 2 * halves, shared=True),
             MemoryItem("weights", "float32 masters of bfloat16 weights", FLOAT32 * mastered),
             MemoryItem("gradients", "gradients", FLOAT32 * count - 2 * (halves - mastered)),
-            MemoryItem("moments", f"moments of {config.optimizer}", MOMENTS[config.optimizer] * count),
+            moments_of(config, count),
             MemoryItem("reference", "reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
         ]
     )
+
+
+def moments_of(config: TrainerConfig, trained: int, shard: int = 1) -> MemoryItem:
+    """Count what the optimizer keeps of `trained` weights, on each of `shard` ranks that share them."""
+    average = FLOAT32 if config.ema_decay else 0
+    what = f"moments of {config.optimizer}" + (", and the average" if average else "")
+    return MemoryItem("moments", what, -(-(MOMENTS[config.optimizer] + average) * trained // shard))
 
 
 @dataclass(frozen=True)

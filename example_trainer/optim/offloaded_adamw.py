@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
             parameter = parameters[index]
             state = self.state[parameter]
             state["step"] = saved["step"].to(local(parameter).device, copy=True)
-            for name in MOMENTS:
+            for name in saved.keys() - {"step"}:
                 state[name] = self._zeros_like(parameter)
                 local(state[name]).copy_(local(saved[name]))
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.optim import offloaded_adamw
+from example_trainer.optim.average import keep_average
 from example_trainer.optim.bf16_masters import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.ranks.partition import REPLICATE, SHARD, TP, has_tp, is_first_holder, local
 from example_trainer.settings.config import TrainerConfig
@@ -28,6 +29,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) ->
     optimizer = _make_optimizer([exact_value(parameter) for parameter in trained], config)
     if mastered := [parameter for parameter in trained if isinstance(parameter, MasteredParameter)]:
         optimizer.register_step_post_hook(lambda *_: write_back(mastered))
+    if config.ema_decay:
+        keep_average(optimizer, config.ema_decay)
     return optimizer
 
 

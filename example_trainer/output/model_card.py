@@ -20,6 +20,7 @@ SETTINGS = (
     "warmup_steps",
     "lr_decay_steps",
     "lr_by_signal",
+    "ema_decay",
     "optimizer",
     "weight_decay",
     "max_grad_norm",

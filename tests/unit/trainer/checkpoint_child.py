@@ -131,6 +131,8 @@ def learn(job: dict[str, Any], config: TrainerConfig, learner: Learner, saves: S
             saves.save(Progress(step, step, step, leases=[step]))
         saves.advance()
     saves.complete()
+    if config.ema_decay:
+        learner.take_average()
     if job.get("out"):
         learner.trained.write(Path(job["out"]))
     if job.get("taken_back"):  # one more update, undone

@@ -170,6 +170,15 @@ def test_a_step_is_computed_again_from_the_checkpoint_before_it_or_the_start(
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+def test_an_average_is_computed_again_where_a_run_ended_with_it_and_went_on(model: str, tmp_path: Path) -> None:
+    folder = run(model, tmp_path / "run", ema_decay=0.75)
+    assert recompute(folder, STEPS)
+    run(model, folder, first=STEPS, resume="latest", training_steps=STEPS + 2, ema_decay=0.75)
+    for checkpoint in (folder / "checkpoints").glob("step_*"):
+        shutil.rmtree(checkpoint)
+    assert all(recompute(folder, step) for step in range(STEPS - 1, STEPS + 3))
+
+
 def rewritten(path: Path, line: int, change: Callable[[dict[str, Any]], object]) -> Groups:
     rows: Groups = [json.loads(each) for each in path.read_text().splitlines()]
     change(rows[line])

@@ -39,6 +39,7 @@ def test_bytes_a_weight_beside_vllms_own() -> None:
     assert private(is_half=True, bridge=SingleCopy(bf16_update="stochastic")) == 2 + 8
     assert private(optimizer="adafactor") == 4
     assert private(kl_coef=0.1) == 4 + 8 + 4
+    assert private(ema_decay=0.9) == 4 + 8 + 4
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

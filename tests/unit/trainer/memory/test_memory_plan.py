@@ -451,6 +451,7 @@ ORACLE: dict[Kind, tuple[set[str], float, float]] = {
         {"compute_dtype": "bfloat16"},
         {"compute_dtype": "float32", "reshard_after_forward": False},
         {"compute_dtype": "bfloat16", "gradient_checkpointing": True},
+        {"compute_dtype": "float32", "ema_decay": 0.9},
     ],
 )
 def test_each_kind_is_what_torchs_tracker_counts(mesh: DeviceMesh, family: str, flags: dict[str, Any]) -> None:

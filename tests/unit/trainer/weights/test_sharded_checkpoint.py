@@ -72,6 +72,7 @@ def results(folder: Path) -> dict[str, Any]:
     hf = {"checkpoint_format": "hf"}
     lora = {"weight_bridge_mode": "lora_only", "lora_r": 4}
     dropout = lora | {"lora_dropout": 0.3}
+    average = {"ema_decay": 0.75}
     jobs = {
         "two": job(2, "two", save=[3], out=str(folder / "two_end")),
         "one": job(1, "one", save=[3], config={"checkpoint_format": "sharded"}),
@@ -90,6 +91,9 @@ def results(folder: Path) -> dict[str, Any]:
         "one from lora": job(1, "x", "lora/adapter_step_3", config=lora),
         "dropout": job(2, "dropout", save=[3], config=dropout),
         "two from dropout": job(2, "x", "dropout/adapter_step_3", config=dropout),
+        "average": job(2, "average", save=[3], config=average, out=str(folder / "average_end")),
+        "two from average": job(2, "x", "average/step_3", config=average, out=str(folder / "average_again")),
+        "one average": job(1, "x", config=average, out=str(folder / "average_alone")),
         "another model": job(2, "x", "two/step_3", config={"model_name": other}),
         "another optimizer": job(1, "x", "two/step_3", config={"optimizer": "adafactor"}),
         "full": job(2, "full", steps=3, save=[1, 2], hurt={"rank": 1, "limit": 60_000}),
@@ -152,6 +156,18 @@ def test_an_adapter_of_several_ranks_resumes_with_its_moments(
 ) -> None:
     assert not (folder / "lora/adapter_step_3/shards").exists()
     assert results[resumed]["losses"] == pytest.approx(results["lora"]["losses"][3:], abs=1e-6)
+
+
+def test_ranks_keep_their_rows_of_the_average(folder: Path, results: dict[str, Any]) -> None:
+    last, average, again, alone = (
+        load_file(folder / name / "model.safetensors")
+        for name in ("two_end", "average_end", "average_again", "average_alone")
+    )
+    assert any(not torch.equal(last[name], value) for name, value in average.items())
+    assert all(torch.equal(again[name], value) for name, value in average.items())
+    for name, value in average.items():
+        torch.testing.assert_close(alone[name], value, rtol=1e-4, atol=1e-5)
+    assert results["two from average"]["losses"] == results["average"]["losses"][3:]
 
 
 def test_each_rank_resumes_with_its_own_dropout(results: dict[str, Any]) -> None:
