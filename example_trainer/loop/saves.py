@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
@@ -38,6 +39,7 @@ from example_trainer.weights.written import CheckpointError, make_partial, put_i
 
 LARGE_PARAMETERS = 3_000_000_000  # from here on training does not wait until a checkpoint is written
 POLL_S = 0.5
+STALLED_S = 1800.0  # in which no rank writes a byte: flushing what the kernel has not written yet may take minutes
 
 log = get_logger(__name__)
 
@@ -71,6 +73,7 @@ class Saves:
         self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, former)
         self._current: Save | None = None
         self._looked = 0.0
+        self._nbytes = 0  # written so far
 
     def save(self, progress: Progress) -> None:
         """Begin the checkpoint of this step, after the previous one. Raises CheckpointError."""
@@ -103,9 +106,14 @@ class Saves:
         """Return when no checkpoint is being written. Raises CheckpointError."""
         if self.advance():
             return
-        log.info("Waiting for the previous checkpoint to be on the disk")
-        start = time.monotonic()
+        log.info("Waiting for the previous checkpoint to be on the disk, %.0f s after the last byte", STALLED_S)
+        start = last = time.monotonic()
+        nbytes = self._nbytes
         while not self.advance():
+            if self._nbytes > nbytes:
+                nbytes, last = self._nbytes, time.monotonic()
+            elif time.monotonic() - last > STALLED_S:
+                self._give_up(nbytes)
             self._pause(0.05)
         log.info("Waited %.1f s for the checkpoint", time.monotonic() - start)
 
@@ -169,6 +177,7 @@ class Saves:
     def _publish_if_written(self, save: Save) -> bool:
         """Return whether every rank's part is on the disk; the checkpoint has its name then."""
         written = self._learner.saved()
+        self._nbytes = sum(each.bytes for each in written)
         failed = [each.failed for each in written if each.failed]
         if not failed and not all(each.name for each in written):
             return False
@@ -186,6 +195,16 @@ class Saves:
         self.saved_leases += save.progress.leases
         log.info("Checkpoint %s is on the disk %.1f s after its step", save.target, time.monotonic() - save.started)
         return True
+
+    def _give_up(self, nbytes: int) -> NoReturn:
+        """Leave a checkpoint as it is on a disk that hangs, where removing it would hang, too."""
+        save, self._current = self._current, None
+        self._learner.close()
+        assert save is not None
+        raise CheckpointError(
+            f"{save.partial} has {nbytes / 1e9:.1f} GB, and no rank has written to it for {STALLED_S:.0f} s: the disk"
+            " hangs; see to it, then resume the run from the checkpoint before"
+        )
 
     def _drop(self, save: Save) -> None:
         self._current = None

@@ -57,7 +57,7 @@ class Rows:
 
 
 class Written(msgspec.Struct):
-    """The state of a rank's file: none of these as long as it is being written."""
+    """The state of a rank's file: as long as it is being written, `bytes` so far and nothing else."""
 
     name: str = ""
     bytes: int = 0
@@ -134,6 +134,7 @@ class ShardWriter:
                     file.write(block)
                     digest.update(block)
                     size += len(block)
+                    self._written = Written(bytes=size)
             sync(path)
         except OSError as error:
             written = Written(failed=reason(error))

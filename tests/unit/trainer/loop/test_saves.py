@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.restart import servable
 from example_trainer.errors import ModelError, TrainerError
+from example_trainer.loop import saves as saves_module
 from example_trainer.loop.learner import HOST_RESERVE, Learner
 from example_trainer.loop.saves import Saves
 from example_trainer.ranks.ranks import ALONE
@@ -163,6 +165,37 @@ def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(
     assert names(tmp_path / "saved") == ["latest", "step_2"]
     assert saves.saved_leases == [1, 2]
     learner.close()
+
+
+@pytest.mark.parametrize(("written", "hangs"), [([1, 1, 2, 2, 3, 3], False), ([1, 1, 1, 1, 1, 2], True)])
+def test_a_disk_that_hangs_ends_the_run_and_one_that_is_slow_does_not(
+    make: Make, gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[int], hangs: bool
+) -> None:
+    learner, _ = make()
+    clock = [0.0]
+    monkeypatch.setattr(saves_module, "STALLED_S", 2.5)
+    monkeypatch.setattr(saves_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def pause(seconds: float) -> None:
+        clock[0] += 1
+        if len(states) == 1:
+            gate.set()
+            assert learner._writer._thread is not None
+            learner._writer._thread.join()
+
+    saves = Saves(learner.config, learner, pause)
+    saves.save(Progress(1, 1, 1))
+    states = [[shards.Written(bytes=nbytes)] for nbytes in written]
+    really = learner.saved
+    monkeypatch.setattr(learner, "saved", lambda: states.pop(0) if states else really())
+    if hangs:
+        with pytest.raises(CheckpointError, match=r"step_1\..* no rank has written to it for 2 s: the disk hangs"):
+            saves.complete()
+        saves.leave(None, None, None)
+        assert find_checkpoint("auto", tmp_path / "saved") is None
+    else:
+        saves.complete()
+        assert find_checkpoint("auto", tmp_path / "saved") == tmp_path / "saved/step_1"
 
 
 def test_a_disk_that_fails_is_one_line_and_leaves_the_checkpoint_before(make: Make, tmp_path: Path) -> None:
