@@ -469,7 +469,7 @@ def only_environment(content: Mapping[str, Any], flag: str) -> str:
     if len(names) > 1:
         raise ConfigError(
             f"{flag} is for a run with one environment, but this one has {', '.join(names)}: say"
-            f" --environments.{names[0]}.FIELD"
+            f" --environments.{names[0]}.{flag.removeprefix('--').removeprefix('env.').replace('-', '_')}"
         )
     if not names:
         raise ConfigError(NO_ENVIRONMENT)

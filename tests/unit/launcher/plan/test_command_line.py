@@ -245,7 +245,7 @@ def test_no_flag_hides_a_section_of_the_file_that_is_none(tmp_path: Path, sectio
 
 @pytest.mark.usefixtures("no_processes")
 def test_env_is_ambiguous_where_there_are_several() -> None:
-    with pytest.raises(ConfigError, match=r"this one has gsm8k, letters: say --environments.gsm8k.FIELD"):
+    with pytest.raises(ConfigError, match=r"this one has gsm8k, letters: say --environments.gsm8k.group_size"):
         plan("two_environments", "--env.group_size", "4")
     made = plan("two_environments", "--environments.letters.group_size", "4")
     assert made.environments["letters"].resolved["env"]["group_size"] == 4
