@@ -4,9 +4,9 @@
     python -m benchmarks.better_policies --arms quickstart --seeds 1
     python -m benchmarks.better_policies --report                 table and figure of the runs so far
 
-Each run is `atropos train arithmetic` with real services: the quickstart in float32. What is compared, with how many
-seeds, and which value decides is fixed in docs/benchmarks/learning.md. A finished run leaves one file,
-ROWS/ARM-SEED.json, and is not repeated.
+Each run is `atropos train arithmetic` with real services: the quickstart in float32, without its average. What is
+compared, with how many seeds, and which value decides is fixed in docs/benchmarks/learning.md. A finished run leaves
+one file, ROWS/ARM-SEED.json, and is not repeated.
 """
 
 import json

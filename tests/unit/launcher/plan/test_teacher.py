@@ -224,6 +224,8 @@ def test_a_teacher_too_large_for_its_gpu_is_refused_before_anything_starts(monke
     expect_fit(plan(*small), ask_for(*small))
 
 
-def test_an_evaluation_starts_and_asks_no_teacher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(["arithmetic", *TAUGHT, "--dry-run"]) == 0
+def test_an_evaluation_starts_and_asks_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "taught.yaml"
+    run.write_text("base: arithmetic\nteacher: {model: org/big-7B}\ntrainer: {distill_coef: 1}\n")
+    assert evaluate.main([str(run), "--dry-run"]) == 0
     assert "teacher" not in capsys.readouterr().out.lower()
