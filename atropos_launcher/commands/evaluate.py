@@ -128,10 +128,8 @@ def expect_no_training(argv: Sequence[str]) -> None:
     """Raise ConfigError, with the flag, for one that would have no effect."""
     line = split(argv, keys_of(EvaluateFlags), SECTIONS)
     useless = [f"--{name}.{each.name}" for name in OF_TRAINING for each in line.sections[name]]
-    for word in line.flags:
-        flag, _, _ = word.partition("=")
-        if flag.removeprefix("--no-").removeprefix("--").replace("-", "_") in ONLY_TRAINING and flag.startswith("--"):
-            useless.append(flag)
+    typed = [word.partition("=")[0] for word in line.flags if word.startswith("--")]
+    useless += [flag for flag in typed if flag[2:].removeprefix("no-").replace("-", "_") in ONLY_TRAINING]
     if useless:
         raise ConfigError(f"{useless[0]} is about training, which an evaluation does not do: leave it out")
 

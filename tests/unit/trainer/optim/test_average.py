@@ -26,8 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def averaged(values: list[torch.Tensor]) -> torch.Tensor:
     """By the definition, in float64."""
-    shares = [DECAY**age for age in reversed(range(len(values)))]
-    return sum(share * value.double() for share, value in zip(shares, values, strict=True)) / sum(shares)  # type: ignore[return-value]
+    shares = torch.tensor([DECAY**age for age in reversed(range(len(values)))], dtype=torch.float64)
+    column = (shares / shares.sum()).view(-1, *[1] * values[0].ndim)
+    return (column * torch.stack(values).double()).sum(0)
 
 
 class Two(nn.Module):
