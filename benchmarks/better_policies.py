@@ -1,12 +1,13 @@
-"""Better policies by the end: the quickstart's recipe, prompts chosen by success, a teacher alone, and a warm start.
+"""Better policies by the end: the quickstart, and a former recipe alone, with prompts chosen by success, a teacher or a
+warm start.
 
     python -m benchmarks.better_policies                          what is missing of every arm; 3 to 6 minutes a run
     python -m benchmarks.better_policies --arms quickstart --seeds 1
     python -m benchmarks.better_policies --report                 table and figure of the runs so far
 
-Each run is `atropos train arithmetic` with real services: the quickstart in float32, without its average. What is
-compared, with how many seeds, and which value decides is fixed in docs/benchmarks/learning.md. A finished run leaves
-one file, ROWS/ARM-SEED.json, and is not repeated.
+Each run has real services: `atropos quickstart`, or `atropos train arithmetic` in float32 with the settings of 28
+November 2026 (`WITH_KL`). What is compared, with how many seeds, and which value decides is fixed in
+docs/benchmarks/learning.md. A finished run leaves one file, ROWS/ARM-SEED.json, and is not repeated.
 """
 
 import json
@@ -31,20 +32,22 @@ from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
 from example_trainer.quickstart_model import cached_model
 
-Arm = Literal["former", "quickstart", "repeat", "taught", "taught_top_k", "warm"]
+Arm = Literal["quickstart", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"]
 SEEDS: Mapping[Arm, Sequence[int]] = {
-    "former": (1, 2, 3, 4, 5),
     "quickstart": (1, 2, 3, 4, 5),
+    "former": (1, 2, 3, 4, 5),
+    "with_kl": (1, 2, 3, 4, 5),
     "repeat": (1, 2, 3),
     "taught": (1, 2, 3),
     "taught_top_k": (1, 2, 3),
     "warm": (1, 2, 3),
 }
 FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
-FORMER += ["--trainer.kl_coef", "0"]
-DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0", "--trainer.kl_coef", "0"]
+WITH_KL = ["--trainer.kl_coef", "0.05"]
+DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
 TAUGHT: Mapping[Arm, Sequence[str]] = {"taught": (), "taught_top_k": ("--trainer.distill", "forward_kl")}
 STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
+SHOWN = (0, 10, 20, 30)  # policy versions
 TEACHER_SEED = 1
 ANSWERS, UPDATES = 200, 12  # of the warm start
 
@@ -87,22 +90,24 @@ def percent(found: HeldOut) -> float:
 
 def flags_of(config: BetterPolicies, arm: Arm, seed: int) -> list[str]:
     """The command line of `atropos` for one run, but for its name and place."""
+    if arm == "quickstart":
+        return ["quickstart", "--seed", str(seed), "--no-view"]
     steps = WARM_STEPS if arm == "warm" else STEPS
     common = ["train", "arithmetic", "--steps", str(steps), "--seed", str(seed), "--no-view"]
     if arm == "former":
         return [*common, *FORMER]
-    if arm == "repeat":
-        return [*common, "--env.repeat_share", "0.5"]
     if arm in TAUGHT:
         return [*common, "--teacher.model", str(teacher(config)), *DISTILLED, *TAUGHT[arm]]
+    if arm == "repeat":
+        return [*common, *WITH_KL, "--env.repeat_share", "0.5"]
     if arm == "warm":
-        return [*common, "--model", str(warm_start(config, seed) / "final_model")]
-    return common
+        return [*common, *WITH_KL, "--model", str(warm_start(config, seed) / "final_model")]
+    return [*common, *WITH_KL]
 
 
 def teacher(config: BetterPolicies) -> Path:
-    """The best policy of the quickstart's first seed."""
-    return (config.runs / f"quickstart-{TEACHER_SEED}" / "checkpoints/best_model").resolve()
+    """The best policy of the first seed of `with_kl`."""
+    return (config.runs / f"with_kl-{TEACHER_SEED}" / "checkpoints/best_model").resolve()
 
 
 def warm_start(config: BetterPolicies, seed: int) -> Path:
@@ -149,14 +154,14 @@ def train(config: BetterPolicies, arm: Arm, seed: int) -> None:
     flags = flags_of(config, arm, seed)
     folder = launched(config.runs, name, flags, config.limit_s)
     keep(rows, finished(folder, arm, seed, flags, time.monotonic() - start))
-    if (arm, seed) != ("quickstart", TEACHER_SEED):
+    if (arm, seed) != ("with_kl", TEACHER_SEED):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # half a gigabyte and more
         shutil.rmtree(warm_start(config, seed), ignore_errors=True)
 
 
 def train_teacher(config: BetterPolicies) -> None:
-    """Make the quickstart's run of the teacher's seed, for its best policy alone: a row that there is stays."""
-    launched(config.runs, f"quickstart-{TEACHER_SEED}", flags_of(config, "quickstart", TEACHER_SEED), config.limit_s)
+    """Make the run of the teacher's seed, for its best policy alone: a row that there is stays."""
+    launched(config.runs, f"with_kl-{TEACHER_SEED}", flags_of(config, "with_kl", TEACHER_SEED), config.limit_s)
 
 
 def finished(folder: Path, arm: Arm, seed: int, flags: list[str], seconds: float) -> PolicyRun:
@@ -191,12 +196,12 @@ def read_finished(folder: Path) -> dict[Arm, list[PolicyRun]]:
 
 def report(found: Mapping[Arm, Sequence[PolicyRun]]) -> str:
     """A row for each run, in Markdown."""
-    heads = ["arm", "seed", "before", "at step 5", "10", "15", "20", "last, 256 questions", "best, 256", "seconds"]
+    heads = ["arm", "seed", "before", "at step 10", "20", "30", "last, 256 questions", "best, 256", "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, runs in found.items():
         for run in runs:
             curve = {row["policy_version"]: row["accuracy"] for row in asked(run)}
-            points = [curve.get(version) for version in range(0, STEPS + 1, 5)]
+            points = [curve.get(version) for version in SHOWN]
             shown = ["" if point is None else f"{100 * point:.1f}" for point in points]
             values = [arm, str(run.seed), *shown, f"{run.result:.1f}", f"{percent(run.best):.1f}", f"{run.seconds:.0f}"]
             lines.append(f"| {' | '.join(values)} |")
@@ -224,7 +229,7 @@ def draw(found: Mapping[Arm, Sequence[PolicyRun]], path: Path) -> None:
             axis.plot(across, up, marker=".", label=f"seed {run.seed}", **style)
             axis.plot(len(run.steps) + 0.7, run.result / 100, marker="D", markersize=4, **style)
         axis.axhline(0.97, color="grey", linewidth=0.6, linestyle=":")
-        axis.set(title=arm, xlabel="policy version", ylim=(0, 1), xlim=(0, STEPS + 1.5))
+        axis.set(title=arm, xlabel="policy version", ylim=(0, 1), xlim=(0, max(SHOWN) + 2))
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("held-out accuracy, 64 questions (◆ 256)")
     figure.tight_layout()

@@ -87,7 +87,8 @@ def flags_of(cell: Cell) -> list[str]:
         *("train", "arithmetic", "--steps", str(STEPS), "--seed", str(cell.seed), "--dtype", cell.dtype, "--no-view"),
         *("--env.steps_per_eval", str(EVERY), "--env.final_heldout_size", "0"),
         *("--trainer.updates_per_batch", "4", "--trainer.lr", cell.rate, "--trainer.lr_decay_steps", "0"),
-        *("--trainer.lr_by_signal", "false", "--trainer.checkpoint_interval", "0", "--trainer.keep_best", "0", *arm),
+        *("--trainer.lr_by_signal", "false", "--trainer.kl_coef", "0.05", "--trainer.checkpoint_interval", "0"),
+        *("--trainer.keep_best", "0", *arm),
     ]
 
 

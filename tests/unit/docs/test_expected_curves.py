@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[3] / "docs"
-VERSIONS = (0, 5, 10, 15, 20)
+VERSIONS = (0, 10, 20, 30)
 
 
 def curve(path: Path) -> list[str]:
