@@ -47,7 +47,7 @@ WITH_KL = ["--trainer.kl_coef", "0.05"]
 DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
 TAUGHT: Mapping[Arm, Sequence[str]] = {"taught": (), "taught_top_k": ("--trainer.distill", "forward_kl")}
 STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
-SHOWN = (0, 10, 20, 30)  # policy versions
+SHOWN = (10, 20, 30)  # policy versions
 TEACHER_SEED = 1
 ANSWERS, UPDATES = 200, 12  # of the warm start
 
@@ -196,7 +196,7 @@ def read_finished(folder: Path) -> dict[Arm, list[PolicyRun]]:
 
 def report(found: Mapping[Arm, Sequence[PolicyRun]]) -> str:
     """A row for each run, in Markdown."""
-    heads = ["arm", "seed", "before", "at step 10", "20", "30", "last, 256 questions", "best, 256", "seconds"]
+    heads = ["arm", "seed", "at step 10", "20", "30", "last, 256 questions", "best, 256", "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, runs in found.items():
         for run in runs:

@@ -86,7 +86,7 @@ def test_a_run_is_read_kept_and_shown(tmp_path: Path) -> None:
     assert run.result == 98.0
     keep(tmp_path / "rows/warm-2.json", run)
     found = read_finished(tmp_path / "rows")
-    assert "| warm | 2 | 0.0 | 40.0 | 80.0 |  | 98.0 | 98.0 | 180 |" in report(found)
+    assert "| warm | 2 | 40.0 | 80.0 |  | 98.0 | 98.0 | 180 |" in report(found)
     better_policies.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
