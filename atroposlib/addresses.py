@@ -32,6 +32,26 @@ def server_address(url: str) -> str:
     return f"http://{'127.0.0.1' if match['host'] == 'localhost' else match['host'].lower()}:{int(match['port'])}"
 
 
+def listening_socket(host: str, port: int, family: int = socket.AF_INET, backlog: int = 128) -> socket.socket:
+    """Return a socket that listens for TCP connections. Raises OSError.
+
+    Its connections send at once what is written to them. Otherwise the body of a reply waits until the client has
+    acknowledged its head, which Linux does after 40 ms; asyncio asks for that only of sockets that it has made.
+    """
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def resolved(host: str) -> str:
     """The first address of a host, of IPv4 if it has one. Raises OSError for a name that has none."""
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

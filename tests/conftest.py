@@ -3,6 +3,7 @@ run to run, long drills wait for --nightly, and where several tests run at a tim
 promise is held by `tests/marks.py`.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 
 import pytest
+import uvicorn.server
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -27,6 +30,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # as in the services: several processes compute on few cores, and who waits must not spin
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# a server of a test's own process looks a hundred times as often whether it is told to end, and whether its connections
+# have: that took a test 0.3 s
+TICK_S = 0.001
+uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+    **vars(asyncio) | {"sleep": lambda delay: asyncio.sleep(min(delay, TICK_S))}
+)
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -31,6 +31,7 @@ TYPED = [
 def main() -> None:
     """Run the quick checks one after the other, then mypy and pytest."""
     os.chdir(ROOT)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start processes, which would compile all anew
     if os.environ.get("CI") == "true" and not shutil.which("chromium"):
         install_chromium()
     bin_of = Path(sys.executable).parent

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 import uvicorn
 from aiohttp import web
 
+from atroposlib.addresses import listening_socket
+
 
 @asynccontextmanager
 async def serving(routes: Iterable[web.AbstractRouteDef]) -> AsyncIterator[str]:
@@ -101,7 +103,7 @@ def threaded_app(app: Callable[..., Any], port: int = 0, at_once: bool = False, 
     """The port at which uvicorn serves `app` in a thread. It lets requests finish and the app's lifespan end, but for
     one that ends `at_once`.
     """
-    with socket.create_server(("127.0.0.1", port)) as listener:
+    with listening_socket("127.0.0.1", port) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, **config))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

@@ -12,7 +12,7 @@ import uvicorn
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from atroposlib.addresses import netloc
+from atroposlib.addresses import listening_socket, netloc
 from atroposlib.agents.endpoint import EndpointSettings, create_app
 from atroposlib.agents.flags import API_TOKEN, PROG, AgentEndpointConfig
 from atroposlib.agents.sessions import Sessions
@@ -71,12 +71,12 @@ async def listening(
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     task = asyncio.create_task(server.serve([listener]))
-    while not server.started:
-        if task.done():
-            await task
-            raise OSError(f"the agent endpoint ended before it served {netloc(host, port)}: see its log")
-        await asyncio.sleep(POLL_S)
     try:
+        while not server.started:
+            if task.done():
+                await task
+                raise OSError(f"the agent endpoint ended before it served {netloc(host, port)}: see its log")
+            await asyncio.sleep(POLL_S)
         yield Listening(sessions, f"http://{netloc(host, listener.getsockname()[1])}")
     finally:
         server.should_exit = True
@@ -86,7 +86,7 @@ async def listening(
 def _listener(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), port), family=family, backlog=2048)
+        return listening_socket(str(address[0]), port, family, backlog=2048)
     except OSError as error:
         where = netloc(host, port)
         raise OSError(

@@ -20,7 +20,7 @@ from typing import NoReturn
 import uvicorn
 from uvicorn.supervisors import ChangeReload
 
-from atroposlib.addresses import netloc
+from atroposlib.addresses import listening_socket, netloc
 from atroposlib.api.http.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
@@ -58,7 +58,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     refusal: OSError | None = None
     for family, _, _, _, address in infos:
         try:
-            bound.append(socket.create_server((address[0], port), family=family, backlog=socket.SOMAXCONN))
+            bound.append(listening_socket(str(address[0]), port, family, backlog=socket.SOMAXCONN))
         except OSError as error:
             refusal = error
             if error.errno == errno.EADDRINUSE:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import uvicorn
 
-from atroposlib.addresses import netloc
+from atroposlib.addresses import listening_socket, netloc
 from atroposlib.errors import WRONG_USE, AtroposError, one_line_errors
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.view.flags import PORT, add_flags
@@ -50,14 +50,9 @@ def listen(host: str, port: int, exact: bool) -> socket.socket:
     """A socket on this port or, unless it must be `exact`, on the next free one. Raises CannotServe."""
     candidates = [port] if exact or port == 0 else range(port, min(port + PORTS_TRIED, 65536))
     for candidate in candidates:
-        found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, candidate))
-            found.listen(128)
-            return found
+            return listening_socket(host, candidate, socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            found.close()
             if error.errno != errno.EADDRINUSE or exact:
                 raise CannotServe(_refusal(host, candidate, error.strerror or str(error))) from None
     raise CannotServe(f"no port from {port} to {port + PORTS_TRIED - 1} is free on {host}; choose another --port")

@@ -3,7 +3,6 @@
 It runs in a thread of its own on loopback, behind the same guard as our other servers. docs/trainer.md lists the names.
 """
 
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from atroposlib.addresses import listening_socket
 from atroposlib.errors import reading
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
@@ -97,7 +97,7 @@ class PrometheusSink:
     def __init__(self, port: int, resources: ExitStack) -> None:
         self._collector = StepCollector()
         with reading(f"--metrics-port {port} cannot be listened on", TrainerError, remedy="give another, or 0"):
-            listening = resources.enter_context(socket.create_server((HOST, port)))
+            listening = resources.enter_context(listening_socket(HOST, port))
         self.url = f"http://{HOST}:{listening.getsockname()[1]}/metrics"
         server = uvicorn.Server(uvicorn.Config(metrics_app(self._collector), log_config=None, lifespan="off"))
         thread = threading.Thread(

@@ -2,18 +2,21 @@
 
 import json
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from atropos_launcher.commands.doctor import ask
 from atroposlib.addresses import (
     is_loopback_url,
+    listening_socket,
     netloc,
     proxy_variable,
     resolved,
     through_proxy,
     without_loopback_proxies,
 )
+from atroposlib.agents import serve as agents
 from atroposlib.cli import run_api
 from atroposlib.envs.authors.author_errors import CORRECT, NOT_THEIRS, ErrorBudget, TooManyFailures
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerUnreachableError
@@ -167,3 +170,31 @@ def test_the_trainer_names_servers_of_ipv6_hosts() -> None:
         "::1",
         "127.0.0.1",
     )
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        lambda: listening_socket("127.0.0.1", 0),
+        lambda: listening_socket("::1", 0, socket.AF_INET6),
+        lambda: run_api.listen("127.0.0.1", 0)[0],
+        lambda: agents._listener("127.0.0.1", 0),
+        lambda: view.listen("127.0.0.1", 0, exact=True),
+    ],
+)
+def test_a_connection_sends_at_once_what_is_written_to_it(listen: Callable[[], socket.socket]) -> None:
+    """A reply whose head and body were written apart took 44 ms, of which its client waited 40 to acknowledge the
+    head.
+    """
+    with listen() as listener, socket.create_connection(listener.getsockname()[:2], timeout=10):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_an_address_that_is_taken_is_told_in_the_systems_words() -> None:
+    with (
+        listening_socket("127.0.0.1", 0) as taken,
+        pytest.raises(OSError, match=r"^\[Errno 98\] Address already in use$"),
+    ):
+        listening_socket("127.0.0.1", taken.getsockname()[1])
