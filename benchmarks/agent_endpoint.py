@@ -4,7 +4,8 @@
 
 The fake inference server runs in a process of its own and replies at once. The endpoint and its clients share this
 process, so that the time of each call can be split: its own time is that from the request's first byte to the reply's
-last, without what the session waited for the inference server and for the journal. Every turn continues its session's
+last, without what the session waited for the inference server and for the journal. Its client sees all of it, and what
+both sockets take. Every turn continues its session's
 conversation; the sequences are checked at the end. Prints a Markdown table.
 """
 
@@ -93,8 +94,8 @@ class Timed:
         self.own.append(time.perf_counter() - start - sum(waited))
 
 
-async def converse(http: aiohttp.ClientSession, flags: Flags, number: int) -> None:
-    """One session from its creation to its check."""
+async def converse(http: aiohttp.ClientSession, flags: Flags, number: int, seen: Seconds) -> None:
+    """One session from its creation to its check; the seconds of each call are appended to `seen`."""
     made = await asked(http.post("/sessions", json={}))
     messages: list[dict[str, str]] = []
     key = {"Authorization": f"Bearer {made['key']}"}
@@ -105,7 +106,9 @@ async def converse(http: aiohttp.ClientSession, flags: Flags, number: int) -> No
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         messages.append({"role": "user", "content": f"Turn {turn}: what is 2 plus 2?"})
         body = {"messages": messages, "max_tokens": 32}
+        sent = time.perf_counter()
         reply = await asked(http.post("/v1/chat/completions", json=body, headers=key))
+        seen.append(time.perf_counter() - sent)
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
     nodes = (await asked(http.get(f"/sessions/{made['id']}/nodes")))["nodes"]
     trained = sum(token != NOT_TRAINED for node in nodes for token in node["masked_tokens"])
@@ -143,6 +146,7 @@ async def measure(flags: Flags, folder: Path) -> None:
     manager = ServerManager([APIServerConfig(server_type="vllm", base_url=f"{base}/v1", model_name="fake")])
     journal = TurnJournal(folder / "turns.journal")
     own: Seconds = []
+    seen: Seconds = []
     sampling: Seconds = []
     writing: Seconds = []
     sessions = Sessions(manager, make_tiny_tokenizer(), journal)
@@ -158,14 +162,15 @@ async def measure(flags: Flags, folder: Path) -> None:
             aiohttp.ClientSession(endpoint.url, connector=aiohttp.TCPConnector(limit=0)) as http,
         ):
             start = time.perf_counter()
-            await asyncio.gather(*(converse(http, flags, number) for number in range(flags.sessions)))
+            await asyncio.gather(*(converse(http, flags, number, seen) for number in range(flags.sessions)))
             seconds = time.perf_counter() - start
     journal.close()
     load = os.getloadavg()[0]
     print(f"{flags.sessions} sessions of {flags.turns} turns, {os.cpu_count()} cores, load average {load:.1f}\n")
     print("| | |\n|---|---|")
     print(f"| calls per second | {len(own) / seconds:.0f} |")
-    for name, values in (("own time", own), ("journal", writing), ("wait for the server", sampling)):
+    parts = {"seen by the client": seen, "own time": own, "journal": writing, "wait for the server": sampling}
+    for name, values in parts.items():
         print(
             f"| {name}, median and p99 (ms) | {statistics.median(values) * 1e3:.1f}, {percentile(values, 0.99):.1f} |"
         )

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.unit.vllm_patching.engine_with_workers import HERE, EngineWithWorkers, make_sessions
 from tests.unit.vllm_patching.memory.test_arena import DOWN, GATE_UP, HF_SHAPES, expected, manifest, new_weights
+from tests.waiting import wait_until
 from vllm_patching.http.routes import add_routes
 
 TP_SIZE = 2
@@ -259,7 +260,8 @@ def test_a_worker_that_cannot_read_ends_the_session_and_nothing_is_swapped(
     assert failed.status_code == 500
     assert "reading failed on rank" in failed.text
     assert serves(server, 0.0)
-    monkeypatch.undo()
+    wait_until(lambda: all(worker["state"] == "failed" for worker in server.get("/v1/bridge/status").json()["workers"]))
+    monkeypatch.undo()  # before which every rank has tried to read
     assert reload(server, folder, 1).status_code == 500  # over for good
     assert server.post("/v1/bridge/session", json=offer("b")).status_code == 200  # and another may come at once
     assert reload(server, folder, 1, "b").status_code == 200
