@@ -42,7 +42,7 @@ from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.openmp import WAITING
 from example_trainer.socket_folder import socket_folder
-from vllm_patching import refusal, vllm_types
+from vllm_patching import plugin, refusal, vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.free_memory import available_memory
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
@@ -104,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         _check_port(args.host, args.port)
         _configure_bridge(args, guarded=bool(vllm_server.api_keys(args)))
         vllm_server.enable_token_route(args)
+        plugin.register_in_forks()
         with _naming_refused_model(args):
             vllm_server.serve(args)
 

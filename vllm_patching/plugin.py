@@ -1,5 +1,5 @@
-"""vLLM's general plugin: vLLM loads it in each of its processes, before any other part of this package. In a process
-that vLLM forks, where it loads none, it registers itself.
+"""vLLM's general plugin: vLLM loads it in each of its processes, before any other part of this package. Processes
+that vLLM forks have loaded it before they were; our server has them register anew.
 
 It escapes control characters in vLLM's logs, which contain names and prompts of requests.
 
@@ -31,7 +31,6 @@ GRACE_S = 15.0  # in which an engine ends by itself when its API process has die
 
 def register() -> None:
     """Idempotent: vLLM may call it several times in one process."""
-    _register_in_forks()
     escape_records()
     if switch.is_on():
         from vllm_patching.batch_invariant import hooks
@@ -57,7 +56,10 @@ def register() -> None:
 
 
 @cache
-def _register_in_forks() -> None:
+def register_in_forks() -> None:
+    """Have every process that this one forks from now on register, and each that those fork. What was asked for may
+    have become known after the plugin was loaded.
+    """
     multiprocessing.util.register_after_fork(register, _begin_as_fork)
 
 

@@ -1,4 +1,4 @@
-"""A child that vLLM forks: vLLM loads no plugin there, so ours registers itself."""
+"""A child that vLLM forks: vLLM loads no plugin there, so our server has it register."""
 
 import multiprocessing
 import os
@@ -20,8 +20,8 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def _as_registered() -> Iterator[None]:
-    """The hook of `register`, without the change of this process, for forks of the tests here alone."""
-    plugin._register_in_forks.__wrapped__()
+    """For forks of the tests here alone."""
+    plugin.register_in_forks.__wrapped__()
     yield
     multiprocessing.util._afterfork_registry.clear()  # type: ignore[attr-defined]
 
