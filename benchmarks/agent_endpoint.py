@@ -5,8 +5,8 @@
 The fake inference server runs in a process of its own and replies at once. The endpoint and its clients share this
 process, so that the time of each call can be split: its own time is that from the request's first byte to the reply's
 last, without what the session waited for the inference server and for the journal. Its client sees all of it, and what
-both sockets take. Every turn continues its session's
-conversation; the sequences are checked at the end. Prints a Markdown table.
+both sockets take. Every turn continues its session's conversation; the sequences are checked at the end. Prints a
+Markdown table.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # a server of a test's own process looks a hundred times as often whether it is told to end, and whether its connections
-# have: that took a test 0.3 s
+# have: uvicorn's tenths of a second cost each such test 0.3 s
 TICK_S = 0.001
 uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment, attr-defined]
     **vars(asyncio) | {"sleep": lambda delay: asyncio.sleep(min(delay, TICK_S))}

@@ -1,4 +1,6 @@
-"""Proxies of the environment: never for addresses of this machine, and named in an error where one was asked."""
+"""Proxies of the environment: never for addresses of this machine, and named in an error where one was asked. Sockets
+that listen, of every server.
+"""
 
 import json
 import socket

@@ -21,9 +21,12 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _as_registered() -> Iterator[None]:
     """For forks of the tests here alone."""
+    registry = multiprocessing.util._afterfork_registry  # type: ignore[attr-defined]
+    others = {*registry}
     plugin.register_in_forks.__wrapped__()
     yield
-    multiprocessing.util._afterfork_registry.clear()  # type: ignore[attr-defined]
+    for ours in {*registry} - others:
+        del registry[ours]
 
 
 def _tell_its_wakeup(end: Connection) -> None:
