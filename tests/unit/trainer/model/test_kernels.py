@@ -97,6 +97,22 @@ def test_a_frozen_weight_gets_no_gradient_and_a_layer_in_bfloat16_stays_as_it_is
     assert torch.equal(half(x.bfloat16()), expected)
 
 
+@pytest.mark.parametrize("name", ["onednn", "bfloat16"])
+@pytest.mark.parametrize("sampled", [{"temperature": 0.7}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.3}])
+def test_answers_of_any_sampling_are_trained_on(tmp_path: Path, name: str, sampled: dict[str, Any]) -> None:
+    model = model_folder(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1)
+    batch, divisor = sequences(0)
+    batch = [replace(sequence, **sampled) for sequence in batch]
+    learned = {}
+    for kernels in ("torch", name):
+        learner = begun(TrainerConfig.model_validate({"model_name": model, "kernels": kernels}), "")
+        loss = learner.gradients(batch, divisor)["loss"].value
+        assert loss is not None
+        learned[kernels] = (loss, learner.clip())
+    near = pytest.approx(learned["torch"], rel=1e-5) if name == "onednn" else pytest.approx(learned["torch"], rel=0.1)
+    assert learned[name] == near
+
+
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"weight_bridge_mode": "lora_only"}])
 def test_a_step_learns_the_same_by_onednn(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = model_folder(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1)
