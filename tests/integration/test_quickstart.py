@@ -41,7 +41,8 @@ class Finished:
 def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Popen[bytes]:
     command = [str(REPOSITORY / "scripts" / "quickstart.sh"), "--steps", str(steps), "--run-name", run_name]
     ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
-    command = tied([*command, "--dtype", "float32", *ports], "TERM")
+    few_questions = ["--env.heldout_size", "16", "--env.final_heldout_size", "32"]
+    command = tied([*command, "--dtype", "float32", *few_questions, *ports], "TERM")
     with console.open("wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
