@@ -40,7 +40,7 @@ def register() -> None:
 
     if vllm_layers.on_cpu():
         if not switch.is_on():
-            vllm_kernels.fuse_norm_and_activation()
+            vllm_kernels.fuse_norm()
         vllm_layers.share_rows()
         vllm_engine.accept_routed_experts()
         vllm_engine.take_back_discarded_draws()

@@ -135,12 +135,11 @@ def replace_norm_and_activation(
     activations.forward_native = staticmethod(silu_and_mul)
 
 
-def fuse_norm_and_activation() -> None:
-    """Have RMSNorm and SiluAndMul call vLLM's C++ kernels on CPUs too, where it computes them by up to eight operations
-    of torch: threads wait for each other after each. A compiled model keeps those, which the compiler fuses.
+def fuse_norm() -> None:
+    """Have RMSNorm call vLLM's C++ kernels on CPUs too, where it computes them by up to eight operations of torch:
+    threads wait for each other after each. A compiled model keeps those, which the compiler fuses.
     """
     import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
-    from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     def norm(self: vllm_types.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> object:
@@ -155,16 +154,7 @@ def fuse_norm_and_activation() -> None:
         torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
         return x, residual
 
-    def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
-        width = x.shape[-1] // 2
-        if width % KERNEL_WIDTH:
-            return cast(torch.Tensor, self.forward_native(x))
-        gated = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
-        torch.ops._C.silu_and_mul(gated, x.contiguous())
-        return gated
-
     cast(Any, RMSNorm).forward_cpu = norm
-    cast(Any, SiluAndMul).forward_cpu = silu_and_mul
 
 
 def cuda_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""RMSNorm and SiluAndMul on CPUs: vLLM's C++ kernels give what its operations of torch give, which compute what the
-kernels do not cover.
+"""RMSNorm on CPUs: vLLM's C++ kernels give what its operations of torch give, which compute what the kernels do not
+cover.
 """
 
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_patching.compat import vllm_kernels
@@ -19,16 +18,15 @@ WIDTH = 192
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for layer in (RMSNorm, SiluAndMul):
-        monkeypatch.setattr(layer, "forward_cpu", layer.forward_cpu)
-    vllm_kernels.fuse_norm_and_activation()
+    monkeypatch.setattr(RMSNorm, "forward_cpu", RMSNorm.forward_cpu)
+    vllm_kernels.fuse_norm()
 
 
-def layers(width: int = WIDTH, **norm: Any) -> tuple[RMSNorm, SiluAndMul]:
+def layer(width: int = WIDTH, **settings: Any) -> RMSNorm:
     with set_current_vllm_config(VllmConfig()):
-        made = RMSNorm(width, eps=1e-5, **norm), SiluAndMul()
-    torch.nn.init.uniform_(made[0].weight)
-    return made
+        norm = RMSNorm(width, eps=1e-5, **settings)
+    torch.nn.init.uniform_(norm.weight)
+    return norm
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -38,17 +36,16 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, WIDTH), (3, 4, WIDTH)])
 def test_the_kernels_give_what_torch_gives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    norm, silu_and_mul = layers(dtype=dtype)
+    norm = layer(dtype=dtype)
     near: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     x, residual = rows(*shape, dtype=dtype), rows(*shape, dtype=dtype).flip(0)
     torch.testing.assert_close(norm.forward_cpu(x), norm.forward_native(x), **near)
     expected = norm.forward_native(x.clone(), residual.clone())
     torch.testing.assert_close(norm.forward_cpu(x.clone(), residual.clone()), expected, **near)
-    torch.testing.assert_close(silu_and_mul.forward_cpu(x), silu_and_mul.forward_native(x), **near)
 
 
 def test_queries_that_lie_beside_keys_are_normed_as_if_they_lay_alone() -> None:
-    norm, _ = layers(64)
+    norm = layer(64)
     heads = rows(6, 320)[:, 64:256].unflatten(1, (3, 64))
     torch.testing.assert_close(norm.forward_cpu(heads), norm.forward_native(heads))
 
@@ -59,9 +56,8 @@ def test_queries_that_lie_beside_keys_are_normed_as_if_they_lay_alone() -> None:
 def test_what_the_kernels_do_not_cover_is_computed_by_torch(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    norm, silu_and_mul = layers(**settings)
+    norm = layer(**settings)
     x = rows(4, norm.weight.shape[0])
-    expected = norm.forward_native(x), silu_and_mul.forward_native(x)
+    expected = norm.forward_native(x)
     monkeypatch.setattr(torch.ops._C, "rms_norm", None)
-    torch.testing.assert_close(norm.forward_cpu(x), expected[0])
-    torch.testing.assert_close(silu_and_mul.forward_cpu(x), expected[1])
+    torch.testing.assert_close(norm.forward_cpu(x), expected)
