@@ -41,8 +41,6 @@ def command(arm: str, steps: int, groups_at_once: int) -> list[str]:
         "quickstart",
         "--steps",
         str(steps),
-        "--env.group_size",
-        "8",
         *apart,
         *quiet,
         "--env.max_num_workers",

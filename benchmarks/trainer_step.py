@@ -29,7 +29,7 @@ from typing import Any
 LR = 1e-6
 CLIP = 0.2
 Settings = dict[str, Any]
-# groups, answers, tokens of a prompt, of whole sequences: the shapes of a first batch of `arithmetic`, and a long prompt
+# groups, answers, tokens of a prompt, of whole sequences: the shapes of the quickstart's first batch, and a long prompt
 SHARED: dict[str, tuple[int, int, tuple[int, int], tuple[int, int]]] = {
     "prefixes of 8 questions of 17 tokens, 8 answers each": (8, 8, (17, 17), (20, 41)),
     "prefixes of a prompt of 1,000 tokens, 8 answers of 100": (1, 8, (1000, 1000), (1100, 1100)),

@@ -100,7 +100,7 @@ def verifiers(work: Work) -> Iterator[list[Arm]]:
 
 @contextmanager
 def skyrl(work: Work) -> Iterator[list[Arm]]:
-    """A first batch of `arithmetic`: a training step each, and 64 sampled answers each."""
+    """The quickstart's first batch: a training step each, and 64 sampled answers each."""
     theirs = python_of("skyrl", SKYRL)
     work.linked_model()
     shape = next(iter(SHARED.values()))

@@ -1,4 +1,4 @@
-"""Ours: the quickstart with groups of TRL's size, until an evaluation has reached GOAL, or for STEPS steps.
+"""Ours: the quickstart, until an evaluation has reached GOAL, or for STEPS steps.
 
 python -m benchmarks.peers.arms.quickstart WORK GOAL SEED STEPS
 """
@@ -19,7 +19,7 @@ def main(work: Path, goal: float, seed: int, steps: int) -> None:
     """Start it, look at its evaluations, and end it once one is good enough."""
     start = time.perf_counter()
     flags = ["quickstart", "--model", str(work / "model"), "--seed", str(seed), "--steps", str(steps)]
-    where = ["--env.group_size", "8", "--env.steps_per_eval", "5", "--no-view", "--runs", str(work / "runs"), "--run-name", f"seed-{seed}"]
+    where = ["--env.steps_per_eval", "5", "--no-view", "--runs", str(work / "runs"), "--run-name", f"seed-{seed}"]
     process = subprocess.Popen([sys.executable, "-m", "atropos_launcher", *flags, *where], start_new_session=True)
     evaluations = work / "runs" / f"seed-{seed}" / "evaluations.jsonl"
     while process.poll() is None and best(evaluations) < goal:

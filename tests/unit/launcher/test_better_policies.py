@@ -13,7 +13,7 @@ from benchmarks.shared.finished_runs import KEPT, keep
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 
-ARMS: list[Arm] = [arm for arm in get_args(Arm) if arm not in ("quickstart", "eight_answers")]
+ARMS: list[Arm] = [arm for arm in get_args(Arm) if arm not in ("quickstart", "thirty_steps")]
 DIFFERS: dict[Arm, set[str]] = {
     "former": {"lr", "lr_by_signal", "lr_decay_steps", "kl_coef"},
     "repeat": {"repeat_share"},

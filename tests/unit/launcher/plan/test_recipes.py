@@ -123,8 +123,7 @@ def test_a_bridges_recipe_says_what_to_type_without_it(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", BRIDGES)
 def test_arithmetic_is_the_quickstarts_task_by_every_bridge(recipe: str) -> None:
-    plain = plan("quickstart", "--env.group_size", "8", "--env.steps_per_eval", "5")
-    other = plan(recipe, "--dataset", "arithmetic")
+    plain, other = plan("quickstart", "--env.steps_per_eval", "5"), plan(recipe, "--dataset", "arithmetic")
     assert other.environments["env"].resolved == plain.environments["env"].resolved
     assert other.trainer.training_steps == 20
     assert (other.trainer.batch_size, other.trainer.gradient_accumulation_steps) == (8, 8)
