@@ -109,8 +109,7 @@ def test_answers_of_any_sampling_are_trained_on(tmp_path: Path, name: str, sampl
         loss = learner.gradients(batch, divisor)["loss"].value
         assert loss is not None
         learned[kernels] = (loss, learner.clip())
-    near = pytest.approx(learned["torch"], rel=1e-5) if name == "onednn" else pytest.approx(learned["torch"], rel=0.1)
-    assert learned[name] == near
+    assert learned[name] == pytest.approx(learned["torch"], rel=TOLERANCE[name])
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"weight_bridge_mode": "lora_only"}])
