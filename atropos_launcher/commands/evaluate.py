@@ -30,6 +30,7 @@ from atropos_launcher.plan.services import Plan, make_plan
 from atropos_launcher.plan.site import AUTO, find_model, find_site, with_best_layout
 from atropos_launcher.run_file.run_file import RunFile, untaught
 from atropos_launcher.run_file.servers import is_server
+from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import expect_open
 from atropos_launcher.service import Service
 from atroposlib.config import Config
@@ -39,10 +40,11 @@ from atroposlib.flags import ConfigError, keys_of, split
 
 PROG = "atropos evaluate"
 GREEDY = SampleFlags()  # the environments' own evaluation
-OF_TRAINING = ("trainer", "bridge", "api")  # sections
-ONLY_TRAINING = frozenset(
-    {"steps", "bridge", "kv_on_sync", "trainer_ranks", "tp_size", "wandb", "tensorboard", "keep_samples"}
-)
+OF_TRAINING = {"trainer", "bridge", "api", TEACHER}  # sections
+ONLY_TRAINING = {
+    *("steps", "bridge", "kv_on_sync", "trainer_ranks", "tp_size", "api_port"),
+    *("wandb", "tensorboard", "view", "keep_samples"),
+}
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")  # in a directory's name
 SHOWN = {"": r"(WARNING|ERROR|CRITICAL) |Sampled [0-9]+ of |Evaluated [0-9]+ of ", "vllm": "ERROR "}
 
@@ -81,6 +83,9 @@ class EvaluateFlags(ServerFlags, OutputFlags, SampleFlags, RunFlags):
         "output",
         "run_name",
     )
+    not_offered: ClassVar[frozenset[str]] = frozenset(OF_TRAINING | ONLY_TRAINING)
+
+    bridge: str | None = "broadcast"  # any bridge that does not start vLLM will do
 
 
 def parser() -> ArgumentParser:
@@ -91,8 +96,7 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Evaluate. Returns the exit status. Raises ConfigError."""
     expect_no_training(argv)
-    # any bridge that does not start vLLM will do
-    asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG, flags=EvaluateFlags)
+    asked = read_command_line(argv, prog=PROG, flags=EvaluateFlags)
     given = asked.given
     assert isinstance(given, EvaluateFlags)
     asked = replace(asked, run=untaught(asking(asked.run, given)))
@@ -127,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 def expect_no_training(argv: Sequence[str]) -> None:
     """Raise ConfigError, with the flag, for one that would have no effect."""
     line = split(argv, keys_of(EvaluateFlags), SECTIONS)
-    useless = [f"--{name}.{each.name}" for name in OF_TRAINING for each in line.sections[name]]
+    useless = [f"--{name}.{each.name}" for name in sorted(OF_TRAINING) for each in line.sections[name]]
     typed = [word.partition("=")[0] for word in line.flags if word.startswith("--")]
     useless += [flag for flag in typed if flag[2:].removeprefix("no-").replace("-", "_") in ONLY_TRAINING]
     if useless:

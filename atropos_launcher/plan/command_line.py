@@ -76,20 +76,19 @@ OWN_TRAINER_FLAGS = ("model_name", "training_steps")  # --model and --steps here
 HOST_PER_GPU_BYTE = 2  # free host memory that --gpus assumes; servers with GPUs have two to three times theirs
 PLANNED_GB = 80  # of a GPU that --gpus asks for
 MORE = """\
-The trainer's flags to begin with:
-{trainer}
-
 Settings of the programs:
-  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help all lists them
   --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help all lists them
   --env.file FILE               another environment; it keeps the recipe's settings that it knows
   --environments.NAME.X V       the same, for one of several environments
   --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is for the second
+  --layout.X V                  GPUs and CPU cores of each service: --layout.vllm 0,1 --layout.cores.trainer 0-3
+{training}
+Ctrl-C ends all services within 10 s. So does the failure of one service.
+"""
+OF_TRAINING = """\
+  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help all lists them
   --teacher.model M             a model to learn from, served beside with flags --teacher.X V of vLLM; or --teacher.url
   --bridge.X V, --api.X V       the bridge's settings, the batching API's flags
-  --layout.X V                  GPUs and CPU cores of each service: --layout.vllm 0,1 --layout.cores.trainer 0-3
-
-Ctrl-C ends all services within 10 s. So does the failure of one service.
 """
 
 
@@ -106,6 +105,7 @@ class RunFlags(Config):
         "resume",
         "gpus",
     )
+    not_offered: ClassVar[frozenset[str]] = frozenset()  # flags and sections
 
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local directory; also the second word, without --model"
@@ -237,11 +237,11 @@ def read_command_line(
         if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in GONE:
             raise ConfigError(f"{word.partition('=')[0]} was removed. {INSTEAD}")
     values, typed = flag_parser.parse(
-        keys_of(flags),
+        _offered(flags),
         line.flags,
         prog=prog,
         about=_about(line.words, prog),
-        epilog=_more(),
+        epilog=_more(flags),
         usage=USAGE[prog],
         first=flags.first_flags,
         elsewhere=_keys_of_programs,
@@ -364,11 +364,18 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
 def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = TrainFlags) -> ArgumentParser:
     """The flags, for help and completion."""
     about = _about(split(argv, keys_of(flags)).words, prog)
-    return flag_parser.make_parser(keys_of(flags), prog, about, _more(), usage=USAGE[prog], first=flags.first_flags)
+    keys = _offered(flags)
+    return flag_parser.make_parser(keys, prog, about, _more(flags), usage=USAGE[prog], first=flags.first_flags)
 
 
-def _more() -> str:
+def _offered(flags: type[RunFlags]) -> list[Key]:
+    return [key for key in keys_of(flags) if key.path[0] not in flags.not_offered]
+
+
+def _more(flags: type[RunFlags]) -> str:
     """What follows the launcher's own flags: those of the trainer that a newcomer needs, by name, and the sections."""
+    if "trainer" in flags.not_offered:
+        return MORE.format(training="")
     keys = {".".join(key.path): key for key in keys_of(TrainerConfig)}
     told = [keys[path] for path in TrainerConfig.first_flags if path not in OWN_TRAINER_FLAGS]
     lines = [
@@ -380,7 +387,7 @@ def _more() -> str:
         )
         for key in told
     ]
-    return MORE.format(trainer="\n".join(lines))
+    return "\n".join(["The trainer's flags to begin with:", *lines, "", MORE.format(training=OF_TRAINING)])
 
 
 def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,9 +81,13 @@ def test_an_evaluation_of_another_server_names_model_and_address(words: list[str
 
 
 @pytest.mark.parametrize(
-    "flag", ["--bridge=lora", "--no-wandb", "--steps=4", "--trainer.lr=1e-5", "--bridge.bucket-mb=8"]
+    "flag",
+    ["--bridge=lora", "--no-wandb", "--steps=4", "--trainer.lr=1e-5", "--bridge.bucket-mb=8", "--teacher.model=m"],
 )
-def test_an_evaluation_refuses_flags_that_only_training_has(flag: str) -> None:
+def test_an_evaluation_refuses_flags_that_only_training_has_and_offers_none(flag: str) -> None:
+    told = evaluate.parser().format_help()
+    assert "--env.X" in told
+    assert re.split("[=.]", flag.replace("--no-", "--"))[0] not in told
     with pytest.raises(ConfigError, match="is about training, which an evaluation does not do: leave it out"):
         evaluate.main(["arithmetic", flag, "--dry-run"])
 
