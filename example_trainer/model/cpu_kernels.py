@@ -59,10 +59,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.dtype = dtype
         product = onednn_product(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype))
-        if bias is not None:
-            product.add_(bias)
-        # autograd refuses a view made in here once its base has changed, as a head's logits do
-        return product if x.dim() == 2 else product.view(*x.shape[:-1], len(weight))
+        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:

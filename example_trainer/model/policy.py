@@ -111,9 +111,9 @@ def of_tokens(
     float32 logits are changed in place.
     """
     logits = logits.float()
+    values = logits.data  # autograd does not watch it; a head's logits may be a view that it refuses to see changed
     if bool((temperatures != 1).any()):
-        with torch.no_grad():  # where autograd would refuse a head's view
-            logits.div_(temperatures[:, None])
+        values.div_(temperatures[:, None])
         if logits.requires_grad:
             logits.register_hook(lambda grad: grad / temperatures[:, None])
     apply = cast(Callable[..., tuple[Tensor, ...]], _LogprobsAndEntropy.apply)
@@ -121,12 +121,11 @@ def of_tokens(
         logprobs, entropy, *of_named = apply(logits, targets, named)
         return logprobs, entropy, Named(*of_named) if of_named else None
     told = None if named is None else Named(*apply(logits, targets, named)[2:])  # keeps no logits
-    _drop(logits, targets, *truncation)
+    _drop(values, targets, *truncation)
     logprobs, entropy = apply(logits, targets)
     return logprobs, entropy, told
 
 
-@torch.no_grad()
 def _drop(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
     """Take the tokens that top-k and top-p exclude out of the logits, a few rows at a time. Their gradient is 0 as
     their probability is, so autograd need not know.

@@ -25,6 +25,7 @@ from example_trainer.model.policy import Policy, accumulate_gradients, token_log
 from example_trainer.settings.config import TrainerConfig
 from tests.unit.trainer import whole_runs
 from tests.unit.trainer.fakes import (
+    VOCAB,
     FakeApi,
     RecordingBridge,
     as_records,
@@ -131,20 +132,29 @@ def test_the_padding_tokens_embedding_has_a_gradient_in_plain_and_exact_models(t
         torch.testing.assert_close(plain, of_exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.0, VOCAB // 2), (1.3, VOCAB // 2)], ids=lambda value: f"{value:g}"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("share", [False, True], ids=["packed", "shared prefixes"])
-def test_gradients_are_those_of_the_model_in_float64(family: str, share: bool) -> None:
+def test_gradients_are_those_of_the_model_in_float64(family: str, share: bool, temperature: float, top_k: int) -> None:
     model, reference = tiny_model(family, **SHAPE), tiny_model(family, **SHAPE).double()
     reference.config._experts_implementation = "eager"  # the grouped product takes no float64
     make_exact(model, torch.float32)
-    sequences = batch_of([item([1.0, 0.0], seed=5, longest=60)]).sequences
+    sequences = [
+        replace(each, temperature=temperature, top_k=top_k)
+        for each in batch_of([item([1.0, 0.0], seed=5, longest=60)]).sequences
+    ]
     (packed,) = micro_batches(sequences, 10_000, torch.device("cpu"))
     (computed,) = micro_batches(sequences, 10_000, torch.device("cpu"), share=share)
     accumulate_gradients(
         Policy(model), computed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
     )
     pieces = zip(packed.input_ids[0].split(packed.lengths), strict=False)
-    logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows]
+    logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows] / temperature
+    if top_k:
+        dropped = (logits < logits.topk(top_k).values[:, -1:]).scatter(1, packed.targets[:, None], False)
+        logits = logits.masked_fill(dropped, -torch.inf)
     (logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0] * packed.advantages.double()).mean().backward()
     found = torch.cat([gradient_of(parameter).flatten().double() for parameter in model.parameters()])
     expected = torch.cat([gradient_of(parameter).flatten() for parameter in reference.parameters()])
