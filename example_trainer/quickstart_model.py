@@ -12,12 +12,12 @@ The chat template is the model's own, without the system turn that it adds when 
 counts then depend only on what an environment sends.
 """
 
-import fcntl
 import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,9 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from atroposlib.config import Config, load_config
-from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.errors import AtroposError, one_line_errors, reading
 from atroposlib.extras import need
+from atroposlib.processes.lock_files import Held, alone_in
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
 RECORD_NAME = "file_sizes.json"
+OTHER_S = 300.0  # of another process that makes the model
 HEADROOM_BYTES = 700_000_000  # the directory takes 542 MB
 CONTROL_TOKEN = 3  # GGUF token type of <|im_start|> and its kind
 
@@ -248,10 +250,8 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
         )
     need("trainer", "the quickstart's model", "gguf")
     gguf_path = packaged_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"Making {folder} from {gguf_path.name} (once, about 10 s) ...", file=sys.stderr)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it with its holder: a killed call never blocks the next
+    with _alone_in(folder):
         if is_complete(folder):  # another process made it while this one waited for the lock
             return folder
         started = time.monotonic()
@@ -275,6 +275,24 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
         partial.rename(folder)
         print(f"Made it in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return folder
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While this lasts, no other process makes the model there. Raises QuickstartModelError."""
+
+    def waiting(holder: str) -> None:
+        print(f"Waiting at most {OTHER_S:.0f} s for {holder}, which makes it ...", file=sys.stderr)
+
+    with ExitStack() as held:
+        try:
+            with reading(f"cannot write beside {folder}", QuickstartModelError, remedy="choose another --out"):
+                held.enter_context(alone_in(folder, OTHER_S, waiting))
+        except Held as holder:
+            raise QuickstartModelError(
+                f"{folder} is being made by {holder} for {OTHER_S:.0f} s: end that process, or choose another --out"
+            ) from None
+        yield
 
 
 def cached_model() -> Path:

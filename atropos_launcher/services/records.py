@@ -11,7 +11,6 @@ processes.
 """
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -29,6 +28,7 @@ from atroposlib.files import open_regular
 from atroposlib.logs import escape
 from atroposlib.processes.groups import Group
 from atroposlib.processes.identity import boot_id, first_ticks, is_alive, is_stopped
+from atroposlib.processes.lock_files import Held, take_lock
 
 FOLDER = "pids"
 LOCK = ".lock"
@@ -112,25 +112,17 @@ class Records:
             with suppress(FileNotFoundError):  # who had the lock has just removed the directory
                 self._lock = self._locked()
 
-    def _locked(self) -> int | None:
-        """The descriptor of the lock; None if the file was removed before we had it."""
-        path = self.folder / LOCK
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    def _locked(self) -> int:
+        """The descriptor of the lock."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+            descriptor = take_lock(self.folder / LOCK)
+        except Held:
             raise RunInUse(self._in_use()) from None
-        except OSError:  # a file system without locks; what is left to go by is the launcher's record
-            pass
+        # what is left to go by where the file system has no locks
         if (other := self.launcher()) and other.pid != os.getpid():
             os.close(descriptor)
             raise RunInUse(self._in_use())
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.lstat()):
-                return descriptor
-        os.close(descriptor)
-        return None
+        return descriptor
 
     def _in_use(self) -> str:
         launcher = self.launcher()

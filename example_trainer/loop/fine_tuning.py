@@ -15,7 +15,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.loop.bad_data import BadBatches
 from example_trainer.loop.learner import Learner
 from example_trainer.loop.offline import OfflineData, examples_of, sides_of
-from example_trainer.loop.opening import expect_work_left, resolved, sleep_beside
+from example_trainer.loop.opening import expect_work_left, resolved, sleep_beside, the_only_trainer
 from example_trainer.loop.saves import Saves
 from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
@@ -30,15 +30,16 @@ NOTHING_SAMPLED = make_batch([], seq_len=1, policy_version=0)
 def fine_tune(learner: Learner) -> None:
     """Train on --offline-data to --training-steps, and write the trained model. Raises TrainerError or DataError."""
     expect_no_penalties(learner.config)
-    examples = examples_of(learner.config)
-    resumed = resolved(learner)
-    source = resumed or learner.config.model_name
-    log.info("Loading %s on %s", source, learner.device)
-    learner.load_into(None, source)
-    learner.begin(resumed)
-    expect_work_left(learner, resumed)
-    config, first = learner.config, learner.progress.step + 1
     with ExitStack() as resources:
+        resources.enter_context(the_only_trainer(learner.config))
+        examples = examples_of(learner.config)
+        resumed = resolved(learner)
+        source = resumed or learner.config.model_name
+        log.info("Loading %s on %s", source, learner.device)
+        learner.load_into(None, source)
+        learner.begin(resumed)
+        expect_work_left(learner, resumed)
+        config, first = learner.config, learner.progress.step + 1
         metrics = open_metrics(config, first, resources, learner.progress.kernels)
         saves = Saves(config, learner, partial(sleep_beside, [learner.ranks]))
         resources.push(saves.leave)

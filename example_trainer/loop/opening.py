@@ -11,7 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
+from atroposlib.processes.lock_files import Held, alone_in
 from atroposlib.wire.batching import GroupRequirements, Registration
 from atroposlib.wire.folders import MANIFEST
 from example_trainer.bridges import Prepare, WeightBridge
@@ -33,6 +35,8 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.weights.written import remove_leftovers
 
+HELD_S = 20.0  # for a killed trainer, whose memory the kernel still takes back
+
 log = get_logger(__name__)
 
 Watched = WeightBridge | Ranks | Saves
@@ -42,10 +46,11 @@ Watched = WeightBridge | Ranks | Saves
 def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> Iterator[Run]:
     """A run on rank 0, ready to start. `prepare` gives the bridge of the final configuration. Raises TrainerError."""
     watched = list[Watched]([learner.ranks])
-    examples = examples_of(learner.config)
-    resumed = resolved(learner)
-    config = learner.config
     with ExitStack() as resources:
+        resources.enter_context(the_only_trainer(learner.config))
+        examples = examples_of(learner.config)
+        resumed = resolved(learner)
+        config = learner.config
         rejections = RejectionBudget(config.max_rejected_groups)
         api = resources.enter_context(closing(client_of(config, rejections, partial(sleep_beside, watched))))
         api.wait_until_up()
@@ -97,6 +102,25 @@ def requirements(config: TrainerConfig, model: PreTrainedModel) -> GroupRequirem
         routing_required=config.routing_replay == "required",
         teacher_top_k=config.teacher_top_k,
     )
+
+
+@contextmanager
+def the_only_trainer(config: TrainerConfig) -> Iterator[None]:
+    """While this lasts, no other trainer writes checkpoints or metrics where this one does. Waits for one that is
+    about to end. Raises TrainerError that names the other.
+    """
+    of_metrics = "--metrics-path" if config.metrics_path else "--log-dir"
+    with ExitStack() as held:
+        for path, flag in ((config.save_path, "--save-path"), (config.metrics_file, of_metrics)):
+            waiting = partial(log.info, "Waiting at most %.0f s until %s is not written by %s", HELD_S, path)
+            try:
+                with reading(f"cannot lock {path}", TrainerError, remedy=f"choose another {flag}"):
+                    held.enter_context(alone_in(path, HELD_S, waiting))
+            except Held as holder:
+                raise TrainerError(
+                    f"{path} is being written by {holder}, another trainer: end that one, or choose another {flag}"
+                ) from None
+        yield
 
 
 def resolved(learner: Learner) -> str:

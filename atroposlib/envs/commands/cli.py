@@ -36,7 +36,7 @@ from atroposlib.envs.authors.author_errors import needed
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.config import LACKS
 from atroposlib.envs.errors import EnvError, WrongSetting
-from atroposlib.envs.files.records import alone_in
+from atroposlib.envs.files.records import the_only_evaluation
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.run.order import why_not_repeatable
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -116,7 +116,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     results = env.config.data_dir_to_save_evals
     async with AsyncExitStack() as stack:
         if results is not None:
-            stack.enter_context(alone_in(Path(results), "choose another --env.data_dir_to_save_evals"))
+            stack.enter_context(the_only_evaluation(Path(results), "choose another --env.data_dir_to_save_evals"))
         run = await stack.enter_async_context(env._env_run)
         await run.wait_for_inference()
         await (await fake_servers(env)).tell_tokenizer()

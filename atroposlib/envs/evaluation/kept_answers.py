@@ -27,7 +27,7 @@ from atroposlib.envs.evaluation.sampled_evaluation import (
     plain,
     sample_rows,
 )
-from atroposlib.envs.files.records import alone_in, append_jsonl
+from atroposlib.envs.files.records import append_jsonl, the_only_evaluation
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -84,7 +84,7 @@ def keep_answers(env: Questions, output: Path | None) -> Iterator[KeptAnswers | 
     path = output or (Path(folder) / ANSWERS if folder is not None else by_default)
     header = header_of(env, GREEDY)
     header["evaluation"]["code"] = code_of(type(env))
-    with alone_in(path, OTHER_FILE):
+    with the_only_evaluation(path, OTHER_FILE):
         kept = KeptAnswers(path, header)
         log.info(
             "%d of %d answers are in %s already; only the others are asked for", len(kept), len(env.asked_always), path

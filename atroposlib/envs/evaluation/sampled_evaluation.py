@@ -27,7 +27,7 @@ from atroposlib.envs.errors import DataError, EnvError
 from atroposlib.envs.evaluation.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.files.html_report import write_html
-from atroposlib.envs.files.records import alone_in, append_jsonl, write_eval_results
+from atroposlib.envs.files.records import append_jsonl, the_only_evaluation, write_eval_results
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
@@ -84,7 +84,7 @@ class Progress:
 async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, float]:
     """Sample what the file lacks, print the table and the page's path, and return the metrics. Raises EnvError."""
     path = _file(env, asked)
-    with alone_in(path, OTHER_FILE):
+    with the_only_evaluation(path, OTHER_FILE):
         return await _completed(env, asked, path)
 
 

@@ -2,11 +2,9 @@
 all.
 """
 
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +14,7 @@ from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
+from atroposlib.processes.lock_files import Held, alone_in
 from atroposlib.row_files.json_text import encode
 from atroposlib.row_files.kept_rows import Keep, Parts
 from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
@@ -79,43 +78,19 @@ def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
 
 
 @contextmanager
-def alone_in(path: Path, remedy: str) -> Iterator[None]:
+def the_only_evaluation(path: Path, remedy: str) -> Iterator[None]:
     """While this lasts, no other evaluation writes `path`, a file or a directory. Raises EnvError that names the
     process which does.
     """
-    with reading(f"cannot write beside {path}", EnvError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    descriptor = None
-    while descriptor is None:
-        with reading(f"cannot lock {path}", EnvError):
-            descriptor = _locked(path, lock, remedy)
-    try:
-        os.write(descriptor, f"{os.getpid()}".encode())
+    with ExitStack() as held:
+        try:
+            with reading(f"cannot lock {path}", EnvError):
+                held.enter_context(alone_in(path))
+        except Held as holder:
+            raise EnvError(
+                f"{path} is being written by {holder}, another evaluation: wait for its end, or {remedy}"
+            ) from None
         yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path, lock: Path, remedy: str) -> int | None:
-    """The descriptor of the lock, which the kernel drops with its holder; None if the file has just been removed."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 20, 0).decode(errors="replace")
-        os.close(descriptor)
-        who = f"process {holder}" if holder.isdecimal() else "another process"
-        raise EnvError(f"{path} is being written by {who}, another evaluation: wait for its end, or {remedy}") from None
-    except OSError:  # a file system without locks
-        pass
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(descriptor), lock.lstat()):
-            os.ftruncate(descriptor, 0)
-            return descriptor
-    os.close(descriptor)
-    return None
 
 
 def crossed(old: int, new: int, interval: int) -> int | None:

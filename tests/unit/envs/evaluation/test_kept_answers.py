@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ async def test_of_two_equal_commands_at_once_the_second_is_refused_by_file_and_p
         assert sorted(statuses) == [0, 1]
         assert asked == (8 if "--samples" in flags else 4)
         (refusal,) = [record.getMessage() for record in caplog.records if "is being written by" in record.getMessage()]
-        assert f"{named} is being written by process {os.getpid()}, another evaluation: wait for its end" in refusal
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        assert f"{named} is being written by {who}, another evaluation: wait for its end" in refusal
         assert await evaluate(server, *flags.split()) == 0  # the lock has gone with its holder
         assert server.hits[ROUTE] == asked
     assert not [name for *_, names in os.walk(folder) for name in names if name.endswith(".lock")]

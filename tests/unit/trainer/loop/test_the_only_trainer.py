@@ -1,0 +1,56 @@
+"""Two trainers that would write the same checkpoints, or the same metrics."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.processes.lock_files import alone_in
+from example_trainer.errors import TrainerError
+from example_trainer.loop import opening
+from tests.unit.trainer.whole_runs import rows, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("held", "changes", "flag"),
+    [
+        ("checkpoints", {}, "--save-path"),
+        ("logs/metrics.jsonl", {}, "--log-dir"),
+        ("mine.jsonl", {"metrics_path": "mine.jsonl"}, "--metrics-path"),
+    ],
+)
+def test_the_second_one_is_refused_before_it_touches_anything(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, changes: dict[str, Any], flag: str
+) -> None:
+    monkeypatch.setattr(opening, "HELD_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    with alone_in(tmp_path / held):
+        with pytest.raises(TrainerError) as refused:
+            train(model, tmp_path, training_steps=1, **changes)
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f".{Path(held).name}.lock"]
+    assert f"{held} is being written by process" in str(refused.value)
+    assert f"another trainer: end that one, or choose another {flag}" in str(refused.value)
+    train(model, tmp_path, training_steps=1, **changes)
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_one_that_is_about_to_end_is_waited_for(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run = threading.Thread(target=train, args=(model, tmp_path), kwargs={"training_steps": 1})
+    with alone_in(tmp_path / "checkpoints"):
+        run.start()
+        while "Waiting at most 20 s until" not in caplog.text:
+            assert run.is_alive()
+            run.join(0.05)
+    run.join(60)
+    assert len(rows(tmp_path)) == 1
+
+
+def test_offline_training_is_kept_apart_too(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "HELD_S", 0.2)
+    (tmp_path / "answers.jsonl").write_text('{"prefix": "a", "completion": "b"}\n')
+    with alone_in(tmp_path / "checkpoints"), pytest.raises(TrainerError, match="is being written by process"):
+        train(model, tmp_path, offline_data=str(tmp_path / "answers.jsonl"), offline_share=1.0)
