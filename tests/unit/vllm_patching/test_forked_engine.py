@@ -1,4 +1,4 @@
-"""A child that vLLM forks: vLLM loads no plugin there, so our server has it register."""
+"""A child that vLLM forks: vLLM loads no plugin there, so our server has it register, and OpenMP is loaded already."""
 
 import multiprocessing
 import os
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
 from vllm_patching import plugin
-from vllm_patching.compat import vllm_engine
+from vllm_patching.compat import vllm_engine, vllm_server
 from vllm_patching.kv_cache import SALTED
 
 STAYS_S = 300  # longer than any wait of these tests
@@ -109,3 +110,24 @@ def test_it_ends_when_its_parent_is_killed() -> None:
     assert reader.poll(30), "the child of a killed process lives on"
     with pytest.raises(EOFError):  # nobody holds the other end
         reader.recv()
+
+
+def _tell_its_threads(end: Connection) -> None:
+    end.send((torch.get_num_threads(), os.sched_getaffinity(0)))
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("told", [True, False], ids=["as vLLM says", "bound by nobody"])
+def test_a_worker_has_the_threads_and_cores_that_vllm_names_for_it(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    for name in ("OMP_NUM_THREADS", "OMP_PLACES"):
+        monkeypatch.delenv(name, raising=False)
+    if told:
+        monkeypatch.setenv("OMP_PLACES", f"{{{mine[0]}}}")
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    reader, writer = FORK.Pipe(duplex=False)
+    worker = FORK.Process(target=vllm_server.with_own_threads(_tell_its_threads, threads=2), args=(writer,))
+    worker.start()
+    assert reader.poll(60)
+    assert reader.recv() == ((3, {mine[0]}) if told else (2, {*mine}))
+    worker.join(30)
