@@ -111,11 +111,13 @@ def the_only_trainer(config: TrainerConfig) -> Iterator[None]:
     """
     of_metrics = "--metrics-path" if config.metrics_path else "--log-dir"
     with ExitStack() as held:
-        for path, flag in ((config.save_path, "--save-path"), (config.metrics_file, of_metrics)):
+        # in the directory of checkpoints, as who may write there may not write beside it
+        of_checkpoints = config.save_path, config.save_path / "checkpoints", "--save-path"
+        for path, locked, flag in (of_checkpoints, (config.metrics_file, config.metrics_file, of_metrics)):
             waiting = partial(log.info, "Waiting at most %.0f s until %s is not written by %s", HELD_S, path)
             try:
                 with reading(f"cannot lock {path}", TrainerError, remedy=f"choose another {flag}"):
-                    held.enter_context(alone_in(path, HELD_S, waiting))
+                    held.enter_context(alone_in(locked, HELD_S, waiting))
             except Held as holder:
                 raise TrainerError(
                     f"{path} is being written by {holder}, another trainer: end that one, or choose another {flag}"
