@@ -140,8 +140,7 @@ def fork_processes() -> None:
     from vllm.v1.executor import multiproc_executor
 
     cast(Any, utils).get_mp_context = _fork
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if "omp" in preloaded:  # another OpenMP library, whose threads vLLM binds by other variables
+    if re.search("lib[gi]?omp", os.environ.get("LD_PRELOAD", "")):  # whose threads vLLM binds by other variables
         return
     cast(Any, multiproc_executor).get_mp_context = _fork
     worker: Any = multiproc_executor.WorkerProc
@@ -160,8 +159,8 @@ def with_own_threads(work: Callable[..., None], threads: int) -> Callable[..., N
 
     @functools.wraps(work)
     def worker_main(*arguments: object, **named: object) -> None:
-        if cores := {int(core) for core in re.findall("[0-9]+", os.environ.get("OMP_PLACES", ""))}:
-            os.sched_setaffinity(0, cores)
+        if place := re.fullmatch(r"\{([0-9]+(?:,[0-9]+)*)\}", os.environ.get("OMP_PLACES", "")):
+            os.sched_setaffinity(0, map(int, place[1].split(",")))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", f"{threads}").partition(",")[0]))
         work(*arguments, **named)
 

@@ -117,17 +117,18 @@ def _tell_its_threads(end: Connection) -> None:
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("told", [True, False], ids=["as vLLM says", "bound by nobody"])
-def test_a_worker_has_the_threads_and_cores_that_vllm_names_for_it(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+@pytest.mark.parametrize("bound", [True, False], ids=["bound by vLLM", "not bound"])
+def test_a_worker_has_the_threads_and_cores_that_vllm_names_for_it(
+    monkeypatch: pytest.MonkeyPatch, bound: bool
+) -> None:
     mine = sorted(os.sched_getaffinity(0))
-    for name in ("OMP_NUM_THREADS", "OMP_PLACES"):
-        monkeypatch.delenv(name, raising=False)
-    if told:
-        monkeypatch.setenv("OMP_PLACES", f"{{{mine[0]}}}")
+    monkeypatch.setenv("OMP_PLACES", f"{{{mine[0]}}}" if bound else "cores(1)")  # a user's own
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if bound:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
     reader, writer = FORK.Pipe(duplex=False)
     worker = FORK.Process(target=vllm_server.with_own_threads(_tell_its_threads, threads=2), args=(writer,))
     worker.start()
     assert reader.poll(60)
-    assert reader.recv() == ((3, {mine[0]}) if told else (2, {*mine}))
+    assert reader.recv() == ((3, {mine[0]}) if bound else (2, {*mine}))
     worker.join(30)
