@@ -1,7 +1,9 @@
 """Lock files: one process at a time, until it releases the lock or ends, however it ends.
 
-DIRECTORY/NAME          what one process may write
-DIRECTORY/.NAME.lock    while it does: locked, with the process's name
+    DIRECTORY/NAME          what one process may write
+    DIRECTORY/.NAME.lock    while it does: locked, with the process's name
+
+A lock is one of the kernel's (flock), so a file that a killed process left behind holds nobody up.
 """
 
 import errno
