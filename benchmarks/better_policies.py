@@ -1,5 +1,5 @@
-"""Better policies by the end: the quickstart, also with answers of any length, and a former recipe alone, with prompts
-chosen by success, a teacher or a warm start.
+"""Better policies by the end: the quickstart, also with fewer steps, and a former recipe alone, with prompts chosen by
+success, a teacher or a warm start.
 
     python -m benchmarks.better_policies                          what is missing of every arm; 3 to 6 minutes a run
     python -m benchmarks.better_policies --arms quickstart --seeds 1
@@ -32,10 +32,10 @@ from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
 from example_trainer.quickstart_model import cached_model
 
-Arm = Literal["quickstart", "any_length", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"]
+Arm = Literal["quickstart", "thirty_steps", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"]
 SEEDS: Mapping[Arm, Sequence[int]] = {
     "quickstart": (1, 2, 3, 4, 5),
-    "any_length": (1, 2, 3, 4, 5),
+    "thirty_steps": (1, 2, 3, 4, 5),
     "former": (1, 2, 3, 4, 5),
     "with_kl": (1, 2, 3, 4, 5),
     "repeat": (1, 2, 3),
@@ -43,7 +43,7 @@ SEEDS: Mapping[Arm, Sequence[int]] = {
     "taught_top_k": (1, 2, 3),
     "warm": (1, 2, 3),
 }
-QUICKSTARTS: Mapping[Arm, Sequence[str]] = {"quickstart": (), "any_length": ("--env.overlong_buffer", "0")}
+THIRTY_STEPS = ["--steps", "30", "--trainer.lr_decay_steps", "0"]
 FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
 WITH_KL = ["--trainer.kl_coef", "0.05"]
 DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
@@ -92,8 +92,8 @@ def percent(found: HeldOut) -> float:
 
 def flags_of(config: BetterPolicies, arm: Arm, seed: int) -> list[str]:
     """The command line of `atropos` for one run, but for its name and place."""
-    if arm in QUICKSTARTS:
-        return ["quickstart", "--seed", str(seed), "--no-view", *QUICKSTARTS[arm]]
+    if arm in ("quickstart", "thirty_steps"):
+        return ["quickstart", "--seed", str(seed), "--no-view", *(THIRTY_STEPS if arm == "thirty_steps" else ())]
     steps = WARM_STEPS if arm == "warm" else STEPS
     common = ["train", "arithmetic", "--steps", str(steps), "--seed", str(seed), "--no-view"]
     if arm == "former":

@@ -55,8 +55,7 @@ def flags(arm: str, seed: int, steps: int, max_items: int, runs: Path) -> list[s
     switched = [word.format(max_items=max_items) for word in ARMS[arm]]
     metrics = runs.resolve() / name / "environment.jsonl"
     common = ["--seed", str(seed), "--steps", str(steps), "--run-name", name, "--runs", str(runs)]
-    by_result = ["--env.overlong_buffer", "0"]  # or nearly every group has a signal at first
-    return ["quickstart", *common, *by_result, "--env.metrics_path", str(metrics), *switched]
+    return ["quickstart", *common, "--env.metrics_path", str(metrics), *switched]
 
 
 def read_run(folder: Path) -> Run:

@@ -54,7 +54,6 @@ MERGED = "tag:yaml.org,2002:merge"  # YAML's name of the key `<<`
 DEVICES = ("cpu", "gpu")  # the keys of `by_device`
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
 SECTIONS = ("bridge", "environments", "trainer", TEACHER, "api", "layout")  # keys and values; so is `vllm`, or a list
-OF_REWARDS = ("overlong_buffer",)  # settings of an environment that are for its own task alone
 TAKEN = ("api", "trainer", "view", TEACHER, LAUNCHER)  # names of services, and so of their logs
 GONE = ("hosts", "remote_command", "host_timeout")  # settings from before Ray
 INSTEAD = "Ray starts what runs on other machines: run `ray start` on each, and give --ray auto (docs/devices.md)"
@@ -435,7 +434,7 @@ def check_kind(kind: str) -> str:
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
     """`above` over `below`, key by key. An environment of None is taken out; one with another file keeps the fields
-    of the one below apart, for its program may not know them, and none that changes rewards.
+    of the one below apart, for its program may not know them.
     """
     merged = merged_trees(below, above)
     if {"vllm"} <= below.keys() & above.keys():
@@ -446,8 +445,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
             continue
         lower, upper = below.get("environments", {}).get(name), above.get("environments", {}).get(name)
         if lower and upper and upper.get("file", lower.get("file")) != lower.get("file"):
-            own = {*EnvironmentSection.model_fields, *OF_REWARDS}
-            kept = {key: value for key, value in lower.items() if key not in own}
+            kept = {key: value for key, value in lower.items() if key not in EnvironmentSection.model_fields}
             section = {**upper, "inherited": {**lower.get("inherited", {}), **kept, **upper.get("inherited", {})}}
         environments[name] = section
     return {**merged, "environments": environments} if environments or "environments" in merged else merged

@@ -20,9 +20,7 @@ def main(work: Path, goal: float, seed: int, steps: int) -> None:
     start = time.perf_counter()
     flags = ["quickstart", "--model", str(work / "model"), "--seed", str(seed), "--steps", str(steps)]
     where = ["--env.steps_per_eval", "5", "--no-view", "--runs", str(work / "runs"), "--run-name", f"seed-{seed}"]
-    reward = ["--env.overlong_buffer", "0"]  # as the peers have
-    words = [*flags, *reward, *where]
-    process = subprocess.Popen([sys.executable, "-m", "atropos_launcher", *words], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-m", "atropos_launcher", *flags, *where], start_new_session=True)
     evaluations = work / "runs" / f"seed-{seed}" / "evaluations.jsonl"
     while process.poll() is None and best(evaluations) < goal:
         time.sleep(LOOK_S)

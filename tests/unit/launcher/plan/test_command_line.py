@@ -230,16 +230,6 @@ def test_two_environments_of_one_file_stay_two() -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_rewards_of_another_environment_are_its_own() -> None:
-    """An environment of several turns refuses the flag."""
-    assert plan("quickstart").environments["env"].resolved["env"]["overlong_buffer"] == 12
-    other = ["--env.file", "environments/two_turn_template_server.py"]
-    assert plan("quickstart", *other).environments["env"].resolved["env"]["overlong_buffer"] == 0
-    mine = ["--env.file", "environments/letter_counting_server.py", "--env.overlong_buffer", "4"]
-    assert plan("quickstart", *mine).environments["env"].resolved["env"]["overlong_buffer"] == 4
-
-
-@pytest.mark.usefixtures("no_processes")
 def test_the_order_of_an_environments_flags_changes_nothing() -> None:
     other, count = ["--env.file", "environments/letter_counting_server.py"], ["--env.count", "2"]
     assert ask_for("arithmetic", *count, *other).run == ask_for("arithmetic", *other, *count).run
