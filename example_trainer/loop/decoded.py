@@ -68,6 +68,11 @@ class Seen:
         """Served less trained log-probabilities, float64 [rows, vocabulary]."""
         return _logprobs(self.served) - _logprobs(self.trained)
 
+    def noise(self) -> Tensor:
+        """The mean square of the difference's length after each prompt, [prompts]."""
+        squares, prompts = self.difference().square().sum(-1), torch.tensor(self.prompts)
+        return torch.stack([squares[prompts == prompt].mean() for prompt in prompts.unique()])
+
 
 def rounding_limit(dtypes: Sequence[str], trained: Tensor) -> float:
     """Return how far log-probabilities of one policy may be apart, in nats, root mean square, by the rounding of the
@@ -93,11 +98,12 @@ class Moved(NamedTuple):
         return f"moved by {each} of the trainer's moves"
 
 
-def moved(before: Seen, now: Seen) -> Moved | None:
+def moved(before: Seen, now: Seen, noise: Tensor) -> Moved | None:
     """Compare a server's move between two probes with the trainer's, prompt by prompt, and over all. None without rows
     of the same tokens, or without a move.
 
-    A share is the projection of one move on the other. Rounding is that of the probe before, taken as noise in
+    A share is the projection of one move on the other. Rounding is that of the probe before, and no less than it
+    usually is after that prompt (`noise` [prompts]), as it may be small by chance; it is taken as noise in
     `NOISE_DIMENSIONS` independent directions.
     """
     places = {tokens: row for row, tokens in enumerate(before.contexts)}
@@ -108,8 +114,9 @@ def moved(before: Seen, now: Seen) -> Moved | None:
     ours = _logprobs(now.trained[rows]) - _logprobs(before.trained[earlier])
     theirs = _logprobs(now.served[rows]) - _logprobs(before.served[earlier])
     size, along = ours.square().sum(-1), (ours * theirs).sum(-1)
-    variance = 2 * before.difference()[earlier].square().sum(-1) * size / NOISE_DIMENSIONS  # of `along`
     groups = torch.tensor(now.prompts)[rows]
+    rounded = torch.maximum(before.difference()[earlier].square().sum(-1), noise[groups])
+    variance = 2 * rounded * size / NOISE_DIMENSIONS  # of `along`
     masks = [groups == group for group in groups.unique()]
     sums = torch.tensor([[float(each[mask].sum()) for each in (size, along, variance)] for mask in masks])
     if not sums[:, 0].min() > 0:
@@ -132,6 +139,7 @@ class DecodeProof:
         self._salt = secrets.token_hex(16)  # that no one else's request looks like an old KV cache
         self._asked: dict[str, tuple[DecodeProbe, Future[Decoded]]] = {}
         self._before: dict[str, Seen] = {}
+        self._noise: dict[str, list[Tensor]] = {}  # of the probes so far
         self._version = 0
 
     def begin(self, servers: Sequence[Decodes], version: int) -> None:
@@ -212,7 +220,10 @@ class DecodeProof:
                 f" values are those of a version before: {REMEDY}"
             )
         before, self._before[url] = self._before.get(url), seen
-        share = moved(before, seen) if before is not None and before.version < seen.version else None
+        share = None
+        if before is not None and before.version < seen.version:
+            share = moved(before, seen, torch.stack(self._noise[url]).mean(0))
+        self._noise.setdefault(url, []).append(seen.noise())
         if before is not None and share is not None and share.wrong():
             raise TrainerError(
                 f"{where}: since version {before.version}, distributions have not moved as the trainer's did ({share}):"

@@ -122,6 +122,19 @@ def test_a_move_below_rounding_is_not_judged() -> None:
     pair.prove(2, weights=1)
 
 
+def test_rounding_that_was_small_once_by_chance_judges_no_later_move() -> None:
+    pair = Pair("bfloat16")
+    noise, scale = torch.Generator().manual_seed(0), 0.05
+    pair.server.fault = lambda row: row + scale * torch.randn(VOCABULARY, generator=noise)
+    for version in (0, 1, 2, 3):
+        pair.prove(version)
+    scale = 0.001
+    pair.prove(4)
+    scale = 0.05
+    for version in (5, 6, 7):
+        pair.prove(version)
+
+
 def test_one_token_that_is_off_by_one_percent_is_seen() -> None:
     pair = Pair()
 
@@ -208,9 +221,10 @@ def test_the_limit_grows_with_the_dtype_and_the_models_own_spread() -> None:
 def test_rows_of_other_tokens_and_policies_that_stand_still_have_no_share() -> None:
     rows = torch.randn(2, 5)
     here = Seen(0, [(1,), (2,)], [0, 1], rows, rows)
-    assert moved(here, Seen(1, [(3,), (4,)], [0, 1], rows + 1, rows + 1)) is None
-    assert moved(here, here) is None
+    none = torch.zeros(2)
+    assert moved(here, Seen(1, [(3,), (4,)], [0, 1], rows + 1, rows + 1), none) is None
+    assert moved(here, here, none) is None
     trained = rows[[1, 0]] + torch.randn(2, 5)
-    half = moved(here, Seen(1, [(2,), (9,)], [1, 1], (rows[[1, 0]] + trained) / 2, trained))
+    half = moved(here, Seen(1, [(2,), (9,)], [1, 1], (rows[[1, 0]] + trained) / 2, trained), none)
     assert half is not None
     assert len(half.shares) == 1  # of the row whose tokens are those of before
