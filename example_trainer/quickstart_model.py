@@ -16,8 +16,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,9 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from atroposlib.config import Config, load_config
-from atroposlib.errors import AtroposError, one_line_errors, reading
+from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.extras import need
-from atroposlib.processes.lock_files import Held, alone_in
+from atroposlib.processes.lock_files import alone_in
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -277,22 +277,17 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
     return folder
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path) -> AbstractContextManager[None]:
     """While this lasts, no other process makes the model there. Raises QuickstartModelError."""
 
     def waiting(holder: str) -> None:
         print(f"Waiting at most {OTHER_S:.0f} s for {holder}, which makes it ...", file=sys.stderr)
 
-    with ExitStack() as held:
-        try:
-            with reading(f"cannot write beside {folder}", QuickstartModelError, remedy="choose another --out"):
-                held.enter_context(alone_in(folder, OTHER_S, waiting))
-        except Held as holder:
-            raise QuickstartModelError(
-                f"{folder} is being made by {holder} for {OTHER_S:.0f} s: end that process, or choose another --out"
-            ) from None
-        yield
+    def taken(holder: str) -> str:
+        return f"{folder} is being made by {holder} for {OTHER_S:.0f} s: end that process, or choose another --out"
+
+    remedy = "choose another --out"
+    return alone_in(folder, QuickstartModelError, taken, remedy=remedy, patience_s=OTHER_S, waiting=waiting)
 
 
 def cached_model() -> Path:

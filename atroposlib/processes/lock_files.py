@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from atroposlib.errors import MakeError, reading
 from atroposlib.logs import escape
 
 HOLDER_BYTES = 200  # of the text that says who holds a lock
@@ -27,19 +28,40 @@ class Held(Exception):
 
 @contextmanager
 def alone_in(
-    path: Path, patience_s: float = 0.0, waiting: Callable[[str], None] = lambda holder: None
+    path: Path,
+    raises: MakeError,
+    taken: Callable[[str], str],
+    *,
+    remedy: str = "",
+    patience_s: float = 0.0,
+    waiting: Callable[[str], None] = lambda holder: None,
 ) -> Iterator[None]:
     """While this lasts, no other process that asks so writes `path`, a file or a directory, whose directory is made if
-    need be. Who waits for another, for up to `patience_s`, is told its name once, by `waiting`. Raises Held; OSError
-    where no lock file can be made.
+    need be. Who waits for another, for up to `patience_s`, is told its name once, by `waiting`. Raises an error that
+    `raises` makes: of the line that `taken` makes of the other's name, or of why there is no lock, with the remedy.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
+    try:
+        with reading(f"cannot lock {path}", raises, remedy=remedy):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _awaited(lock, patience_s, waiting)
+    except Held as holder:
+        raise raises(taken(str(holder))) from None
+    try:
+        with reading(f"cannot write {lock}", raises, remedy=remedy):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _awaited(lock: Path, patience_s: float, waiting: Callable[[str], None]) -> int:
     end, told = time.monotonic() + patience_s, False
     while True:
         try:
-            descriptor = take_lock(lock)
-            break
+            return take_lock(lock)
         except Held as held:
             if time.monotonic() >= end:
                 raise
@@ -47,13 +69,6 @@ def alone_in(
                 waiting(str(held))
             told = True
             time.sleep(POLL_S)
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def take_lock(path: Path) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from atroposlib.errors import reading
 from atroposlib.logs import get_logger
-from atroposlib.processes.lock_files import Held, alone_in
+from atroposlib.processes.lock_files import alone_in
 from atroposlib.wire.batching import GroupRequirements, Registration
 from atroposlib.wire.folders import MANIFEST
 from example_trainer.bridges import Prepare, WeightBridge
@@ -115,14 +114,13 @@ def the_only_trainer(config: TrainerConfig) -> Iterator[None]:
         of_checkpoints = config.save_path, config.save_path / "checkpoints", "--save-path"
         for path, locked, flag in (of_checkpoints, (config.metrics_file, config.metrics_file, of_metrics)):
             waiting = partial(log.info, "Waiting at most %.0f s until %s is not written by %s", HELD_S, path)
-            try:
-                with reading(f"cannot lock {path}", TrainerError, remedy=f"choose another {flag}"):
-                    held.enter_context(alone_in(locked, HELD_S, waiting))
-            except Held as holder:
-                raise TrainerError(
-                    f"{path} is being written by {holder}, another trainer: end that one, or choose another {flag}"
-                ) from None
+            taken, other = partial(_taken, path, flag), f"choose another {flag}"
+            held.enter_context(alone_in(locked, TrainerError, taken, remedy=other, patience_s=HELD_S, waiting=waiting))
         yield
+
+
+def _taken(path: Path, flag: str, holder: str) -> str:
+    return f"{path} is being written by {holder}, another trainer: end that one, or choose another {flag}"
 
 
 def resolved(learner: Learner) -> str:

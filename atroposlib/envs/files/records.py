@@ -3,18 +3,17 @@ all.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from atroposlib.envs.errors import EnvError, RecordError
-from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
-from atroposlib.processes.lock_files import Held, alone_in
+from atroposlib.processes.lock_files import alone_in
 from atroposlib.row_files.json_text import encode
 from atroposlib.row_files.kept_rows import Keep, Parts
 from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
@@ -77,20 +76,15 @@ def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
         ) from error
 
 
-@contextmanager
-def the_only_evaluation(path: Path, remedy: str) -> Iterator[None]:
+def the_only_evaluation(path: Path, remedy: str) -> AbstractContextManager[None]:
     """While this lasts, no other evaluation writes `path`, a file or a directory. Raises EnvError that names the
     process which does.
     """
-    with ExitStack() as held:
-        try:
-            with reading(f"cannot lock {path}", EnvError):
-                held.enter_context(alone_in(path))
-        except Held as holder:
-            raise EnvError(
-                f"{path} is being written by {holder}, another evaluation: wait for its end, or {remedy}"
-            ) from None
-        yield
+
+    def taken(holder: str) -> str:
+        return f"{path} is being written by {holder}, another evaluation: wait for its end, or {remedy}"
+
+    return alone_in(path, EnvError, taken)
 
 
 def crossed(old: int, new: int, interval: int) -> int | None:

@@ -3,17 +3,22 @@
 import errno
 import os
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atroposlib.processes.lock_files import alone_in
+from atroposlib.processes import lock_files
 from example_trainer.errors import TrainerError
 from example_trainer.loop import opening
 from tests.unit.trainer.whole_runs import rows, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def alone_in(path: Path) -> AbstractContextManager[None]:
+    return lock_files.alone_in(path, RuntimeError, str)
 
 
 @pytest.mark.parametrize(
