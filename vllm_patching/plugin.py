@@ -44,6 +44,7 @@ def register() -> None:
         vllm_layers.share_rows()
         vllm_engine.accept_routed_experts()
         vllm_engine.take_back_discarded_draws()
+        vllm_engine.draw_by_inversion()
         vllm_engine.sleep_while_waiting()
     if os.environ.get(SALTED) == "1":
         vllm_engine.salt_requests()
