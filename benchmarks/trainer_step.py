@@ -76,11 +76,11 @@ def our_arm(work: Path, threads: int, settings: Settings) -> None:
     import msgspec
     import torch
 
+    from atroposlib.processes.malloc import keep_freed_memory
     from atroposlib.wire.batching import ScoredData
     from example_trainer.data.batching import make_batch
     from example_trainer.data.packing import micro_batches
     from example_trainer.loss.batch_gradients import batch_gradients
-    from example_trainer.memory.malloc import keep_freed_memory
     from example_trainer.model.cpu_kernels import kernels_of_run, use_kernels
     from example_trainer.model.loading import load_model
     from example_trainer.model.policy import Policy

@@ -97,7 +97,7 @@ def _logging_as_it_was() -> Iterator[None]:
 def _memory_for_the_next_file() -> Iterator[None]:
     """A trainer in this process has malloc keep what is freed: 4 GB that processes of later tests lacked."""
     yield
-    if (malloc := sys.modules.get("example_trainer.memory.malloc")) is not None:
+    if (malloc := sys.modules.get("atroposlib.processes.malloc")) is not None:
         malloc.give_back_freed_memory()
 
 

@@ -27,12 +27,12 @@ from atroposlib.addresses import resolved
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
 from atroposlib.processes.child_group import ChildGroup, StillRunning
+from atroposlib.processes.malloc import give_back_freed_memory
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
 from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
-from example_trainer.memory.malloc import give_back_freed_memory
 from example_trainer.ranks.place import without_ranks
 from example_trainer.settings.bridges import Adapter, Restarting
 from example_trainer.settings.config import TrainerConfig

@@ -16,10 +16,10 @@ from typing import Final, Literal, TypeVar
 
 from atroposlib.clients.one_request import NoReply
 from atroposlib.logs import get_logger
+from atroposlib.processes.malloc import give_back_freed_memory
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.bridges.base import BridgeError, Decodes, SyncReport, TellsActivity, WeightBridge
 from example_trainer.bridges.vllm_client import NoAnswer, Refused, VllmClient
-from example_trainer.memory.malloc import give_back_freed_memory
 
 log = get_logger(__name__)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atroposlib.errors import AtroposError
+from atroposlib.processes.malloc import give_back_freed_memory, keep_freed_memory
 from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank
 from atroposlib.wire.folders import SHARDS
 from example_trainer.bridges.direct import CannotSend, RowSender
@@ -29,7 +30,6 @@ from example_trainer.exact.model import make_exact
 from example_trainer.loss.batch_gradients import batch_gradients
 from example_trainer.loss.metric import Metrics
 from example_trainer.loss.offline_gradients import offline_gradients
-from example_trainer.memory.malloc import give_back_freed_memory, keep_freed_memory
 from example_trainer.model.cpu_kernels import kernels_of_run, take_repeatable_products, use_kernels
 from example_trainer.model.loading import ModelError, load_tokenizer
 from example_trainer.model.memory_check import settled_config

@@ -1,4 +1,4 @@
-"""What a model and its training take in bytes, by arithmetic, and what malloc does with bytes that are free again.
+"""What a model and its training take in bytes, by arithmetic.
 
 Loads no torch, because the launcher plans with it. Imports settings and data.
 """

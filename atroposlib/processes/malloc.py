@@ -1,4 +1,4 @@
-"""What glibc's malloc does with memory that a trainer on a CPU frees.
+"""What glibc's malloc does with memory that a process on a CPU frees.
 
 glibc gives a block above its mmap threshold (at most 32 MB) back to the system as soon as it is free. The next one is
 made of new pages, which the system fills with zeros. Gradients and activations are such blocks: each step of

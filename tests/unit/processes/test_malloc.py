@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from example_trainer.memory.malloc import MMAP_MAX, NEVER, TRIM_THRESHOLD, keep_freed_memory
+from atroposlib.processes.malloc import MMAP_MAX, NEVER, TRIM_THRESHOLD, keep_freed_memory
 
 FAULTS_OF_A_SECOND_BLOCK = """
 import ctypes, resource, sys
 import torch
-from example_trainer.memory.malloc import give_back_freed_memory, keep_freed_memory
+from atroposlib.processes.malloc import give_back_freed_memory, keep_freed_memory
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page is 4 KB
 if sys.argv[1] != "plain" and not keep_freed_memory():
