@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atroposlib.files import write_whole
 from atroposlib.processes.identity import this_process
+from atroposlib.processes.malloc import keep_freed_blocks
 from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
 from vllm_patching import adapter_rows, refusal, vllm_types
 from vllm_patching.compat import vllm_engine, vllm_layers, vllm_server
@@ -78,7 +79,10 @@ class ProbedWorker(vllm_engine.worker_class()):  # type: ignore[misc]
             self._watch = DecodeWatch(model)
         connector = None
         if vllm_layers.on_cpu():
-            connector = vllm_engine.routing_connector(self.vllm_config, self.model_runner.get_model(), kv_cache_config)
+            keep_freed_blocks()  # from now on: the copies that loading made are given back
+            if self.model_config.enforce_eager:
+                vllm_layers.call_attention_directly(model)
+            connector = vllm_engine.routing_connector(self.vllm_config, model, kv_cache_config)
         if connector is not None:
             self._recorder = RoutingRecorder(connector)
             log.info("[vLLM Patch] ✓ Routed experts of each token are recorded")

@@ -1,5 +1,5 @@
-"""RMSNorm on CPUs: vLLM's C++ kernels give what its operations of torch give, which compute what the kernels do not
-cover.
+"""Layers of a pass on CPUs. RMSNorm: the C++ kernels give what operations of torch give, which compute what the kernels
+do not cover. Attention: called directly.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from vllm_patching.compat import vllm_kernels
+from vllm_patching.compat import vllm_kernels, vllm_layers
 
 pytestmark = pytest.mark.services  # vLLM asks the machine for its cores
 
@@ -61,3 +61,11 @@ def test_what_the_kernels_do_not_cover_is_computed_by_torch(
     expected = norm.forward_native(x)
     monkeypatch.setattr(torch.ops._C, "rms_norm", None)
     torch.testing.assert_close(norm.forward_cpu(x), expected)
+
+
+def test_attention_of_an_eager_model_is_called_directly() -> None:
+    attention, other = torch.nn.Identity(), torch.nn.Identity()
+    vars(attention)["use_direct_call"] = False
+    vllm_layers.call_attention_directly(torch.nn.Sequential(torch.nn.Sequential(attention), other))
+    assert bool(attention.use_direct_call)
+    assert not hasattr(other, "use_direct_call")
