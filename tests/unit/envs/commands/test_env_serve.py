@@ -271,7 +271,7 @@ async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_lat
     assert (group["scores"], later) == ([5.0, 6.0, 7.0, 8.0], [5, 6, 7, 8])
 
 
-async def test_overdue_item_is_dropped(stage: Stage) -> None:
+async def test_overdue_item_is_dropped(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     class Stuck(CountingEnv):
         async def collect_trajectory(self, item: int) -> Any:
             if item == 1:
@@ -280,7 +280,8 @@ async def test_overdue_item_is_dropped(stage: Stage) -> None:
 
     env = stage.env(Stuck, worker_timeout=0.5)
     await stage.run(env, 2)
-    assert env._env_run.counts["items_timed_out"] == 1
+    assert env._env_run.counts["items_timed_out"] >= 1  # a busy machine may be late with another
+    assert "Dropped the item 1: 4 of its 4 rollouts failed (4 timeout): it took longer than 0.5 s" in caplog.text
 
 
 async def test_backlog_goes_before_new_items(stage: Stage) -> None:
