@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hugging Face id or directory (default: the quickstart's model)")
     parser.add_argument("--rows", type=int, default=64, help="requests that decode together (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
-    parser.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s, which keeps all words")
+    parser.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s, which keeps all tokens")
     parser.add_argument("--stock", action="store_true", help="vLLM without this project's plugins")
     options = parser.parse_args()
     engine, products, numbers = start_engine(options), Products(), count()

