@@ -11,10 +11,10 @@ The loop is in loop/run.py, what opens it in loop/opening.py. With --offline-sha
 nor vLLM is asked (loop/fine_tuning.py).
 """
 
-if __name__ == "__main__":  # flags before torch, as atropos-grpo does
-    from example_trainer.before_torch import check_before_torch
+if __name__ == "__main__":  # flags before torch
+    from example_trainer.commands import grpo
 
-    check_before_torch()
+    raise SystemExit(grpo())
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
@@ -138,7 +138,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             if place.size > 1:
                 ignore_signals()  # everything is closed, and what is said now is the run's last word
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

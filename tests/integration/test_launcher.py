@@ -8,24 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import VLLM, Forked
 from tests.integration.conftest import REPOSITORY
 from tests.serving import free_port
 
+SHARED = {**os.environ, "VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+
 
 def refusal(*flags: str) -> str:
+    launcher = Forked("example_trainer.vllm_api_server", flags, SHARED, VLLM)
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 2, said[-2000:]
+    return said.strip().splitlines()[-1]
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    """As typed."""
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), *flags],
-        env={**os.environ, "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+        [sys.executable, str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(tmp_path)],
+        env=SHARED,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 2, done.stderr[-2000:]
-    return done.stderr.strip().splitlines()[-1]
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert f"--model {tmp_path}: no config.json there" in refusal("--model", str(tmp_path))
+    assert f"--model {tmp_path}: no config.json there" in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_taken_port_is_refused(llama_folder: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from atroposlib.child_processes.forks import answer_by_forks
-from vllm_patching.compat import vllm_requests, vllm_server
+from atroposlib.processes.imports import without_garbage_collection
 
 MEMORY_BYTES = 1 << 30  # of one fork, beyond what is loaded
 STEPS = 200
@@ -26,7 +26,10 @@ class TooSlow(ValueError):
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    tokenizer = vllm_server.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
+    with without_garbage_collection():
+        from vllm_patching.compat import vllm_requests, vllm_server
+
+        tokenizer = vllm_server.load_tokenizer(order["tokenizer"], order["tool_parser_plugin"])
 
     def answer(request: dict[str, Any]) -> dict[str, object]:
         if request["do"] == "parse":
