@@ -1,5 +1,6 @@
 """What malloc does with memory that a process frees: kept in it, so that the next step or pass faults no pages."""
 
+import functools
 import platform
 import subprocess
 import sys
@@ -21,18 +22,18 @@ from atroposlib.processes.malloc import (
 
 FAULTS_OF_A_SECOND_BLOCK = """
 import ctypes, resource, sys
-import torch
+import numpy as np
 from atroposlib.processes.malloc import give_back_freed_memory, keep_freed_blocks, keep_freed_memory
 
 how, first, second = sys.argv[1], int(sys.argv[2]) << 20, int(sys.argv[3]) << 20
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page is 4 KB
 if how != "plain" and not (keep_freed_blocks if how == "keep blocks" else keep_freed_memory)():
     sys.exit("no mallopt")
-torch.ones(first, dtype=torch.uint8)
+np.ones(first, np.uint8)
 if how == "give back":
     give_back_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(second, dtype=torch.uint8)
+np.ones(second, np.uint8)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -40,6 +41,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.services
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="page faults of glibc's malloc")
 def test_a_block_in_memory_that_was_freed_costs_no_page_faults() -> None:
+    @functools.cache
     def faults(how: str, *megabytes: int) -> int:
         command = [sys.executable, "-c", FAULTS_OF_A_SECOND_BLOCK, how, *map(str, megabytes)]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
