@@ -91,7 +91,7 @@ def main(work: Path, goal: float, seed: int, steps: int, settings: dict[str, Any
         "max_completion_length": ANSWER_TOKENS,
         "learning_rate": 4e-5,
         "lr_scheduler_type": "constant",
-        "beta": 0.05,
+        "beta": 0.0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
         "max_steps": steps,
