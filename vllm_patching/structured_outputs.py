@@ -30,12 +30,15 @@ MOST_CHOSEN_PROPERTIES = 16  # minProperties and maxProperties: their grammar gr
 LARGEST_NUMBER = 2**53  # minimum, maximum, multipleOf, ...: what JSON's readers agree on
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern")
-COUNTED = re.compile(r"(?i)(?:min|max)(?!imum)\w*|\w*(?:count|repeat|times)\w*")
-QUANTIFIER = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
+# each reads its text once, also where it does not match: what cannot be given back is possessive, and a literal that
+# does not end is not tried again from the quotes that are escaped in it
+COUNTED = re.compile(r"(?i)^(?:min|max)(?!imum)|count|repeat|times")
+QUANTIFIER = re.compile(r"\{\s*+(\d*+)\s*+,?\s*+(\d*+)\s*+\}|~\s*+(\d++)(?:\s*+\.\.\s*+(\d++))?")
 LITERAL = re.compile(
-    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[(?:\\.|[^\]\\])*\]|/(?:\\.|[^/\\\n])+/\w*|#[^\n]*|//[^\n]*""", re.DOTALL
+    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[(?:\\.|[^\]\\])*\]|/(?:\\.|[^/\\\n])+/\w*|#[^\n]*|//[^\n]*|\\["'/[\\]""",
+    re.DOTALL,
 )
-RULE = re.compile(r"(?:^|(?<=[\s)\]*+?|;]))[?!]?([A-Za-z_][\w.-]*)\s*(?:\([^()]*\))?\s*(?:::=|:(?!:))")
+RULE = re.compile(r"(?:^|(?<=[\s)\]*+?|;]))[?!]?([A-Za-z_][\w.-]*+)\s*+(?:\([^()]*+\)\s*+)?(?:::=|:(?!:))")
 WORD = re.compile(r"[A-Za-z_][\w-]*")
 
 
@@ -156,7 +159,7 @@ class _Part(NamedTuple):
 def _counts(value: Mapping[object, object]) -> Iterator[tuple[str, int]]:
     """The numbers of an object that count something, such as minItems; one that is none counts as the largest."""
     for key, number in value.items():
-        if COUNTED.fullmatch(str(key)) and isinstance(number, int | float) and not isinstance(number, bool):
+        if COUNTED.search(str(key)) and isinstance(number, int | float) and not isinstance(number, bool):
             yield str(key), int(min(abs(number), LARGEST_NUMBER)) if number == number else LARGEST_NUMBER
 
 
@@ -164,7 +167,7 @@ def _object_refused(value: Mapping[object, object]) -> str | None:
     for key, number in _counts(value):
         most = MOST_CHOSEN_PROPERTIES if key.lower().endswith("properties") else MOST_REPETITION
         if number > most:
-            return f"{key}={value[key]!s:.30} is above {most}, the most that structured outputs take"
+            return f"{key[:40]!a}: {value[key]!s:.30} is above {most}, the most that structured outputs take"
     return _many("an object", len(value), MOST_PROPERTIES, "properties")
 
 
@@ -214,7 +217,7 @@ def _grammar_refused(text: str) -> str | None:
     if len(rules) > MOST_ALTERNATIVES:
         return _over("the grammar", f"{len(rules)} rules", f"{MOST_ALTERNATIVES}")
     bodies: dict[str, set[str]] = {}
-    for rule, following in zip(rules, [*rules[1:], None], strict=True):
+    for rule, following in zip(rules, [*rules[1:], None], strict=False):
         body = plain[rule.end() : following.start() if following else len(plain)]
         bodies.setdefault(rule[1].partition(".")[0], set()).update(WORD.findall(body))
     left = {name: words & bodies.keys() for name, words in bodies.items()}

@@ -13,6 +13,7 @@ import pytest
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from example_trainer.vllm_api_server import own_flags
+from tests.unit.hostile_answers.hostile import assert_linear
 from tests.unit.vllm_patching.fake_engine import FakeEngine, serving
 from vllm_patching import structured_outputs
 from vllm_patching.compat import vllm_requests, vllm_server
@@ -114,6 +115,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "ambiguous behind a comment": {"grammar": 'root ::= s # "\ns ::= "a" | s s # "'},
     "ambiguous lark": {"grammar": 'start: s\n?s: s s | s s s | /[a-z]/ | ""'},
     "ambiguous lark with priority": {"grammar": "start: s\ns.2: s s | /[a-z]/"},
+    "ambiguous behind escapes": {"grammar": 'root ::= s \\"\ns ::= "a" | \\s \\s'},
     "recursion through three": {"grammar": "root ::= a\na ::= b\nb ::= c | [x]\nc ::= a a"},
     "products of rules": {"grammar": "root ::= x{1,900}\nx ::= y{1,900}\ny ::= [a-z]"},
     "lark repetition": {"grammar": "start: /a/~1..5000"},
@@ -138,6 +140,41 @@ def test_what_ends_or_slows_a_server_is_refused_at_once(name: str) -> None:
     assert why.isascii()
     assert took < 0.5
     assert peak < 20 << 20
+
+
+LONG = structured_outputs.MOST_CHARACTERS - 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "{" + " " * LONG),  # a repetition that does not end
+        ("regex", "a{1" + " " * LONG),
+        ("regex", "~1" + " " * LONG),
+        ("grammar", "a" + " " * LONG),  # a rule without its sign
+        ("grammar", "a(" + " " * LONG),
+        ("grammar", "a" * LONG),
+        ("grammar", '"' + '\\"' * (LONG // 2)),  # literals that do not end
+        ("grammar", "'" + "\\'" * (LONG // 2)),
+        ("grammar", "/" + "\\/" * (LONG // 2)),
+        ("grammar", "[" + "\\]" * (LONG // 2)),
+    ],
+)
+def test_a_text_is_checked_in_linear_time(kind: str, text: str) -> None:
+    assert_linear(lambda part: refusal({kind: part}), text)
+
+
+def test_a_name_of_any_length_is_checked_in_linear_time_and_shown_in_part() -> None:
+    name = "count" * 10_000 + " "
+    assert_linear(lambda part: refusal({"json": {part: 1}}), name)
+    why = refusal({"json": {name: 10**6}})
+    assert why is not None
+    assert len(why) < 200
+
+
+@pytest.mark.parametrize("grammar", ["", "a", "# root ::= a"])
+def test_a_grammar_without_rules_is_left_to_the_compiler(grammar: str) -> None:
+    assert refusal({"grammar": grammar}) is None
 
 
 @pytest.fixture
