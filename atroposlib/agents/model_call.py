@@ -183,13 +183,13 @@ def function_tool(name: object, description: object, parameters: object, where: 
 
 def only(tools: list[JsonObject], names: Sequence[object]) -> list[JsonObject]:
     """The tools of these names, which are all that the model is shown. Raises Refused for one that there is not."""
-    known = [tool["function"]["name"] for tool in tools]
+    known = dict.fromkeys(tool["function"]["name"] for tool in tools)
     for name in names:
-        if name not in known:
-            raise Refused(
-                BAD_REQUEST, f"tool_choice names {name!r:.80}, which is not in tools: {known}", param="tool_choice"
-            )
-    return [tool for tool in tools if tool["function"]["name"] in names]
+        if not isinstance(name, str) or name not in known:
+            said = f"tool_choice names {name!r:.80}, which is not in tools: {[*known]!s:.800}"
+            raise Refused(BAD_REQUEST, said, param="tool_choice")
+    chosen = {*names}
+    return [tool for tool in tools if tool["function"]["name"] in chosen]
 
 
 def required(tools: list[JsonObject]) -> str:

@@ -7,6 +7,8 @@ gives the model exactly what it wrote.
 import base64
 import binascii
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from atroposlib.agents.dialects import chat
@@ -121,12 +123,9 @@ def output(result: ModelReply) -> list[JsonObject]:
 def messages_of(items: list[JsonObject]) -> Messages:
     """Items as chat messages: what the model said, thought and called between two others is one message."""
     messages: Messages = []
-    for at, item in enumerate(items):
-        message = _item(item, at)
-        if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
-            messages[-1] = _joined(messages[-1], message)
-        else:
-            messages.append(message)
+    for role, group in groupby((_item(item, at) for at, item in enumerate(items)), itemgetter("role")):
+        said = [*group]
+        messages += [_joined(said)] if role == "assistant" else said
     return messages
 
 
@@ -275,9 +274,9 @@ def _thoughts(item: JsonObject, where: str) -> str:
     return f"<think>\n{''.join(summary)}\n</think>\n\n" if summary else ""
 
 
-def _joined(first: JsonObject, second: JsonObject) -> JsonObject:
-    calls = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
-    joined = {"role": "assistant", "content": first["content"] + second["content"]}
+def _joined(parts: Messages) -> JsonObject:
+    calls = [call for part in parts for call in part.get("tool_calls", [])]
+    joined = {"role": "assistant", "content": "".join(part["content"] for part in parts)}
     return joined | ({"tool_calls": calls} if calls else {})
 
 

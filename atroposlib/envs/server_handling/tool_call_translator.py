@@ -183,10 +183,12 @@ class ToolCallTranslator:
         """The text that the model wrote to make these calls; for calls of unknown origin, in Hermes's form."""
         texts: list[str] = []
         for call in tool_calls:
+        known: set[str] = set()
             text = self.call_id_to_raw_text.get(call.get("id", "")) or _hermes_text(call["function"])
-            if text not in texts or call.get("id", "") not in self.call_id_to_raw_text:
+            if text not in known or call.get("id", "") not in self.call_id_to_raw_text:
                 texts.append(text)
         return "\n".join(texts)
+                known.add(text)
 
     def convert_messages_for_template(self, messages: Sequence[Mapping[str, object]]) -> Messages:
         """`messages` with tool calls as the text of their message."""

@@ -2,15 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from atroposlib.agents.dialects import responses
 from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.testing.tiny_tokenizer import CHATML, make_tiny_tokenizer
 from tests.unit.agents.support import PARAMETERS, running
+from tests.unit.hostile_answers.hostile import assert_linear
 from tests.waiting import until
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -327,6 +331,27 @@ async def test_stop_sequences_are_few_as_vllm_looks_for_each_at_each_token(path:
         for count, status in ((64, 200), (65, 400)):
             reply = await started.post(path, BODIES[path] | {name: [f"<{n}>" for n in range(count)]}, x_api_key=key)
             assert reply.status_code == status, reply.text
+
+
+def _said_in_pieces(count: int) -> object:
+    items = [{"type": "function_call", "name": "a", "call_id": "1"}, {"role": "assistant", "content": "words " * 9}]
+    return responses.read({"input": items * (count // 2)}, lambda _: [])
+
+
+def _chosen_tools(count: int) -> object:
+    tools = [{"type": "function", "name": f"tool_{number}"} for number in range(count)]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    return responses.read({"input": "hi", "tools": tools, "tool_choice": choice}, lambda _: [])
+
+
+def _called_at_once(count: int) -> object:
+    calls = [called(str(number))["tool_calls"][0] | {"id": str(number)} for number in range(count)]
+    return ToolCallTranslator(None).convert_messages_for_template([{"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("read", [_said_in_pieces, _chosen_tools, _called_at_once])
+def test_a_request_of_many_pieces_is_read_in_linear_time(read: Callable[[int], object]) -> None:
+    assert_linear(lambda pieces: read(len(pieces)), "x" * 40_000)
 
 
 async def test_tokens_are_counted_as_they_are_sampled_from_and_models_are_listed() -> None:
