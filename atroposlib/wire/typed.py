@@ -37,6 +37,11 @@ def printable(text: str, limit: int) -> str:
     return text if len(text) < limit else text[: limit - 3] + "..."
 
 
+def encodable(text: str) -> str:
+    """`text` with each half of a surrogate pair, which UTF-8 cannot express, as JSON writes it, such as \\ud800."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def brief(value: object) -> str:
     """A client's value, to be quoted in a message."""
     return printable(reprlib.repr(value), 80)

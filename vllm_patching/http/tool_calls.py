@@ -9,7 +9,7 @@ in a process of its own that is killed when late (limited_work.py), and waits fo
 from atroposlib.child_processes.lines import ChildRefused
 from atroposlib.child_processes.pool import ChildFailed
 from atroposlib.wire.tool_calls import LONGEST_TEXT, FoundCall, FoundToolCalls, ParseToolCalls
-from atroposlib.wire.typed import printable
+from atroposlib.wire.typed import encodable, printable
 from vllm_patching.compat import vllm_server
 from vllm_patching.engines.base import Refused
 from vllm_patching.http.limited_work import LimitedWork
@@ -55,7 +55,8 @@ class ToolCallParsing:
             raise Refused(f"tool parser {name} {why} on {len(request.text)} characters", 422) from error
         except ChildFailed as error:
             raise Refused(f"tool parser {name}: its process failed: {printable(str(error), 500)}", 503) from error
-        return FoundToolCalls(name, reply["content"], [FoundCall(*call) for call in reply["calls"]])
+        calls = [FoundCall(encodable(called), encodable(given)) for called, given in reply["calls"]]
+        return FoundToolCalls(name, reply["content"], calls)
 
 
 def most_characters(parser: str) -> int:

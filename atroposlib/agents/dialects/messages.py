@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from atroposlib.agents.dialects.chat import Event, as_call, with_numbers
 from atroposlib.agents.dialects.responses import packed, unpacked
 from atroposlib.agents.model_call import (
@@ -29,6 +31,7 @@ from atroposlib.agents.model_call import (
     texts,
     thoughts_of,
 )
+from atroposlib.api.groups.decoding import UNREADABLE, RefusedBody, refuse_unsayable
 
 SAMPLING = frozenset(
     """
@@ -162,8 +165,9 @@ def _reason(answer: Answer) -> str:
 def _input(arguments: str) -> object:
     """A call's arguments as an object; what a model wrote that is none, under a name of its own."""
     try:
-        value = json.loads(arguments)
-    except ValueError:
+        value = msgspec.json.decode(arguments)
+        refuse_unsayable(value)
+    except (*UNREADABLE, RefusedBody):  # also NaN, half a surrogate pair, and what nests too deep for its reader
         return {"arguments": arguments}
     return value if isinstance(value, dict) else {"arguments": value}
 

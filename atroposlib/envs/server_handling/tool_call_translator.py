@@ -18,6 +18,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from atroposlib.flags import nearest
 from atroposlib.type_definitions import Messages
+from atroposlib.wire.typed import encodable
 
 # Environments ask for this before they parse tool calls; here it takes no vLLM.
 VLLM_AVAILABLE = True
@@ -168,8 +169,8 @@ class ToolCallTranslator:
                     id=f"call_{uuid.uuid4().hex[:24]}",
                     type="function",
                     function=CalledFunction(
-                        name=name,
-                        arguments=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
+                        name=encodable(name),
+                        arguments=encodable(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)),
                     ),
                 )
                 for name, given in parsed_calls
@@ -182,13 +183,13 @@ class ToolCallTranslator:
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
         """The text that the model wrote to make these calls; for calls of unknown origin, in Hermes's form."""
         texts: list[str] = []
-        for call in tool_calls:
         known: set[str] = set()
+        for call in tool_calls:
             text = self.call_id_to_raw_text.get(call.get("id", "")) or _hermes_text(call["function"])
             if text not in known or call.get("id", "") not in self.call_id_to_raw_text:
                 texts.append(text)
-        return "\n".join(texts)
                 known.add(text)
+        return "\n".join(texts)
 
     def convert_messages_for_template(self, messages: Sequence[Mapping[str, object]]) -> Messages:
         """`messages` with tool calls as the text of their message."""
@@ -212,4 +213,4 @@ def _hermes_text(function: Mapping[str, object]) -> str:
     with suppress(ValueError, RecursionError):  # arguments that are not JSON are shown as the text they are
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
+    return f"<tool_call>\n{encodable(body)}\n</tool_call>"

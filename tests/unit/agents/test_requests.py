@@ -333,6 +333,51 @@ async def test_stop_sequences_are_few_as_vllm_looks_for_each_at_each_token(path:
             assert reply.status_code == status, reply.text
 
 
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    CHAT: [TOOL],
+    RESPONSES: [FLAT],
+    MESSAGES: [{"name": "search", "input_schema": PARAMETERS}],
+}
+WRITTEN = [
+    '{"a": NaN}',
+    '{"a": 1e400}',
+    '{"a": "\\ud800"}',
+    '{"\\udfff": 1}',
+    '"{\\"a\\": NaN}"',
+    '"\\ud800"',
+    '{"a":' * 970 + "1" + "}" * 970,
+    json.dumps('{"a":' * 3000 + "1" + "}" * 3000),
+]
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_an_agent_is_told_each_call_whatever_the_model_wrote_into_it(path: str) -> None:
+    said = iter(WRITTEN * 2)
+    answer = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    async with running(lambda prompt: answer.replace("{}", next(said), 1)) as started:
+        body = BODIES[path] | {"tools": TOOLS[path]} | ({"max_tokens": 50_000} if path == MESSAGES else {})
+        for stream in (False, True):
+            for written in WRITTEN:
+                _, key = await started.session(max_tokens=50_000)
+                reply = await started.post(path, body | {"stream": stream}, x_api_key=key)
+                assert reply.status_code == 200, (written[:40], reply.text)
+                told = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+                for each in told if stream else [reply.text]:
+                    inner = msgspec.json.decode(each)  # which takes neither NaN nor half of a pair
+                    if inner.get("type") == "content_block_delta":
+                        msgspec.json.decode(inner["delta"].get("partial_json", "{}"))
+                assert "search" in reply.text
+
+
+async def test_an_agent_may_send_back_half_a_pair_as_json_writes_it() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        body = BODIES[CHAT] | {"messages": [HI, called('{"a": "\\ud800"}'), HI]}
+        reply = await started.post(CHAT, body, x_api_key=key)
+        assert reply.status_code == 200, reply.text
+        assert '{"a": "\\ud800"}' in (await started.nodes(session))[0]["full_text"]
+
+
 def _said_in_pieces(count: int) -> object:
     items = [{"type": "function_call", "name": "a", "call_id": "1"}, {"role": "assistant", "content": "words " * 9}]
     return responses.read({"input": items * (count // 2)}, lambda _: [])

@@ -92,6 +92,13 @@ async def test_text_without_a_call_and_a_broken_call_are_content() -> None:
             assert (found["content"], found["calls"]) == (text, [])
 
 
+async def test_half_a_surrogate_pair_in_a_call_is_as_json_writes_it() -> None:
+    async with parsing(tool_call_parser="hermes") as client:
+        reply = await parsed(client, HERMES.replace("cats", "\\ud800").replace("search", "\\udfff"))
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["calls"] == [{"name": "\\udfff", "arguments": '{"query": "\\ud800", "most": 2}'}]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
