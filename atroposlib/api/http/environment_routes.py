@@ -43,6 +43,9 @@ async def register_env(request: Request) -> Response:
     service = service_of(request)
     joining = await read_record(request, wire.EnvRegistration)
     check_names(desired_name=joining.desired_name)
+    if joining.group_size > (most := service.settings.max_sequences):
+        words = f"a group of {joining.group_size} sequences; at most {most} are accepted (--max-sequences)"
+        raise RefusedBody(422, words, location=("group_size",), value=str(joining.group_size))
     environment = await service.join(joining)
     run = service.state.queue.registration
     if environment is None or run is None:

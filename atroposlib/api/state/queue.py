@@ -18,7 +18,7 @@ from typing import Generic
 
 from msgspec import UNSET, Struct
 
-from atroposlib.api.state.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
+from atroposlib.api.state.selection import Group, Lanes, R, choose_batch, indices_summing_to, with_one_more
 from atroposlib.wire.batching import (
     BatchReply,
     EnvRegistration,
@@ -80,6 +80,40 @@ class Environment:
         return every is not None and every > 0 and (policy_version % every == 0 or policy_version >= num_steps)
 
 
+class Buffer(Lanes[R]):
+    """Groups that wait until some of them are exactly `target` rollouts. A group costs the same time however many wait
+    already, of whatever sizes.
+    """
+
+    def __init__(self, target: int) -> None:
+        super().__init__()
+        self._target = target
+        self._reached = 1  # bit s is set when some of the groups are s rollouts
+
+    def append(self, group: Group[R]) -> None:
+        """As in Lanes."""
+        super().append(group)
+        self._reached = with_one_more(self._reached, group.size, self._target)
+
+    def drop(self, orders: Set[int]) -> list[Group[R]]:
+        """As in Lanes."""
+        dropped = super().drop(orders)
+        if dropped:
+            self._reached = 1
+            for group in self:
+                self._reached = with_one_more(self._reached, group.size, self._target)
+        return dropped
+
+    def take_exactly(self) -> list[Group[R]]:
+        """Remove and return groups of `target` rollouts in all, the oldest if possible; none if no choice is exact."""
+        if not self._reached >> self._target & 1:
+            return []
+        groups = sorted(self)
+        chosen = [groups[index] for index in indices_summing_to([group.size for group in groups], self._target)]
+        self.drop({group.order for group in chosen})
+        return chosen
+
+
 class QueueDump(Struct, Generic[R], array_like=True):
     """All of a queue's state that outlives a restart."""
 
@@ -112,7 +146,7 @@ class BatchQueue(Generic[R]):
         self.started = False
         self.report: TrainerStep | None = None  # the trainer's last
         self.lanes: Lanes[R] = Lanes()
-        self._buffers: dict[int, Lanes[R]] = {}  # groups that together will fill the group size of their environment
+        self._buffers: dict[int, Buffer[R]] = {}  # groups that together will fill the group size of their environment
         self._arrivals = 0
         self._overtakers: list[int] = []  # heap: of all delivered batches, the latest-arrived newest groups
         self._exhausted = False  # nothing has changed since no batch could be formed
@@ -162,10 +196,8 @@ class BatchQueue(Generic[R]):
         queued = []
         for env_id in env_ids:
             if self.environments.pop(env_id, None) is not None:
-                queued += [
-                    self._enqueue(group.size, env_id, group.record)
-                    for group in sorted(self._buffers.pop(env_id, Lanes()))
-                ]
+                buffered: Iterable[Group[R]] = self._buffers.pop(env_id, ())
+                queued += [self._enqueue(group.size, env_id, group.record) for group in sorted(buffered)]
         self._namesakes = Counter()
         for environment in self.environments.values():
             self._note_name(environment)
@@ -227,10 +259,13 @@ class BatchQueue(Generic[R]):
         environment = None if env_id is None else self.environments.get(env_id)
         if env_id is None or environment is None or size >= environment.request.group_size:
             return None, [self._enqueue(size, env_id, record)]
-        buffer = self._buffers.setdefault(env_id, Lanes())
+        buffer = self._buffer_of(environment)
         buffer.append(Group(arrival, size, env_id, record))
-        filled = _take_exactly(buffer, environment.request.group_size)
+        filled = buffer.take_exactly()
         return buffer.size, [self._enqueue(group.size, env_id, group.record) for group in filled]
+
+    def _buffer_of(self, environment: Environment) -> Buffer[R]:
+        return self._buffers.setdefault(environment.env_id, Buffer(environment.request.group_size))
 
     def _enqueue(self, size: int, env_id: int | None, record: R) -> Group[R]:
         group = Group(self._arrivals, size, env_id, record)
@@ -454,7 +489,7 @@ class BatchQueue(Generic[R]):
         self.lanes = Lanes(dump.waiting)
         for group in dump.buffered:
             assert group.env_id is not None
-            self._buffers.setdefault(group.env_id, Lanes()).append(group)
+            self._buffer_of(self.environments[group.env_id]).append(group)
         self._evaluations = {
             (evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations
         }
@@ -469,16 +504,6 @@ def is_same_run(before: Registration, after: Registration) -> bool:
         return before.run == after.run
     names = [(run.wandb_project, run.wandb_group, run.checkpoint_dir) for run in (before, after)]
     return names[0] == names[1]
-
-
-def _take_exactly(buffer: Lanes[R], size: int) -> list[Group[R]]:
-    """Remove and return groups of exactly `size` rollouts in all, oldest first; empty when no subset is exact."""
-    if buffer.size < size or not can_sum(buffer.sizes(), size):
-        return []
-    groups = sorted(buffer)
-    chosen = [groups[index] for index in indices_summing_to([group.size for group in groups], size)]
-    buffer.drop({group.order for group in chosen})
-    return chosen
 
 
 def _pull(request: EnvRegistration) -> float:

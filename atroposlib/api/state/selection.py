@@ -353,8 +353,8 @@ def _binary_parts(count: int) -> Iterator[int]:
 def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
     """Rising indices whose `sizes` sum to exactly `target`; empty when none do.
 
-    The greedy choice in order of arrival if it is exact; else a choice found by a subset-sum table, traced back from
-    the end.
+    The greedy choice in order of arrival if it is exact; else a choice of the latest ones, found by noting how many of
+    the first sizes each sum takes.
     """
     greedy: list[int] = []
     left = target
@@ -364,14 +364,30 @@ def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
             left -= size
         if greedy and left == 0:
             return greedy
-    reached = [1]  # reached[i]: the sums (as bits) of subsets of the first i sizes
-    for size in sizes:
-        reached.append((reached[-1] | reached[-1] << size) & (1 << target + 1) - 1)
-    if target <= 0 or not reached[-1] >> target & 1:
+    reached, takes = 1, {0: 0}
+    for count, size in enumerate(sizes, 1):
+        more = with_one_more(reached, size, target)
+        takes |= dict.fromkeys(_bits(more ^ reached), count)
+        reached = more
+    if target <= 0 or target not in takes:
         return []
     chosen: list[int] = []
     for index in reversed(range(len(sizes))):
-        if sizes[index] <= target and reached[index] >> target - sizes[index] & 1:
+        if takes.get(target - sizes[index], len(sizes)) <= index:
             chosen.append(index)
             target -= sizes[index]
     return chosen[::-1]
+
+
+def with_one_more(reached: int, size: int, target: int) -> int:
+    """The sums up to `target`, as bits, that the groups which reach those of `reached` and one more group do."""
+    sums = reached | reached << size
+    return sums if sums.bit_length() <= target + 1 else sums & (1 << target + 1) - 1
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The places of the bits that are set."""
+    while number:
+        place = number.bit_length() - 1
+        yield place
+        number ^= 1 << place

@@ -239,6 +239,17 @@ def test_a_group_of_too_many_sequences_is_refused_before_a_trainer_is_there() ->
     assert "at most 3" in reply.text
 
 
+def test_an_environment_whose_groups_no_post_could_hold_is_not_registered() -> None:
+    client = api(max_sequences=3)
+    register(client, batch_size=8)
+    client.get("/batch")
+    env = {"max_token_length": 8, "desired_name": "env", "weight": 1.0}
+    reply = client.post("/register-env", json=env | {"group_size": 4})
+    assert reply.status_code == 422
+    assert "group_size: a group of 4 sequences; at most 3 are accepted (--max-sequences)" in reply.text
+    assert client.post("/register-env", json=env | {"group_size": 3}).json()["status"] == "success"
+
+
 @pytest.mark.parametrize("wrong", [-1, 100, 2**40])
 @pytest.mark.parametrize("registered", [True, False])
 def test_ids_outside_a_known_vocabulary_are_refused_with_their_position(wrong: int, registered: bool) -> None:

@@ -21,6 +21,7 @@ from atroposlib.api.state.queue import (
 )
 from atroposlib.api.state.selection import R
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration, TrainerStep
+from tests.unit.hostile_answers.hostile import assert_linear
 
 
 def run(batch_size: int = 8, **other: Any) -> Registration:
@@ -223,6 +224,29 @@ def test_a_huge_group_size_costs_nothing_before_as_many_rollouts_wait() -> None:
     try:
         assert [queue.accept(size, 0, "x")[0] for size in (3, 2, 5)] == [3, 5, 10]
         assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_groups_that_fill_no_size_take_linear_time() -> None:
+    def post(sizes: str) -> None:
+        queue = started(batch_size=1024)
+        queue.register_env(env(group_size=65_535))
+        for number in range(len(sizes)):
+            queue.accept(2 + 2 * (number % 512), 0, "even")
+
+    assert_linear(post, "x" * 4096)
+
+
+def test_a_choice_among_many_parts_takes_little_memory() -> None:
+    queue = started(batch_size=1024)
+    queue.register_env(env(group_size=65_536))
+    tracemalloc.start()
+    try:
+        assert queue.accept(3, 0, "too much")[0] == 3
+        left = [queue.accept(4, 0, "part")[0] for _ in range(16_384)][-1]
+        assert (left, queue.status().queue_size) == (3, 16_384)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
     finally:
         tracemalloc.stop()
 
