@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,6 +47,7 @@ log = get_logger(__name__)
 
 CONFLICT = 409
 INLINE_BYTES = 1 << 16
+NOT_TRAINED_ON = "nobody trains on it"
 
 
 class Limits(BaseModel):
@@ -100,6 +101,7 @@ class Session:
     used_at: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)
     is_written: bool = True  # its record; the next look writes what could not be written
+    is_ending: bool = False  # it is forgotten once that is on disk
     _in_flight: dict[str, "asyncio.Task[ModelReply]"] = field(default_factory=dict)
     _awaited: dict[str, int] = field(default_factory=dict)  # answers of each
     _begun: int = 0
@@ -127,6 +129,11 @@ class Session:
         last = max(self.turns.values(), key=lambda turn: turn.order)
         return [*last.asked["messages"], {"role": "assistant", "content": last.reply.answers[0].text}]
 
+    def expect_going_on(self) -> None:
+        """Raise Refused if it, or one that it is below, is being ended."""
+        if any(each.is_ending for each in self.line):
+            raise self.line[-1].ended(NOT_TRAINED_ON)
+
     async def answer(self, call: ModelCall, nbytes: int = 0) -> ModelReply:
         """The reply to a call, which is on disk by then. Raises Refused, ServerError, ValueError, JournalError."""
         rollout = self.line[-1]
@@ -137,6 +144,7 @@ class Session:
             log.info("Session %s: a call is repeated, and gets the reply that it had", self.record.id)
             return known.reply
         if key not in self._in_flight:
+            self.expect_going_on()
             self.nbytes += nbytes
             await rollout.check_limits(answers=call.n)
             task = asyncio.create_task(self._turn(call, key, nbytes))
@@ -148,7 +156,7 @@ class Session:
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
-            raise rollout.ended(rollout.record.failed or "nobody trains on it") from None
+            raise rollout.ended(rollout.record.failed or NOT_TRAINED_ON) from None
         finally:
             rollout.used_at = time.monotonic()
 
@@ -392,6 +400,7 @@ class Sessions:
         if identity in self.by_id:
             raise Refused(CONFLICT, f"there is a session {identity!r:.80} already", code="session_exists")
         if parent is not None:
+            parent.expect_going_on()
             rollout = parent.line[-1]
             if (below := len(rollout.family) - 1) >= rollout.settings.limits.children:
                 raise Refused(FORBIDDEN, f"session {rollout.record.id} has {below} children: no more")
@@ -425,15 +434,25 @@ class Sessions:
         return self.by_id[identity]
 
     async def end(self, sessions: Iterable[Session]) -> None:
-        """Forget sessions and their children, all at once on disk, and then here. Raises JournalError, and none has
-        ended then.
+        """Forget sessions and their children, all at once on disk, and then here; none is born meanwhile. Raises
+        JournalError, and none has ended then.
         """
         family = list(dict.fromkeys(each for session in sessions for each in session.family))
         if self.journal is not None:
-            await self.journal.end([each.record.id for each in family])
+            await self._end_on_disk(self.journal, family)
         for each in family:
             each.cancel()
             self._forget(each)
+
+    async def _end_on_disk(self, journal: TurnJournal, family: Sequence[Session]) -> None:
+        for each in family:
+            each.is_ending = True
+        try:
+            await journal.end([each.record.id for each in family])
+        except JournalError:
+            for each in family:
+                each.is_ending = False
+            raise
 
     async def expire(self) -> None:
         """Fail the sessions that nobody uses, or that take too long; forget those that ended long ago. Raises

@@ -316,3 +316,30 @@ async def _serves(http: httpx.AsyncClient) -> bool:
         return (await http.get("/health")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_while_a_session_is_ended_it_gets_no_child_that_would_outlive_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ending, may_end, end = asyncio.Event(), asyncio.Event(), TurnJournal.end
+
+    async def slowly(journal: TurnJournal, sessions: Any) -> None:
+        is_ending.set()
+        await may_end.wait()
+        await end(journal, sessions)
+
+    monkeypatch.setattr(TurnJournal, "end", slowly)
+    async with running(journal=tmp_path / "turns.db") as started:
+        session, key = await started.session()
+        ended = asyncio.create_task(started.http.delete(f"/sessions/{session}"))
+        await is_ending.wait()
+        names: list[dict[str, str]] = [{}, {"x_session_id": "sub", "x_parent_session_id": session}]
+        late = [await started.post(CHAT, body("a"), x_api_key=key, **more) for more in names]
+        may_end.set()
+        assert (await ended).status_code == 200
+        for reply in late:
+            assert (reply.status_code, "nobody trains on it" in reply.text) == (403, True), reply.text
+        assert (await started.http.get("/sessions")).json() == {"sessions": []}
+        assert started.server.requests == []
+    async with running(journal=tmp_path / "turns.db") as started:
+        assert (await started.http.get("/sessions")).json() == {"sessions": []}
