@@ -30,6 +30,7 @@ from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
+from atroposlib.envs.tools import as_text
 from atroposlib.errors import reading
 from atroposlib.grading import after_thoughts
 from atroposlib.logs import get_logger
@@ -136,7 +137,7 @@ class CodingEnv(QuestionEnv):
                     raise RolloutFailed(str(error), "scorer") from error
                 if not faults:
                     break
-                said = "\n".join(faults)[:FEEDBACK_CHARS]
+                said = as_text("\n".join(faults))[:FEEDBACK_CHARS]
                 messages.append({"role": "user", "content": f"{said}\n\nCorrect the function."})
             sequences = managed.get_state()["nodes"]
         return Rollout(text, messages, sequences)

@@ -90,6 +90,18 @@ async def test_a_program_that_ended_its_process_is_told_so_and_may_be_corrected(
     assert list(group["scores"]) == [1.0, 1.0]
 
 
+async def test_an_error_that_no_tokenizer_takes_is_told_and_may_be_corrected(tmp_path: Path) -> None:
+    hostile = "def solve(a, b):\n    raise ValueError('half of a pair: \\ud800')\n"
+    async with (
+        FakeInferenceServer(conversation(block(hostile), block(RIGHT))) as server,
+        running_env(CodingEnv, tmp_path, server, max_new_tokens=200, group_size=2) as env,
+    ):
+        group, _ = await env.collect_trajectories(ADD)
+        assert group is not None
+        assert "ValueError: half of a pair: ?" in env.tokenizer.decode(group["tokens"][0])
+    assert list(group["scores"]) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("victim", [0, -1], ids=["sandbox", "program"])
 async def test_a_program_that_the_machine_kills_has_no_score(victim: int, tmp_path: Path) -> None:
     async with (
