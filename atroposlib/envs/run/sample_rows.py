@@ -23,6 +23,7 @@ from atroposlib.envs.payloads import Item, Rejection, ScoredDataGroup, completio
 from atroposlib.groups import group_id
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
+from atroposlib.wire.typed import encodable
 
 log = get_logger(__name__)
 
@@ -175,10 +176,10 @@ class SampleRows:
             "group": None,
             "started": started,
             "time": ended,
-            "dropped": None if dropped is None else " ".join(dropped.split()),
+            "dropped": None if dropped is None else encodable(" ".join(dropped.split())),
             "reference": self.reference(item),
             "failures": [
-                {"cause": failure.cause, "error": str(failure)[:ERROR_CHARS], "messages": failure.messages}
+                {"cause": failure.cause, "error": encodable(str(failure)[:ERROR_CHARS]), "messages": failure.messages}
                 for failure in failures
             ],
             "completion_tokens": [],

@@ -272,3 +272,26 @@ async def test_samples_that_an_author_gives_to_evaluate_log_are_kept(tmp_path: P
     first, second = rows(tmp_path, path.name)
     assert (first["index"], first["score"], first["messages"], first["sample"]["seen"]) == (0, 1, [], str(tmp_path))
     assert (second["index"], second["score"], second["sample"], second["policy_version"]) == (1, None, {"q": 1}, 2)
+
+
+HALF = "\ud800"  # of a surrogate pair: JSON in an answer may hold it, UTF-8 cannot
+
+
+async def test_an_error_that_quotes_half_a_surrogate_pair_loses_no_group(tmp_path: Path) -> None:
+    class Quoting(EchoEnv):
+        async def score(self, item: str, answer: str) -> float | Scored | None:
+            if answer == "?":
+                raise ValueError(f"{HALF} is not a number")
+            return await super().score(item, answer)
+
+    async with served(tmp_path, ["7", "?", "8", "8"], Quoting) as env:
+        await env.handle_env("7")
+        assert len(env._env_run.link.posted) == 1
+        env._env_run.link.refusal = f"{HALF} is no group"
+        with pytest.raises(MalformedGroup):
+            await env.handle_env("7")
+    accepted, refused = rows(tmp_path)[0], rows(tmp_path)[-1]
+    (failure,) = accepted["failures"]
+    assert (accepted["scores"], failure["cause"]) == ([1.0, 0.0, 0.0], "scorer")
+    assert "\\ud800 is not a number" in failure["error"]
+    assert "\\ud800 is no group" in refused["dropped"]
