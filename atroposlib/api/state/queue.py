@@ -14,11 +14,21 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic
 
 from msgspec import UNSET, Struct
 
-from atroposlib.api.state.selection import Group, Lanes, R, choose_batch, indices_summing_to, with_one_more
+from atroposlib.api.state.selection import (
+    Group,
+    Lanes,
+    R,
+    choose_batch,
+    latest_summing_to,
+    oldest_that_fit,
+    sums,
+    with_one_more,
+)
 from atroposlib.wire.batching import (
     BatchReply,
     EnvRegistration,
@@ -99,18 +109,27 @@ class Buffer(Lanes[R]):
         """As in Lanes."""
         dropped = super().drop(orders)
         if dropped:
-            self._reached = 1
-            for group in self:
-                self._reached = with_one_more(self._reached, group.size, self._target)
+            self._reached = sums(self.sizes(), self._target)
         return dropped
 
     def take_exactly(self) -> list[Group[R]]:
         """Remove and return groups of `target` rollouts in all, the oldest if possible; none if no choice is exact."""
         if not self._reached >> self._target & 1:
             return []
-        groups = sorted(self)
-        chosen = [groups[index] for index in indices_summing_to([group.size for group in groups], self._target)]
-        self.drop({group.order for group in chosen})
+        chosen = oldest_that_fit(self, self._target)
+        if sum(group.size for group in chosen) == self._target:
+            self.take([group.order for group in chosen])
+        else:
+            chosen = self._take_latest()
+        self._reached = sums(self.sizes(), self._target)
+        return chosen
+
+    def _take_latest(self) -> list[Group[R]]:
+        last = sorted(
+            group for (_, size), groups in self.items() for group in islice(reversed(groups), self._target // size)
+        )
+        chosen = [last[index] for index in latest_summing_to([group.size for group in last], self._target)]
+        self.take_back(chosen)
         return chosen
 
 

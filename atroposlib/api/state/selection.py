@@ -85,6 +85,15 @@ class Lanes(Generic[R]):
             self._count(lane, -count)
         return chosen
 
+    def take_back(self, groups: Iterable[Group[R]]) -> None:
+        """Remove groups that are the last ones of their lanes."""
+        for group in groups:
+            lane = self._lanes[group.lane]
+            lane.pop()
+            if not lane:
+                del self._lanes[group.lane]
+            self._count(group.lane, -1)
+
     def drop(self, orders: Set[int]) -> list[Group[R]]:
         """Remove groups wherever they stand; those that are found come back. Costs time in the length of the queue."""
         dropped: list[Group[R]] = []
@@ -259,6 +268,11 @@ def _fill(streams: Iterable[Iterator[tuple[int, Group[R]]]], *, room: int, enoug
     return chosen
 
 
+def oldest_that_fit(lanes: Lanes[R], room: int) -> list[Group[R]]:
+    """Groups in order of arrival, each that still fits into `room` rollouts."""
+    return _fill((_by_arrival(iter(groups)) for _, groups in lanes.items()), room=room)
+
+
 def _total(groups: Iterable[Group[R]]) -> int:
     return sum(group.size for group in groups)
 
@@ -333,12 +347,16 @@ def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bo
 
 def can_sum(counts: Mapping[int, int], target: int) -> bool:
     """Return whether some of the groups (size -> how many) sum to exactly `target` rollouts."""
-    reached = 1  # bit s is set when s rollouts can be reached
+    return bool(sums(counts, target) >> target & 1)
+
+
+def sums(counts: Mapping[int, int], target: int) -> int:
+    """All that some of the groups sum to, up to `target`: bit s is set when s rollouts can be reached."""
+    reached = 1
     for size, count in counts.items():
         for copies in _binary_parts(min(count, target // size)):
-            reached |= reached << copies * size
-        reached &= (1 << target + 1) - 1
-    return bool(reached >> target & 1)
+            reached = with_one_more(reached, copies * size, target)
+    return reached
 
 
 def _binary_parts(count: int) -> Iterator[int]:
@@ -353,8 +371,7 @@ def _binary_parts(count: int) -> Iterator[int]:
 def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
     """Rising indices whose `sizes` sum to exactly `target`; empty when none do.
 
-    The greedy choice in order of arrival if it is exact; else a choice of the latest ones, found by noting how many of
-    the first sizes each sum takes.
+    The greedy choice in order of arrival if it is exact; else the latest ones.
     """
     greedy: list[int] = []
     left = target
@@ -364,7 +381,14 @@ def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
             left -= size
         if greedy and left == 0:
             return greedy
-    reached, takes = 1, {0: 0}
+    return latest_summing_to(sizes, target)
+
+
+def latest_summing_to(sizes: Sequence[int], target: int) -> list[int]:
+    """As `indices_summing_to`, but the latest ones first. Of each size, no other than the last target // size can be
+    chosen.
+    """
+    reached, takes = 1, {0: 0}  # how many of the first sizes each sum takes
     for count, size in enumerate(sizes, 1):
         more = with_one_more(reached, size, target)
         takes |= dict.fromkeys(_bits(more ^ reached), count)

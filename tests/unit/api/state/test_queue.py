@@ -15,11 +15,12 @@ from atroposlib.api.state.queue import (
     MAX_EVALUATIONS,
     MAX_OVERTAKEN,
     BatchQueue,
+    Buffer,
     GroupTooLarge,
     NotRegistered,
     UnknownEnvironment,
 )
-from atroposlib.api.state.selection import R
+from atroposlib.api.state.selection import Group, R, indices_summing_to
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration, TrainerStep
 from tests.unit.hostile_answers.hostile import assert_linear
 
@@ -236,6 +237,31 @@ def test_groups_that_fill_no_size_take_linear_time() -> None:
             queue.accept(2 + 2 * (number % 512), 0, "even")
 
     assert_linear(post, "x" * 4096)
+
+
+@pytest.mark.parametrize("first", [4, 3])  # which fits, and which keeps the oldest from being exact
+def test_groups_that_are_filled_beside_many_others_take_linear_time(first: int) -> None:
+    def post(sizes: str) -> None:
+        queue = started(batch_size=8)
+        queue.register_env(env(group_size=6))
+        for size in (first, *[4] * len(sizes), *[2] * len(sizes)):
+            queue.accept(size, 0, "x")
+        assert queue.status().queue_size == 2 * len(sizes)
+
+    assert_linear(post, "x" * 6000)
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 31), max_size=30))
+def test_parts_are_chosen_as_journals_were_written(target: int, sizes: list[int]) -> None:
+    buffer: Buffer[None] = Buffer(target)
+    left: list[Group[None]] = []
+    for order, size in enumerate(sizes):
+        left.append(Group(order, size, 0, None))
+        buffer.append(left[-1])
+        chosen = [left[index] for index in indices_summing_to([group.size for group in left], target)]
+        assert buffer.take_exactly() == chosen
+        left = [group for group in left if group not in chosen]
+        assert (sorted(buffer), buffer.size) == (left, sum(group.size for group in left))
 
 
 def test_a_choice_among_many_parts_takes_little_memory() -> None:
