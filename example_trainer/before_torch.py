@@ -4,6 +4,7 @@ Plain `grpo.py` with several ranks starts them here, and ends here when they hav
 """
 
 import contextlib
+import gc
 import io
 import os
 
@@ -20,7 +21,7 @@ from example_trainer.settings.cpu_cores import expect_cores, parse_cores, shared
 
 def check_before_torch() -> None:
     """Exits 0 after `--help` and `--dry-run`, 2 on wrong flags or without what the flags need; and with the exit
-    status of the ranks if it has started them.
+    status of the ranks if it has started them. Leaves the garbage collector off for the imports that follow.
     """
     with one_line_errors("grpo"):
         place = Place.of_this_process()
@@ -41,6 +42,7 @@ def check_before_torch() -> None:
         begin_rank(place)
     elif ranks:
         raise SystemExit(run_ranks(ranks, config.dist_timeout_s))
+    gc.disable()
 
 
 def take_cores(config: TrainerConfig, place: Place, ranks: int) -> None:

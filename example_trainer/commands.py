@@ -1,12 +1,11 @@
 """Entry points of commands whose modules load torch. `atropos-grpo` starts here."""
 
-from atroposlib.processes.imports import without_garbage_collection
 from example_trainer.before_torch import check_before_torch
 
 
 def grpo() -> int:
     """The trainer: its exit code."""
     check_before_torch()
-    with without_garbage_collection():
-        from example_trainer.grpo import main
+    from example_trainer.grpo import main
+
     return main()

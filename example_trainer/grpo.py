@@ -11,10 +11,10 @@ The loop is in loop/run.py, what opens it in loop/opening.py. With --offline-sha
 nor vLLM is asked (loop/fine_tuning.py).
 """
 
-if __name__ == "__main__":  # flags before torch
-    from example_trainer.commands import grpo
+if __name__ == "__main__":  # flags before torch, as atropos-grpo does
+    from example_trainer.before_torch import check_before_torch
 
-    raise SystemExit(grpo())
+    check_before_torch()
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
@@ -32,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.processes.imports import collect_again
 from atroposlib.processes.utf8 import restart_in_utf8
 from example_trainer.bridges import Prepare, make_bridge
 from example_trainer.errors import TrainerError
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when trained; exits with 1 and one line on stderr when not, with 130 on Ctrl-C."""
     if argv is None:
         restart_in_utf8()
+    collect_again()  # everything is loaded
     place = Place.of_this_process()
     config = load_config(TrainerConfig, argv, prog="grpo", env=own_environment(os.environ))
     if place.rank == 0:
@@ -138,3 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if place.size > 1:
                 ignore_signals()  # everything is closed, and what is said now is the run's last word
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -483,7 +483,7 @@ def _store(place: Place, address: str, port: int, timeout_s: float) -> dist.Stor
     interface that leads to MASTER_ADDR.
     """
     timeout = timedelta(seconds=timeout_s)
-    if INTERFACE not in os.environ:
+    if INTERFACE not in os.environ or CHOSEN in os.environ:  # by another trainer, which may have started this one
         os.environ[INTERFACE] = LOOPBACK if place.is_on_one_machine else _interface_towards(address)
         os.environ[CHOSEN] = "1"
     if place.size == 1:

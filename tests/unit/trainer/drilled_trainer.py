@@ -16,13 +16,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from atroposlib.processes.imports import without_garbage_collection
 from example_trainer.before_torch import check_before_torch
 
 if __name__ == "__main__":
     check_before_torch()
-    with without_garbage_collection():
-        import example_trainer.grpo  # noqa: F401
 
 from example_trainer import grpo
 from example_trainer.bridges.direct import RowSender

@@ -24,8 +24,8 @@ from atroposlib.flags import ConfigError
 from example_trainer.errors import TrainerError
 from example_trainer.grpo import prepare_torch
 from example_trainer.model.loading import ModelError
-from example_trainer.ranks.place import ranks_to_start
-from example_trainer.ranks.ranks import Ranks, compute_dtype, join
+from example_trainer.ranks.place import CHOSEN, INTERFACE, Place, ranks_to_start
+from example_trainer.ranks.ranks import Ranks, _store, compute_dtype, join
 from example_trainer.settings.config import TrainerConfig
 from example_trainer.weights.load import sharded_model
 from tests.unit.trainer.fakes import SHAPE, VOCAB, model_folder, tiny_model
@@ -185,6 +185,15 @@ def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.
     assert (psutil.Process().num_fds(), threading.active_count()) == held
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     ranks.leave()
+
+
+@pytest.mark.parametrize(("chosen", "interface"), [({CHOSEN: "1"}, "lo"), ({}, "eth9")])
+def test_an_interface_that_another_trainer_chose_is_chosen_again(
+    chosen: dict[str, str], interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, INTERFACE: "eth9", **chosen})
+    _store(Place(), "this process", 0, 1.0)
+    assert os.environ[INTERFACE] == interface
 
 
 @pytest.mark.parametrize(("asked", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
