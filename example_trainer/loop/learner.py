@@ -204,16 +204,16 @@ class Learner:
         return completed
 
     @collective
-    def with_start_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The same by the start model, which is loaded for it where the run has been resumed."""
+    def with_start_logprobs(self, parts: list[list[Sequence]]) -> list[list[Sequence]]:
+        """The same of each part by the start model, which is loaded for it where the run has been resumed."""
         start = self._reference or (self._policy if self.progress.updates == 0 else None)
         if start is not None:
-            return self._with_logprobs_of(start, sequences)[0]
+            return [self._with_logprobs_of(start, sequences)[0] for sequences in parts]
         start = self._start_policy()
         use_kernels(start, self._kernels)
         if self._served is not None:
             _compute_as(self._served, start)
-        completed, _ = self._with_logprobs_of(start, sequences)
+        completed = [self._with_logprobs_of(start, sequences)[0] for sequences in parts]
         del start
         give_back_freed_memory()
         return completed

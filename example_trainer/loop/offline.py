@@ -6,7 +6,7 @@ With a share of 1 there are no rollouts (fine_tuning.py).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -69,7 +69,7 @@ class OfflineData:
         if pairs:
             done, last = (steps * config.updates_per_step for steps in (learner.progress.step, config.training_steps))
             used = {index for update in range(done, last) for index in self._of(update)}
-            self._start = self._ask_start_model(sorted(used)) if used else {}
+            self._start = self._ask_start_model(used) if used else {}
 
     def add_gradient(self, update: int) -> Metrics:
         """Add the gradient of the examples of planned update number `update` (from 0) to the parameters' `.grad`;
@@ -107,13 +107,25 @@ class OfflineData:
             **_counted(sequences),
         }
 
-    def _ask_start_model(self, used: Sequence[int]) -> dict[int, Tensor]:
-        """Log-probabilities [2] of the answers of these pairs by the start model, which is then let go."""
-        log.info("Asking the start model for the log-probabilities of %d pairs", len(used))
+    def _ask_start_model(self, used: Set[int]) -> dict[int, Tensor]:
+        """Log-probabilities [2] of the answers of these pairs by the start model, which is then let go. Each is asked
+        together with its neighbours in the first round, whichever are used: a resumed run, which uses fewer, packs it
+        alike and so gets the same bits.
+        """
+        order = order_of(0, len(self._examples), len(self._examples), self._learner.config.seed)
+        parts = [order[start : start + self._count] for start in range(0, len(order), self._count)]
+        asked = [part for part in parts if used.intersection(part)]
+        log.info("Asking the start model for the log-probabilities of %d pairs", sum(map(len, asked)))
         start = time.monotonic()
-        sides = self._learner.with_start_logprobs([side for index in used for side in self._examples[index]])
+        sides = self._learner.with_start_logprobs(
+            [[side for index in part for side in self._examples[index]] for part in asked]
+        )
         log.info("Asked the start model in %.1f s", time.monotonic() - start)
-        return dict(zip(used, _summed(sides), strict=True))
+        return {
+            index: logprobs
+            for part, of_part in zip(asked, sides, strict=True)
+            for index, logprobs in zip(part, _summed(of_part), strict=True)
+        }
 
 
 def _counted(sequences: Sequence[Tokens]) -> Metrics:

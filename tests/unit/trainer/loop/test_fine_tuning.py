@@ -81,6 +81,20 @@ def test_a_model_learns_what_a_file_shows_without_api_and_vllm_and_resumes_with_
         fine_tune(talker, tmp_path / "two", data, **settings, resume="latest")
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_pairs_that_a_resumed_run_does_not_use_again_change_no_bit_of_the_others(talker: str, tmp_path: Path) -> None:
+    """What the start model is asked together is rounded together."""
+    lines = [{"prefix": f"{n}=", "pos": f"{n} {'yes' * (n % 7)}.", "neg": f"{n}{'!' * (n % 5)}?"} for n in range(16)]
+    data = written(tmp_path / "dpo.jsonl", lines)
+    settings: dict[str, Any] = {"checkpoint_interval": 1, "batch_size": 4, "micro_batch_tokens": 64}
+    straight = fine_tune(talker, tmp_path / "straight", data, training_steps=5, **settings)
+    fine_tune(talker, tmp_path / "two", data, training_steps=2, **settings)
+    resumed = fine_tune(talker, tmp_path / "two", data, training_steps=5, resume="latest", **settings)
+    assert [row["dpo_loss"] for row in resumed] == [row["dpo_loss"] for row in straight]
+    expected, found = (weights(tmp_path / name / "checkpoints/final_model") for name in ("straight", "two"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 @pytest.mark.parametrize("kind", ["demonstrations", "pairs"])
 def test_a_run_without_its_trained_model_writes_it(
     talker: str, tmp_path: Path, request: pytest.FixtureRequest, kind: str

@@ -238,6 +238,6 @@ def test_the_start_model_computes_as_the_copy_of_a_bfloat16_server(tmp_path: Pat
     learner.load_into(SharedWeights(shared_tensors(workers, arenas, MasteredParameter.over)), folder)
     learner.begin("", "bfloat16")
     batch, _ = sequences(1)
-    by_start, by_policy = learner.with_start_logprobs(batch), learner.with_old_logprobs(batch)
+    (by_start,), by_policy = learner.with_start_logprobs([batch]), learner.with_old_logprobs(batch)
     for start, policy in zip(by_start, by_policy, strict=True):
         np.testing.assert_array_equal(start.old_logprobs, policy.old_logprobs)  # NaN where nothing is trained
