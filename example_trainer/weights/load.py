@@ -45,7 +45,7 @@ def load_trained(
     stay as they are. Raises ModelError or AdapterError.
     """
     if config.bridge.trains_adapter:
-        return TrainedModel(load_adapted_model(source, config, device), load_tokenizer(source), ADAPTER)
+        return TrainedModel(load_adapted_model(source, config, device), load_tokenizer(config.model_name), ADAPTER)
     if storage is None and is_sharded(Path(source)):
         model = _of_shards(source, device, config)
     elif storage is None:
@@ -104,7 +104,8 @@ def load_sharded(
     """The model of `source` with this rank's rows alone. Every rank calls it. Raises ModelError or AdapterError."""
     if config.bridge.trains_adapter:
         model, adapter = meta_adapted_model(source, config, compute_dtype(config, device))
-        policy = sharded_policy(config, model, config.model_name, device, mesh, adapter)
+        source = config.model_name
+        policy = sharded_policy(config, model, source, device, mesh, adapter)
         form = adapter_of_ranks(gather, device)
     else:
         policy, form = sharded_model(config, source, device, mesh), whole_model(gather, device)

@@ -108,6 +108,17 @@ def test_a_run_without_its_trained_model_writes_it(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # one whole model, or ranks' parts
+def test_a_resumed_adapter_reads_the_file_by_the_tokenizer_of_its_model(
+    talker: str, tmp_path: Path, pairs: Path, dtype: str
+) -> None:
+    settings = dict(weight_bridge_mode="lora_only", compute_dtype=dtype, batch_size=4, checkpoint_interval=1)
+    straight = fine_tune(talker, tmp_path / "straight", pairs, training_steps=2, **settings)
+    fine_tune(talker, tmp_path / "two", pairs, training_steps=1, **settings)
+    resumed = fine_tune(talker, tmp_path / "two", pairs, training_steps=2, resume="latest", **settings)
+    assert [row["offline_tokens"] for row in resumed] == [row["offline_tokens"] for row in straight]
+
+
 def test_a_resumed_run_gives_the_memory_of_the_start_model_back(
     talker: str, tmp_path: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
