@@ -18,6 +18,7 @@ from example_trainer.optim.bf16_masters import MasteredParameter, exact_value, w
 from example_trainer.ranks.partition import local
 
 AVERAGE = "average"  # of a parameter, in its optimizer's state; float32
+AVERAGED = "averaged"  # of how many values it is; fewer than the steps where a run was resumed with --ema-decay
 
 
 def keep_average(optimizer: Optimizer, decay: float) -> None:
@@ -30,10 +31,13 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
         for parameter, state in optimizer.state.items():
             if AVERAGE in state:
                 average = local(state[AVERAGE])
-                average.lerp_(local(parameter).to(average), (1 - decay) / (1 - decay ** int(state["step"])))
+                count = int(state.get(AVERAGED, state["step"] - 1)) + 1  # checkpoints did not always have it
+                average.lerp_(local(parameter).to(average), (1 - decay) / (1 - decay**count))
             else:
+                count = 1
                 state[AVERAGE] = _beside(state.get("exp_avg", parameter))
                 local(state[AVERAGE]).copy_(local(parameter))
+            state[AVERAGED] = torch.tensor(float(count))
 
     optimizer.register_step_post_hook(follow)
 
@@ -42,6 +46,7 @@ def drop_average(optimizer: Optimizer) -> None:
     """Forget the average that a checkpoint had."""
     for state in optimizer.state.values():
         state.pop(AVERAGE, None)
+        state.pop(AVERAGED, None)
 
 
 def _beside(moment: Tensor) -> Tensor:

@@ -55,10 +55,12 @@ class AdamW(torch.optim.AdamW):
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             state = self.state[parameter]
-            state["step"] = saved["step"].to(local(parameter).device, copy=True)
-            for name in saved.keys() - {"step"}:
-                state[name] = self._zeros_like(parameter)
-                local(state[name]).copy_(local(saved[name]))
+            for name, value in saved.items():
+                if value.ndim == 0:  # a count
+                    state[name] = value.to(local(parameter).device, copy=True)
+                else:
+                    state[name] = self._zeros_like(parameter)
+                    local(state[name]).copy_(local(value))
 
     def _zeros_like(self, parameter: Tensor) -> Tensor:
         """In host memory page-locked if `parameter` is on a GPU, which then copies at full speed."""

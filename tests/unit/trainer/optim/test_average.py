@@ -87,6 +87,17 @@ def test_a_run_ends_with_it_and_a_resumed_one_with_the_same_bits(model: str, tmp
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_a_run_that_is_resumed_with_it_averages_what_it_saw(model: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint_interval": 1, "keep_checkpoints": 0}
+    train(model, tmp_path / "plain", **settings)
+    train(model, tmp_path / "late", training_steps=1, **settings)
+    train(model, tmp_path / "late", first_step=1, training_steps=3, resume="latest", ema_decay=DECAY, **settings)
+    of_steps = [weights(tmp_path / f"plain/checkpoints/step_{step}") for step in (2, 3)]
+    for name, found in weights(tmp_path / "late/checkpoints/final_model").items():
+        torch.testing.assert_close(found, averaged([each[name] for each in of_steps]).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_run_that_is_resumed_without_it_forgets_what_was_kept(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, ema_decay=DECAY, checkpoint_interval=2, training_steps=2)
     train(model, tmp_path, first_step=2, resume="latest", checkpoint_interval=2)
