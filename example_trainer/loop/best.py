@@ -41,7 +41,8 @@ class BestPolicies:
     """Keeps the `--keep-best` policies with the highest held-out accuracy; of equal ones the later ones.
 
     A run that resumes knows those that it wrote up to its checkpoint. Later ones, of steps that it makes again, get
-    other names, and those of other runs stay where they are.
+    other names, and those of other runs stay where they are. So one that is outdone stays, too, until a checkpoint has
+    the step that outdid it.
     """
 
     def __init__(self, config: TrainerConfig, trained: TrainedModel, progress: Progress) -> None:
@@ -49,7 +50,10 @@ class BestPolicies:
         self._trained = trained
         self._run = progress.run
         self._link = config.save_path / trained.form.best
-        self._kept = sorted(self._up_to(progress.policy_version), key=_rank, reverse=True)  # the best first
+        ranked = sorted(self._up_to(progress.policy_version), key=_rank, reverse=True)
+        keep = config.keep_best or len(ranked)  # 0 writes none, and removes none
+        self._kept = ranked[:keep]  # the best first
+        self._outdone = [(progress.step, each) for each in ranked[keep:]]  # at which step; still on the disk
         self._last: BestPolicy | None = None  # the newest result
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
         self.highest = progress.highest  # of all results up to this step, kept or not
@@ -85,8 +89,17 @@ class BestPolicies:
         self._trained.write(folder, policy_version, also=partial(self._describe, policy))
         self._kept = kept
         self._point_to(self.folder(kept[0]))
-        for each in dropped:
-            remove_folder(self.folder(each), "remove it by hand, then resume the run")
+        self._outdone += [(step, each) for each in dropped]
+
+    def remove_outdone(self, saved_step: int) -> None:
+        """Remove those that a run which resumes from its newest checkpoint, of `saved_step`, does not need: it knows
+        what outdid them, or makes them again. Raises CheckpointError.
+        """
+        needed = [(step, policy) for step, policy in self._outdone if policy.step <= saved_step < step]
+        for step, policy in self._outdone:
+            if (step, policy) not in needed:
+                remove_folder(self.folder(policy), "remove it by hand, then resume the run")
+        self._outdone = needed
 
     def note_final(self, policy_version: int, held_out: HeldOut) -> None:
         """Take what an evaluation at the end of the run found with further questions, if it asked any."""

@@ -179,6 +179,7 @@ class Run:
         except TrainerError as error:  # what was trained is on the disk
             log.warning("The best policy is not asked further questions: %s", error)
         try:
+            self.best.remove_outdone(self.progress.step)
             self.best.settle(final)
         except CheckpointError as error:
             log.warning("The last policy is not kept as the best one: %s", error)
@@ -420,7 +421,8 @@ class Run:
             self.saves.save(self.progress)
         if self._failure is not None:
             raise self._failure
-        self.saves.advance()
+        if self.saves.advance():
+            self.best.remove_outdone(self.saves.saved_step if config.checkpoint_interval else step)
         if config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()
         else:

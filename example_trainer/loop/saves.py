@@ -63,6 +63,7 @@ class Saves:
 
     def __init__(self, config: TrainerConfig, learner: Learner, pause: Callable[[float], None]) -> None:
         self.saved_leases: list[int] = []  # of the batches that checkpoints on the disk contain
+        self.saved_step = learner.progress.step  # of the last of them
         self.sharded = writes_shards(config, learner)
         self._config = config
         self._learner = learner
@@ -88,7 +89,7 @@ class Saves:
         moments = learner.whole_moments() if shared else None
         of_ranks = learner.generators() if learner.ranks.size > 1 else None
         self._checkpoints.save(progress, trained, learner.optimizer, moments, of_ranks)
-        self.saved_leases += progress.leases
+        self._note(progress)
 
     def check(self) -> None:
         """`advance`, now and then."""
@@ -192,9 +193,13 @@ class Saves:
                 self._drop(save)
                 raise
         self._checkpoints.point_to(save.target)
-        self.saved_leases += save.progress.leases
+        self._note(save.progress)
         log.info("Checkpoint %s is on the disk %.1f s after its step", save.target, time.monotonic() - save.started)
         return True
+
+    def _note(self, progress: Progress) -> None:
+        self.saved_leases += progress.leases
+        self.saved_step = progress.step
 
     def _give_up(self, nbytes: int) -> NoReturn:
         """Leave a checkpoint as it is on a disk that hangs, where removing it would hang, too."""

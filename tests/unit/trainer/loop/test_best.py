@@ -274,6 +274,19 @@ def test_a_resumed_run_knows_what_was_best_and_whose_it_was(model: str, tmp_path
     assert kept(tmp_path) == ("best_model_4", ["best_model_4", "best_model_8", "best_model_9"])
 
 
+def test_the_best_policy_of_a_checkpoint_stays_until_the_next_one(model: str, tmp_path: Path) -> None:
+    """A resumed run makes the step again that outdid it, and may do worse."""
+    every_third: dict[str, Any] = {"checkpoint_interval": 3, "training_steps": 6}
+    train(model, tmp_path, {1: 0.75, 4: 0.875, 5: 1.0}, stop_at=6, **every_third)
+    assert kept(tmp_path) == ("best_model_5", ["best_model_1", "best_model_5"])
+    train(model, tmp_path, {4: 0.25}, resume="latest", **every_third)
+    link, (best, aside) = kept(tmp_path)
+    assert link == best == "best_model_1"
+    assert aside.startswith("best_model_5.")
+    train(model, tmp_path, {7: 0.875}, resume="latest", **every_third | {"training_steps": 7})
+    assert kept(tmp_path) == ("best_model_7", [aside, "best_model_7"])
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_what_a_run_wrote_after_its_checkpoint_is_not_its_own_when_it_resumes(
     model: str, tmp_path: Path, adapter: bool
