@@ -24,8 +24,7 @@ def token_weights(
     Divisors of groups add up to that of a batch, and weights do not depend on other groups.
     """
     of_rollout = np.bincount(rollouts, weights=tokens)
-    sampled = int((of_rollout > 0).sum())
     if mean == "sequence":
-        return 1 / np.maximum(of_rollout, 1)[rollouts], sampled
+        return 1 / np.maximum(of_rollout, 1)[rollouts], len(of_rollout)
     ones = np.ones(len(tokens))
-    return ones, int(tokens.sum()) if mean == "token" else sampled * constant
+    return ones, int(tokens.sum()) if mean == "token" else len(of_rollout) * constant

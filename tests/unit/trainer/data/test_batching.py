@@ -147,6 +147,16 @@ def test_cut_answers_are_masked_but_stay_in_the_means(loss_mean: Any) -> None:
     assert whole.cut_answers == 1
 
 
+@pytest.mark.parametrize(("settings", "divisor"), [({"loss_mean": "sequence"}, 3), ({"algorithm": "dr_grpo"}, 3 * 64)])
+def test_a_rollout_without_a_token_counts_in_the_mean_over_rollouts(settings: dict[str, Any], divisor: int) -> None:
+    group = item([1.0, 0.0, 0.0])
+    for rows in ("tokens", "masks", "inference_logprobs"):
+        del group[rows][0][4:]
+    (item_of,) = as_records([group])
+    batch = make_batch([item_of], seq_len=64, policy_version=0, loss=LossSettings.model_validate(settings))
+    assert (batch.rollouts, len(batch.sequences), batch.loss_divisor) == (3, 2, divisor)
+
+
 def test_without_finish_reasons_nothing_is_known_to_be_cut() -> None:
     (item_of,) = as_records([item([1.0, 0.0])])
     batch = make_batch([item_of], seq_len=64, policy_version=0, loss=LossSettings(mask_truncated=True))
