@@ -143,15 +143,15 @@ class Need:
     @property
     def disk(self) -> int:
         """Bytes that the run's checkpoints take at the most: of weights and moments, one more than are kept while it is
-        written; of weights, the trained model, the best ones, and what a bridge writes for vLLM. An adapter's are too
-        small to count.
+        written; of weights, the trained model, the best ones, those that were it at the last checkpoint, and what a
+        bridge writes for vLLM. An adapter's are too small to count.
         """
         config = self.config
         if config.bridge.trains_adapter:
             return 0
         made = config.training_steps // config.checkpoint_interval if config.checkpoint_interval else 0
         states = min(made, config.keep_checkpoints + 1 if config.keep_checkpoints else made)
-        models = 1 + (config.keep_best + 1 if config.keep_best else 0) + config.bridge.written_copies
+        models = 1 + 2 * config.keep_best + config.bridge.written_copies
         of_state = 16 if config.ema_decay else 12  # bytes per weight
         return (of_state * states + 4 * models) * self.size.count
 

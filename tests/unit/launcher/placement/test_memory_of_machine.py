@@ -212,6 +212,8 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(monkeypatch: pytest.M
         (3.3, "arithmetic", True),
         (6.4, "arithmetic --trainer.checkpoint-interval 2", False),  # two are kept while a third is written
         (6.5, "arithmetic --trainer.checkpoint-interval 2", True),
+        (4.2, "arithmetic --trainer.keep-best 2", False),  # two, and the two of the last checkpoint
+        (4.4, "arithmetic --trainer.keep-best 2", True),
         (0.1, "gsm8k_lora", True),
         (2.6, "arithmetic --bridge reload --trainer.checkpoint-interval 0", False),  # two versions for vLLM besides
         (2.8, "arithmetic --bridge reload --trainer.checkpoint-interval 0", True),
