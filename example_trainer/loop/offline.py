@@ -6,7 +6,7 @@ With a share of 1 there are no rollouts (fine_tuning.py).
 """
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -107,7 +107,7 @@ class OfflineData:
             **_counted(sequences),
         }
 
-    def _ask_start_model(self, used: Set[int]) -> dict[int, Tensor]:
+    def _ask_start_model(self, used: set[int]) -> dict[int, Tensor]:
         """Log-probabilities [2] of the answers of these pairs by the start model, which is then let go. Each is asked
         together with its neighbours in the first round, whichever are used: a resumed run, which uses fewer, packs it
         alike and so gets the same bits.
