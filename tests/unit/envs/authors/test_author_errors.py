@@ -36,6 +36,19 @@ def test_origin_is_the_authors_line_not_the_librarys() -> None:
     assert re.fullmatch("ValidationError: .*" + here, said(lambda: BaseEnvConfig(group_size=0)))
 
 
+async def test_origin_of_an_error_that_python_raised_as_another_is_the_authors_line() -> None:
+    async def training_item() -> Any:
+        return next(iter([]))
+
+    item = asyncio.create_task(training_item())  # whose error has no frame of the author's
+    await asyncio.wait([item])
+    error = item.exception()
+    assert error is not None
+    said = origin(error, {"score": "my_env.py:17 in score"})
+    here = rf" at {re.escape(__file__)}:\d+ in training_item"
+    assert re.fullmatch("RuntimeError: coroutine raised StopIteration" + here, said)
+
+
 def test_budget_counts_the_last_hundred_items_and_forgives_servers() -> None:
     budget = ErrorBudget(allowed=2)
     for _ in range(3):
