@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from atroposlib.clients.activity import ROLLOUTS_FAILED
+from atroposlib.envs.authors.author_checks import settled
 from atroposlib.envs.authors.author_errors import origin
 from atroposlib.envs.errors import EnvError, Unscored
 from atroposlib.envs.limits.time_limit import time_limit
@@ -73,7 +74,8 @@ async def attempt(
     """
     try:
         async with time_limit(limit_s) as limit:
-            return await work
+            result: T = await settled(work)
+            return result
     except EnvError:
         raise
     except TimeoutError as error:

@@ -5,6 +5,7 @@ the line, the method, the rule and the remedy.
     messages, answers, trajectory, ...   around each call of a method ──▶ WrongReturn, which the error budget counts
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
@@ -40,9 +41,17 @@ REQUIRED = ("tokens", "masks", "scores")
 
 async def settled(value: object) -> Any:
     """Return the result of a method that an author writes as a coroutine or as a plain function:
-    `await settled(env.setup())`.
+    `await settled(env.setup())`. Raises a RuntimeError if something that the method waits for is cancelled: as a
+    CancelledError it would end this task, which nobody cancelled, without a word.
     """
-    return await value if inspect.isawaitable(value) else value
+    try:
+        return await value if inspect.isawaitable(value) else value
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        what = "what it waited for was cancelled (CancelledError)"
+        raise RuntimeError(what).with_traceback(error.__traceback__) from None
 
 
 def check_class(env_cls: type, command: str) -> None:

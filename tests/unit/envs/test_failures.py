@@ -47,6 +47,23 @@ async def test_a_rollout_that_ends_the_process_has_failed() -> None:
     assert (result.cause, str(result.error)) == ("environment", "SystemExit: 3")
 
 
+async def test_a_rollout_whose_task_of_its_own_was_cancelled_has_failed_and_a_cancelled_one_has_not() -> None:
+    async def waits_for(seconds: float) -> None:
+        late = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_later(seconds, late.cancel)
+        await late
+
+    result = await attempt(waits_for(0), 60)
+    assert isinstance(result, Failure)
+    assert result.cause == "environment"
+    assert "what it waited for was cancelled (CancelledError) at " in str(result)
+    rollout = asyncio.create_task(attempt(waits_for(60), 60))
+    await asyncio.sleep(0)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+
+
 async def test_what_is_no_fault_of_a_rollout_is_raised() -> None:
     with pytest.raises(PeerError):
         await attempt(raising(PeerError("the API refuses the token")), 60)

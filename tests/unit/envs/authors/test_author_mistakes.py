@@ -75,6 +75,7 @@ REWARD_RETURN = (
 )
 PROMPT_DEF, SCORE_DEF = "def prompt(self, item):", "async def score(self, item, answer):"
 PROMPT_RETURN, SCORE_RETURN = 'return [{"role": "user", "content": item}]', "return float(len(answer))"
+CANCELLED = "import asyncio; late = asyncio.ensure_future(asyncio.sleep(60)); late.cancel()"
 COLLECT_DEF, COLLECT_RETURN = "async def collect_trajectory(self, item):", 'return {**rollout, "scores": 1.0}, []'
 
 
@@ -244,6 +245,16 @@ MISTAKES = {
         changed(QUESTION, ('return f"word {number}"', marked("return [][number]"))),
         "{} in training_item",
         [BUDGET, "that get_next_item was to give: IndexError: list index out of range", AGAIN],
+    ),
+    "score waits for what was cancelled": (
+        changed(QUESTION, (SCORE_RETURN, f"{CANCELLED}; {marked('await late')}")),
+        "{} in score",
+        [BUDGET, "'word 2': RuntimeError: what it waited for was cancelled (CancelledError)", AGAIN],
+    ),
+    "training_item waits for what was cancelled": (
+        changed(QUESTION, ('return f"word {number}"', f"{CANCELLED}; {marked('await late')}")),
+        "{} in training_item",
+        [BUDGET, "RuntimeError: what it waited for was cancelled (CancelledError)", AGAIN],
     ),
     "score raises": (
         changed(QUESTION, (SCORE_RETURN, marked("return item.split()[7]"))),
