@@ -62,7 +62,8 @@ class Failure:
         return isinstance(self.error, EXPECTED)
 
     def __str__(self) -> str:
-        return str(self.error) if self.is_expected else origin(self.error)
+        is_wordless = not str(self.error) and self.error.__traceback__ is not None  # such as that of asyncio.wait_for
+        return origin(self.error) if is_wordless or not self.is_expected else str(self.error)
 
 
 async def attempt(

@@ -1,6 +1,7 @@
 """Rollouts that fail: what happens to them, of their siblings and of their group."""
 
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ async def test_a_late_rollout_fails_and_one_without_a_limit_does_not() -> None:
     assert isinstance(late, Failure)
     assert (late.cause, str(late)) == ("timeout", "it took longer than 0.01 s (--env.rollout_timeout)")
     assert await attempt(asyncio.sleep(0.02, "done"), 0) == "done"
+
+
+async def test_an_error_without_a_text_says_where_it_was_raised() -> None:
+    async def gives_up() -> None:
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    given_up = await attempt(gives_up(), 60)
+    assert re.fullmatch(rf"TimeoutError at {re.escape(__file__)}:\d+ in gives_up", str(given_up))
+    assert str(Failure("scorer", Unscored())) == ""  # whoever made it without raising it has logged why
 
 
 async def test_time_in_a_queue_does_not_count() -> None:
