@@ -498,7 +498,10 @@ class QuestionEnv(BaseEnv):
         return self.conversation(item)
 
     async def _release(self) -> None:
-        await settled(self.close())
+        try:
+            await settled(self.close())
+        except Exception as error:  # such as that of a setup that failed half way; it must not hide why the run ended
+            self._env_run.errors.note(error, "close failed")
         await super()._release()
 
 

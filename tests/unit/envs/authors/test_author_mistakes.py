@@ -432,6 +432,20 @@ def test_a_mistake_ends_in_a_line_that_names_its_place_the_rule_and_the_remedy(d
     assert all(path.stat().st_size for path in desk.program.parent.glob("data/*"))  # no empty file is left
 
 
+CLOSE = f"def close(self):\n        self.never_made.close()  # here\n\n    {SCORE_DEF}"
+
+
+def test_a_close_that_raises_is_told_and_costs_nothing_else(desk: Desk) -> None:
+    ended = desk.run(changed(QUESTION, (SCORE_DEF, CLOSE)), *PROCESS)
+    assert ended.code == 0
+    assert f"close failed: AttributeError: 'MyEnv' object has no attribute 'never_made' at {desk.here}" in ended.text
+    assert (desk.program.parent / "data/mine.html").is_file()
+    setup = ('self.held_out = ["a", "b"]', "self.held_out = open('nowhere')")
+    ended = desk.run(changed(QUESTION, (SCORE_DEF, CLOSE), setup), *PROCESS)
+    assert ended.code == 1
+    assert "setup failed: FileNotFoundError" in ended.last_line
+
+
 @pytest.mark.parametrize("method", ["setup", "training_item", "score"])
 def test_a_method_may_be_a_plain_function(desk: Desk, method: str) -> None:
     assert desk.run(changed(QUESTION, (f"async def {method}", f"def {method}")), *PROCESS).code == 0
