@@ -40,7 +40,7 @@ def alone_in(
     need be. Who waits for another, for up to `patience_s`, is told its name once, by `waiting`. Raises an error that
     `raises` makes: of the line that `taken` makes of the other's name, or of why there is no lock, with the remedy.
     """
-    lock = path.with_name(f".{path.name}.lock")
+    lock = path.parent / f".{path.name}.lock"  # also for `.`, which has no name
     try:
         with reading(f"cannot lock {path}", raises, remedy=remedy):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,7 @@ log = get_logger(__name__)
 
 STOP_LIMIT_S = 4.5
 TEACHER = "teacher"
+CONFIG = "evaluate_config.yaml"  # of an evaluation, beside its results
 COMMANDS_HELP = """\
 Commands:
   serve      feed the trainer until its last step
@@ -116,7 +117,8 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     results = env.config.data_dir_to_save_evals
     async with AsyncExitStack() as stack:
         if results is not None:
-            stack.enter_context(the_only_evaluation(Path(results), "choose another --env.data_dir_to_save_evals"))
+            other = "choose another --env.data_dir_to_save_evals"
+            stack.enter_context(the_only_evaluation(Path(results), other, within=CONFIG))
         run = await stack.enter_async_context(env._env_run)
         await run.wait_for_inference()
         await (await fake_servers(env)).tell_tokenizer()
@@ -130,7 +132,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
                 with env._keep_answers(output):
                     await evaluate_once(env, run)
         if results is not None:
-            write_whole(Path(results) / "evaluate_config.yaml", config_yaml(tree).encode())
+            write_whole(Path(results) / CONFIG, config_yaml(tree).encode())
 
 
 COMMANDS = ("serve", "process", "evaluate")

@@ -76,15 +76,15 @@ def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
         ) from error
 
 
-def the_only_evaluation(path: Path, remedy: str) -> AbstractContextManager[None]:
-    """While this lasts, no other evaluation writes `path`, a file or a directory. Raises EnvError that names the
-    process which does.
+def the_only_evaluation(path: Path, remedy: str, within: str = "") -> AbstractContextManager[None]:
+    """While this lasts, no other evaluation writes `path`, a file, or a directory by its file `within`: who may write
+    there may not write beside it. Raises EnvError that names the process which does.
     """
 
     def taken(holder: str) -> str:
         return f"{path} is being written by {holder}, another evaluation: wait for its end, or {remedy}"
 
-    return alone_in(path, EnvError, taken)
+    return alone_in(path / within, EnvError, taken)
 
 
 def crossed(old: int, new: int, interval: int) -> int | None:

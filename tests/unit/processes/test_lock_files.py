@@ -65,6 +65,12 @@ def test_what_a_killed_holder_left_holds_nobody_up(tmp_path: Path) -> None:
         assert (tmp_path / ".results.lock").read_text() == ME
 
 
+def test_the_working_directory_is_locked_like_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with alone_in(Path()), pytest.raises(Held, match=ME), alone_in(Path()):
+        pytest.fail("it is held")
+
+
 def test_text_of_a_lock_file_is_escaped(tmp_path: Path) -> None:
     with alone_in(tmp_path / "results"):
         (tmp_path / ".results.lock").write_text("\x1b[2Jprocess\n1")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.commands.cli import load_tree, run
+from atroposlib.processes import lock_files
+from atroposlib.processes.lock_files import take_lock
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberEnv
@@ -145,6 +147,26 @@ async def test_an_evaluation_of_the_authors_own_says_that_it_asks_again(caplog: 
         caplog.text
     )
     assert "mine.jsonl" not in os.listdir()
+
+
+async def test_the_directory_of_evaluations_may_be_the_working_directory(folder: Path) -> None:
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--env.data_dir_to_save_evals", ".") == 0
+    assert {"evaluate_config.yaml", "metrics.json", "samples.jsonl", "samples.html"} <= set(os.listdir(folder))
+
+
+async def test_beside_the_directory_of_evaluations_nothing_is_written(folder: Path, monkeypatch: Any) -> None:
+    evals, opened = folder / "evals", list[str]()
+    evals.mkdir()
+
+    def take(lock: Path) -> int:
+        opened.append(str(lock.parent))
+        return take_lock(lock)
+
+    monkeypatch.setattr(lock_files, "take_lock", take)
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--env.data_dir_to_save_evals", str(evals)) == 0
+    assert set(opened) == {str(evals)}
 
 
 AT_ONCE = {
