@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from atroposlib.envs.files.html_report import group_html, write_html
+from atroposlib.envs.files.html_report import group_html, page_beside, write_html
 from atroposlib.errors import one_line_errors
 
 
@@ -19,7 +19,7 @@ def generate_html(input_path: str, output_path: str | None = None) -> Path:
     """Write the page of `input_path`, beside it unless told where, and return its path. Raises OSError, or ValueError
     naming the line.
     """
-    page = Path(output_path) if output_path else Path(input_path).with_suffix(".html")
+    page = Path(output_path) if output_path else page_beside(Path(input_path))
     write_html(Path(input_path), page)
     return page
 

@@ -11,7 +11,7 @@ from atroposlib.envs.commands.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.commands.loop_watch import LoopWatch
 from atroposlib.envs.commands.remarks import Remarks, context_tokens, remarks_on_settings
 from atroposlib.envs.errors import EnvError, ProcessError
-from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.files.html_report import page_beside, write_html
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.server_handling.errors import ServerError
@@ -32,7 +32,7 @@ async def process(env: Environment) -> None:
             "process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0"
         )
     env.process_mode = True
-    page = env.jsonl_writer.path.with_suffix(".html")
+    page = page_beside(env.jsonl_writer.path)
     log.info("Sampling %d groups; the page to read will be %s", steps, page)
     async with env._env_run as run:
         await run.wait_for_inference()

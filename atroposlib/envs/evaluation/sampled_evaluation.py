@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol
 from atroposlib.envs.errors import DataError, EnvError
 from atroposlib.envs.evaluation.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
-from atroposlib.envs.files.html_report import write_html
+from atroposlib.envs.files.html_report import page_beside, write_html
 from atroposlib.envs.files.records import append_jsonl, the_only_evaluation, write_eval_results
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
@@ -140,7 +140,7 @@ def _report(
     name = env.name or "environment"
     shown = sampled_table(f"{name}, {env.server.model_name}", metrics)
     print(shown, flush=True)
-    page = path.with_suffix(".html")
+    page = page_beside(path)
     write_html(path, page, shown)
     print(f"Every sample: {page}", flush=True)
     log.info("Every sample is a line of %s", path)

@@ -30,6 +30,11 @@ img { max-width: 100%; max-height: 24rem; display: block; }
 QUESTION = 160  # characters in a title
 
 
+def page_beside(rows: Path) -> Path:
+    """Where the page of a file of rows goes: never into its place."""
+    return rows.with_suffix(".html" if rows.suffix != ".html" else ".page.html")
+
+
 def write_html(jsonl: Path, page: Path, head: str = "") -> None:
     """Render the groups of `jsonl`, one at a time, or its samples by question, to `page`, below `head`. Raises
     ValueError for a line that is neither.

@@ -531,6 +531,12 @@ def test_an_evaluation_of_no_questions_asks_for_them(desk: Desk) -> None:
     assert "held_out is empty; set it in `setup`" in desk.run(source, "evaluate", "--openai.server_type", "vllm").text
 
 
+def test_a_file_of_groups_that_is_named_as_a_page_is_not_replaced_by_it(desk: Desk) -> None:
+    assert desk.run(QUESTION, *PROCESS, "--env.data_path_to_save_groups", "groups.html").code == 0
+    assert Path("groups.html").read_text().startswith("{")
+    assert Path("groups.page.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_second_process_says_where_it_writes(desk: Desk) -> None:
     first, second = desk.run(QUESTION, *PROCESS), desk.run(QUESTION, *PROCESS)
     assert first.last_line.endswith("Wrote the groups to data/mine.jsonl and the page to data/mine.html")
