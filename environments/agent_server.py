@@ -126,7 +126,9 @@ class AgentConfig(QuestionEnvConfig):
         if not self.command:
             return ['there is no agent to start: give --env.command "python my_agent.py {task}"', *super().lacks()]
         unknown = [
-            f"there is no program {program!r} to run: correct --env.{setting}"
+            f"{program!r} is not executable: write what runs it in --env.{setting}, such as python, or `chmod +x`"
+            if Path(program).is_file()
+            else f"there is no program {program!r} to run: correct --env.{setting}"
             for setting, command in (("command", self.command), ("score_command", self.score_command))
             if command and shutil.which(program := words_of(command)[0], path=search_path()) is None
         ]

@@ -266,6 +266,7 @@ def test_a_log_shows_a_task_without_its_files() -> None:
     [
         ({"command": ""}, "there is no agent to start: give --env.command"),
         ({"command": "pyton agent.py"}, "there is no program 'pyton' to run: correct --env.command"),
+        ({"command": f"{__file__} {{task}}"}, "is not executable: write what runs it in --env.command"),
         ({"command": "python", "score_command": "./grade"}, "no program './grade' to run: correct --env.score_command"),
     ],
 )
