@@ -423,6 +423,9 @@ def environment_program(name: str) -> tuple[str, ...] | None:
     if name.endswith(".py"):
         file = environment_file(name, Path())
         return (str(file.resolve()),) if file.is_file() else None
+    parts = name.split(".")
+    if all(part.isidentifier() for part in parts) and Path(*parts).with_suffix(".py").is_file():
+        return ("-m", name)  # `python -m` looks in the working directory; where this program looks depends on its start
     with suppress(ImportError, ValueError):
         return ("-m", name) if importlib.util.find_spec(name) else None
     return None

@@ -14,7 +14,7 @@ import pytest
 from atropos_launcher.cli import main
 from atropos_launcher.commands import evaluate
 from atropos_launcher.commands.existing_runs import plot
-from atropos_launcher.plan.sections import no_program
+from atropos_launcher.plan.sections import environment_program, no_program
 from atroposlib.flags import ConfigError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -233,6 +233,18 @@ def test_env_is_the_environments_own_command(file: str) -> None:
     done = launcher("env", file, "serve", "--env.group_size", "7", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "\n  group_size: 7\n" in done.stdout
+
+
+def test_a_module_in_the_working_directory_is_an_environment_whatever_starts_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as the script `atropos` has it
+    (tmp_path / "my_project/envs").mkdir(parents=True)
+    (tmp_path / "my_project/envs/mine.py").touch()
+    assert environment_program("my_project.envs.mine") == ("-m", "my_project.envs.mine")
+    assert environment_program("my_project.envs.other") is None
+    assert environment_program("my_project/envs/mine") is None
 
 
 @pytest.mark.services
