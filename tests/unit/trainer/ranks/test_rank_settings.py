@@ -191,7 +191,7 @@ def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.
 def test_an_interface_that_another_trainer_chose_is_chosen_again(
     chosen: dict[str, str], interface: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, INTERFACE: "eth9", **chosen})
+    monkeypatch.setattr(os, "environ", {INTERFACE: "eth9", **chosen})
     _store(Place(), "this process", 0, 1.0)
     assert os.environ[INTERFACE] == interface
 
