@@ -60,6 +60,7 @@ THINKING_PROMPT = "Think about the question first, inside <think> </think> tags.
 EVALUATED_EVERY_S = 5.0
 SHORT_ANSWER_TOKENS = 1024
 REWARD = "reward_"  # before the name of a reward in the metrics
+CLOSE_S = 60.0  # in which `close` must return
 REWARDS_TOLD = 4  # in the console's line, at most
 
 
@@ -499,9 +500,11 @@ class QuestionEnv(BaseEnv):
 
     async def _release(self) -> None:
         try:
-            await settled(self.close())
+            async with asyncio.timeout(CLOSE_S) as limit:
+                await settled(self.close())
         except Exception as error:  # such as that of a setup that failed half way; it must not hide why the run ended
-            self._env_run.errors.note(error, "close failed")
+            late = f"close did not return within {CLOSE_S:g} s, and was ended"
+            self._env_run.errors.note(error, late if limit.expired() else "close failed")
         await super()._release()
 
 

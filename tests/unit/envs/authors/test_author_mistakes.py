@@ -446,6 +446,15 @@ def test_a_close_that_raises_is_told_and_costs_nothing_else(desk: Desk) -> None:
     assert "setup failed: FileNotFoundError" in ended.last_line
 
 
+def test_a_close_that_does_not_return_is_ended(desk: Desk) -> None:
+    soon = "import asyncio\nimport atroposlib.envs.question_env\natroposlib.envs.question_env.CLOSE_S = 0.1\n"
+    waits = f"async def close(self):\n        await asyncio.sleep(3600)  # here\n\n    {SCORE_DEF}"
+    ended = desk.run(soon + changed(QUESTION, (SCORE_DEF, waits)), *PROCESS)
+    assert ended.code == 0
+    assert "close did not return within 0.1 s, and was ended: TimeoutError" in ended.text
+    assert f"{desk.here} in close" in ended.text
+
+
 @pytest.mark.parametrize("method", ["setup", "training_item", "score"])
 def test_a_method_may_be_a_plain_function(desk: Desk, method: str) -> None:
     assert desk.run(changed(QUESTION, (f"async def {method}", f"def {method}")), *PROCESS).code == 0
