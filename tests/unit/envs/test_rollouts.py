@@ -1,7 +1,12 @@
 """Rollouts of several sequences: from a managed server's nodes to what the trainer trains on."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atroposlib.envs.files.html_report import group_html
 from atroposlib.envs.payloads import completion_lengths, defect, rejection, wire_form
@@ -11,7 +16,7 @@ from atroposlib.envs.server_handling.sequences.sequence_book import SequenceNode
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.groups import size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from atroposlib.wire.batching import NOT_TRAINED, GroupRequirements, ScoredData
+from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED, GroupRequirements, ScoredData
 from example_trainer.data.batching import make_batch
 from example_trainer.settings.loss import LossSettings
 
@@ -93,6 +98,58 @@ async def test_branches_of_one_rollout_train_what_they_share_once(track_tree: bo
 def test_the_same_answer_sampled_twice_is_trained_twice() -> None:
     twice = [node(1, 2), node(1, 2)]
     assert trained_once(twice) == twice
+
+
+@st.composite
+def several_nodes(draw: st.DrawFn) -> list[SequenceNode]:
+    """Sequences over two tokens, so that many share what they carry on."""
+    nodes = []
+    for tokens in draw(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=6)):
+        trained = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+        masks = [token if is_trained else NOT_TRAINED for token, is_trained in zip(tokens, trained, strict=True)]
+        logprobs = [-0.5 if is_trained else NO_LOGPROB for is_trained in trained]
+        each = SequenceNode(full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs)
+        each._carried = draw(st.integers(0, len(tokens)))
+        nodes.append(each)
+    return nodes
+
+
+@given(several_nodes())
+def test_a_carried_token_is_context_where_an_earlier_sequence_trains_it(nodes: list[SequenceNode]) -> None:
+    for index, (before, after) in enumerate(zip(nodes, trained_once(nodes), strict=True)):
+        is_context = [
+            place < before._carried
+            and any(
+                other.tokens[: place + 1] == before.tokens[: place + 1] and other.masked_tokens[place] != NOT_TRAINED
+                for other in nodes[:index]
+            )
+            for place in range(len(before.tokens))
+        ]
+        for values, own, nothing in (
+            (after.masked_tokens, before.masked_tokens, NOT_TRAINED),
+            (after.logprobs, before.logprobs, NO_LOGPROB),
+        ):
+            assert values == [nothing if is_so else value for is_so, value in zip(is_context, own, strict=True)]
+
+
+def test_many_branches_of_one_rollout_look_at_each_token_a_few_times() -> None:
+    class Tokens(list[int]):
+        looks = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            Tokens.looks += 1
+            return super().__getitem__(key)
+
+        def __iter__(self) -> Iterator[int]:
+            Tokens.looks += len(self)
+            return super().__iter__()
+
+    nodes = [node(*range(50)) for _ in range(20)]
+    for each in nodes:
+        each.tokens, each._carried = Tokens(each.tokens), 51
+    once = trained_once(nodes)
+    assert [sum(mask != NOT_TRAINED for mask in each.masked_tokens) for each in once] == [50, *[0] * 19]
+    assert Tokens.looks <= 2 * 20 * 51
 
 
 def test_a_page_of_groups_shows_each_rollout_once() -> None:

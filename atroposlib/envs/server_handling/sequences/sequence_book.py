@@ -3,6 +3,7 @@ again.
 """
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,20 +70,30 @@ def trained_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
     """The sequences of one rollout, of which each sampled token is trained in one: what several carry on from a node is
     context in all but the first.
     """
-    return [_without_trained(node, nodes[:index]) for index, node in enumerate(nodes)]
-
-
-def _without_trained(node: SequenceNode, earlier: Sequence[SequenceNode]) -> SequenceNode:
-    masks, logprobs = list(node.masked_tokens), list(node.logprobs)
-    for other in earlier:
-        for place, (own, its) in enumerate(zip(node.tokens[: node._carried], other.tokens, strict=False)):
-            if own != its:
-                break
-            if other.masked_tokens[place] != NOT_TRAINED:
-                masks[place], logprobs[place] = NOT_TRAINED, NO_LOGPROB
-    return (
-        node if masks == node.masked_tokens else node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
-    )
+    masks = [list(node.masked_tokens) for node in nodes]
+    logprobs = [list(node.logprobs) for node in nodes]
+    tokens, carried = [node.tokens for node in nodes], [node._carried for node in nodes]
+    alike = [(0, list(range(len(nodes))))]  # sequences whose tokens before a place are the same
+    while alike:
+        place, before = alike.pop()
+        by_token = defaultdict[int, list[int]](list)
+        for number in before:
+            if place < len(tokens[number]):
+                by_token[tokens[number][place]].append(number)
+        for same in by_token.values():
+            if len(same) == 1:
+                continue
+            alike.append((place + 1, same))
+            first = next((number for number in same if masks[number][place] != NOT_TRAINED), None)
+            for number in same:
+                if first is not None and first < number and place < carried[number]:
+                    masks[number][place], logprobs[number][place] = NOT_TRAINED, NO_LOGPROB
+    return [
+        node
+        if masks[number] == node.masked_tokens
+        else node.model_copy(update={"masked_tokens": masks[number], "logprobs": logprobs[number]})
+        for number, node in enumerate(nodes)
+    ]
 
 
 def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> SequenceNode:
