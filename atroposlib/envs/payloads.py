@@ -15,6 +15,7 @@ from atroposlib.clients.activity import EQUAL_SCORES
 from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, size_of
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, Cause, GroupRequirements, PostedData
+from atroposlib.wire.typed import all_encodable
 
 __all__ = [
     "NOT_TRAINED",
@@ -211,7 +212,8 @@ def rejection(
 def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bool) -> PostedData:
     """The body of /scored_data: the known fields that are set, and who posts."""
     wanted = [key for key in WIRE_FIELDS if group.get(key) is not None and (include_messages or key != "messages")]
-    return PostedData(**{key: group[key] for key in wanted}, env_id=env_id)
+    fields = {key: all_encodable(group[key]) if key == "messages" else group[key] for key in wanted}
+    return PostedData(**fields, env_id=env_id)
 
 
 def completion_lengths(group: Mapping[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ and in ASCII.
 import math
 import re
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -40,6 +41,15 @@ def printable(text: str, limit: int) -> str:
 def encodable(text: str) -> str:
     """`text` with each half of a surrogate pair, which UTF-8 cannot express, as JSON writes it, such as \\ud800."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def all_encodable(value: object) -> Any:
+    """`value` with each text in its lists and mappings `encodable`, keys too."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, Mapping):
+        return {all_encodable(key): all_encodable(each) for key, each in value.items()}
+    return [all_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def brief(value: object) -> str:

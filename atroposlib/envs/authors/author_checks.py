@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location, shown
 from atroposlib.envs.rollouts import Rollout
+from atroposlib.wire.typed import all_encodable
 
 # How the framework calls what an author writes, and what it gives.
 METHODS = {
@@ -116,11 +117,11 @@ def questions(setup: Callable[..., object], held_out: object) -> None:
 
 
 def messages(prompt: Callable[[object], object], item: object) -> Any:
-    """Return the messages that `prompt` gives for `item`. Raises WrongReturn."""
+    """Return the messages that `prompt` gives for `item`, their texts encodable. Raises WrongReturn."""
     returned: Any = prompt(item)
     if not _is_list_of(Mapping, returned) or not returned or not all(map(_is_message, returned)):
         raise WrongReturn(prompt, returned, METHODS["prompt"][1])
-    return returned
+    return all_encodable(returned)
 
 
 def _is_message(value: Mapping[str, object]) -> bool:

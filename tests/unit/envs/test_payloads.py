@@ -1,5 +1,6 @@
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import to_builtins
 
@@ -102,6 +103,19 @@ def test_wire_form_has_known_set_fields_and_messages_only_on_request() -> None:
     expected = {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [0.0, 1.0], "env_id": 3}
     assert to_builtins(sent) == expected
     assert wire_form(group(messages=[[], []]), 3, include_messages=True).messages == [[], []]
+
+
+def test_messages_with_half_a_surrogate_pair_are_sent_as_json_writes_it() -> None:
+    call = {"function": {"name": "f", "arguments": "\ud800"}}
+    said = [{"role": "assistant", "content": [{"text": "a\ud800é"}], "tool_calls": [call], "\udfff": None}]
+    sent = wire_form(group(messages=[said, said]), 3, include_messages=True)
+    (message,) = (msgspec.json.decode(msgspec.json.encode(sent.messages)) or [])[0]
+    assert message == {
+        "role": "assistant",
+        "content": [{"text": "a\\ud800é"}],
+        "tool_calls": [{"function": {"name": "f", "arguments": "\\ud800"}}],
+        "\\udfff": None,
+    }
 
 
 def test_completion_lengths_count_sampled_tokens() -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from atroposlib.clients.batching_api import ApiRefused
@@ -275,6 +276,23 @@ async def test_samples_that_an_author_gives_to_evaluate_log_are_kept(tmp_path: P
 
 
 HALF = "\ud800"  # of a surrogate pair: JSON in an answer may hold it, UTF-8 cannot
+
+
+async def test_a_question_with_half_a_surrogate_pair_is_asked_and_posted_with_its_messages(tmp_path: Path) -> None:
+    class Halved(EchoEnv):
+        def prompt(self, item: str) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": f"{HALF} {item}", "name": HALF}]
+
+    async with served(tmp_path, ["7", "8", "8", "7"], Halved, include_messages=True) as env:
+        await env._leave_out_long(env._env_run.data, 5, "of the trainer", held_out_too=True)
+        await env.handle_env("7")
+        (posted,) = env._env_run.link.posted
+    assert msgspec.json.decode(msgspec.json.encode(posted.messages))[0][0] == {
+        "role": "user",
+        "content": "\\ud800 7",
+        "name": "\\ud800",
+    }
+    assert rows(tmp_path)[0]["scores"] == [1.0, 0.0, 0.0, 1.0]
 
 
 async def test_an_error_that_quotes_half_a_surrogate_pair_loses_no_group(tmp_path: Path) -> None:
