@@ -103,9 +103,11 @@ def steps_total(run: Path) -> int | None:
     """Read the number of steps from the resolved run, or from the trainer's own configuration."""
     import yaml
 
+    from atroposlib.yaml_text import read_yaml
+
     for name, key in (("run.yaml", "steps"), ("trainer.yaml", "training_steps")):
         try:
-            settings = yaml.safe_load("\n".join(last_lines(run / name, 10_000)))
+            settings = read_yaml("\n".join(last_lines(run / name, 10_000)))
         except yaml.YAMLError:
             continue
         if isinstance(settings, dict) and isinstance(settings.get(key), int):

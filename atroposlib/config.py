@@ -26,6 +26,7 @@ from atroposlib import flags
 from atroposlib.errors import one_line_errors
 from atroposlib.files import expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
+from atroposlib.yaml_text import read_yaml
 
 # fields that name a file to write: a device or a link is refused before anything starts
 OutputFile = Annotated[Path, AfterValidator(expect_regular)]
@@ -153,9 +154,11 @@ def read_config_file(argv: Sequence[str]) -> Tree:
     if not path:
         return {}
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path} is not YAML: byte {error.start + 1} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         # what is wrong and in which line; the line itself may hold a secret
         problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "unreadable")).split())

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from atroposlib.errors import WRONG_USE, AtroposError, reading
+from atroposlib.yaml_text import read_yaml
 
 COLLECTIONS = (list, tuple, set, frozenset, Sequence)
 USAGE = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
@@ -133,7 +134,7 @@ class Setting:
         if self.text is None:
             return True
         try:
-            return yaml.safe_load(self.text)
+            return read_yaml(self.text)
         except yaml.YAMLError:
             return self.text
 

@@ -44,6 +44,7 @@ from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config, merged_trees
 from atroposlib.flags import ConfigError, keys_of, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
+from atroposlib.yaml_text import Loader
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.distillation import DistillationSettings
 from vllm_patching.kv_cache import ON_SYNC
@@ -371,7 +372,7 @@ def recipe_files() -> list[Path]:
     return sorted(paths.recipes().glob("*.yaml"))
 
 
-class _EachKeyOnce(yaml.SafeLoader):
+class _EachKeyOnce(Loader):
     """Refuses a key that stands twice in one mapping, of which YAML would silently take the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

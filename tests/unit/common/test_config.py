@@ -121,6 +121,15 @@ def test_wrong_input_names_value_and_remedy(argv: list[str], fragment: str) -> N
         resolve(*argv)
 
 
+@pytest.mark.parametrize(
+    "text", [b"steps: 2001-99-99", b"steps: " + b"[" * 900, b"steps: !!bool maybe", b"steps: \xff", b"steps: \0"]
+)
+def test_a_file_that_is_no_yaml_is_one_line(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "c.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"^--config .*/c\.yaml is not YAML: [^\n]*$"):
+        resolve("--config", str(tmp_path / "c.yaml"))
+
+
 def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("env: {groupsize: 3}\n")
@@ -168,6 +177,8 @@ def test_a_command_line_is_taken_apart(line: str, words: list[str], flags: list[
     [
         (Setting("max-len", "512"), "max_len", 512, ["--b.max-len", "512"]),
         (Setting("a", "x: y: z", True), "a", "x: y: z", ["--b.a=x: y: z"]),  # no YAML
+        (Setting("a", "2001-99-99"), "a", "2001-99-99", ["--b.a", "2001-99-99"]),  # no date
+        (Setting("a", "[" * 900), "a", "[" * 900, ["--b.a", "[" * 900]),
         (Setting("a", "[[0], 1]"), "a", [[0], 1], ["--b.a", "[[0], 1]"]),
         (Setting("no_x"), "no_x", True, ["--b.no_x"]),
     ],

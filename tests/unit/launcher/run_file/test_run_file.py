@@ -24,6 +24,7 @@ by_bridge:
 by_dataset:
   small: {steps: 20, environments: {mine: {dataset: small}}}
 """
+ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
 
 
 @pytest.fixture
@@ -111,6 +112,16 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("environments: {mine: {group_size: 3}}", "environments.mine.file is required"),
         ("- 1", "expected keys and values, found list"),
         ("a: [", "is not YAML: "),
+        (f"a: {'[' * 900}{']' * 900}", "is not YAML: more than 64 levels of nesting"),
+        (f"a: {'{a: ' * 300}1{'}' * 300}", "is not YAML: more than 64 levels of nesting"),
+        ("trainer: &mine {lr: *mine}", "is not YAML: an alias stands within what it names"),
+        ("by_device: {cpu: &mine {by_device: {cpu: *mine}}}", "is not YAML: an alias stands within what it names"),
+        (ALIASES, "is not YAML: more than 100000 values, with those of aliases"),
+        (f"steps: {'9' * 5000}", "is not YAML: a value that cannot be read as int in"),
+        ("name: 2001-99-99", "is not YAML: a value that cannot be read as timestamp"),
+        ("name: !!timestamp now", "is not YAML: a value that cannot be read as timestamp"),
+        ("wandb: !!bool maybe", "is not YAML: a value that cannot be read as bool"),
+        ("steps: !!int ''", "is not YAML: a value that cannot be read as int"),
         ("base: base.yaml\nbridge: [lora]", "run.yaml: bridge: expected keys and values, found list"),
         ("base: base.yaml\nenvironments: mine.py", "run.yaml: environments: expected keys and values, found str"),
         ("environments: {mine: mine.py}", "run.yaml: environments.mine: expected keys and values, found str"),
