@@ -13,6 +13,7 @@ raises becomes such a line where the cause is still known, by one of three conte
 Every `main` runs inside `one_line_errors`, which prints the line and exits.
 """
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
@@ -22,6 +23,7 @@ from atroposlib.stderr_lines import plain_stderr
 
 # The exit status of a command that must be asked for otherwise; a launcher does not start such a service again.
 WRONG_USE = 2
+SHOWN = 80  # characters of a path that is too long
 NOT_COMPARED = 2  # the exit status of a command whose 1 means "they differ", if it could not compare
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
@@ -66,7 +68,8 @@ def loading(library: str, raises: MakeError, *, remedy: str = "") -> AbstractCon
 @contextmanager
 def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None = None) -> Iterator[None]:
     """Guard the body of a `main`: print an AtroposError (or one of `also`) as `PROG: error: LINE` and end the process
-    with the error's exit status, or with `exit_status`; Ctrl-C ends it with 130.
+    with the error's exit status, or with `exit_status`; so does a path that is too long, with 2, and Ctrl-C
+    with 130.
     """
     kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
@@ -75,6 +78,11 @@ def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None =
         print_error(prog, error)
         own = error.exit_status if isinstance(error, AtroposError) else 1
         raise SystemExit(own if exit_status is None else exit_status) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # a path that somebody gave; it may be looked for anywhere
+            raise
+        print_error(prog, f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
+        raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
         put(f"{prog}: interrupted", plain_stderr())
         raise SystemExit(130) from None

@@ -104,7 +104,7 @@ def _checked_arguments(argv: list[str]) -> vllm_types.Arguments:
         if args.structured_outputs:
             vllm_requests.use_xgrammar_alone(args)
     _keep_kv_cache(args)
-    path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
+    path = Path(os.path.expanduser(args.model))  # must hold a model if it is one; anything else is left to the hub
     if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
         raise LaunchError(
             f"--model {args.model}: no config.json there; give a Hugging Face id or a directory written by"

@@ -195,9 +195,9 @@ class RunFlags(Config):
     @field_validator("dataset_path")
     @classmethod
     def _exists(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.expanduser().exists():
+        if path is not None and not os.path.exists(os.path.expanduser(path)):
             raise ValueError(f"--dataset-path {path} does not exist")
-        return None if path is None else path.expanduser().resolve()
+        return None if path is None else Path(os.path.expanduser(path)).resolve()
 
 
 class TrainFlags(MachineFlags, RunFlags):

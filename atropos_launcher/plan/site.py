@@ -222,7 +222,7 @@ def find_model(model: str | None, flag: str = "--model") -> str:
         from example_trainer.quickstart_model import QuickstartModelConfig
 
         return str(load_config(QuickstartModelConfig, [], prog=PROG).folder.absolute())
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if is_sharded(path):
         raise ConfigError(f"{flag} {needs_export(path)}")
     if (path / "config.json").is_file():

@@ -11,6 +11,7 @@ settings that connect the programs, and each program checks its own section. `vl
 `layout` assigns GPUs and CPU cores (placement/gpus.py, placement/cores.py). This module loads neither torch nor vLLM.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -346,7 +347,7 @@ def _layers(content: Tree, path: Path, choice: Choice, above: tuple[Path, ...]) 
 
 def find_run_file(name: str, beside: Path | None = None) -> Path:
     """The file of that name, or the recipe: `my_run.yaml`, `gsm8k_lora`. Raises ConfigError."""
-    given = Path(name).expanduser()
+    given = Path(os.path.expanduser(name))
     places = [(beside or Path()) / given, paths.recipes() / given.name, paths.recipes() / f"{given.name}.yaml"]
     if given.suffix not in (".yaml", ".yml"):
         places = places[1:]

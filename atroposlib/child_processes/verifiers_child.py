@@ -139,7 +139,7 @@ def env_config(order: Fields) -> Fields:
 
 def plugin_id(name: str) -> str:
     """`name`, or for a file or a directory the name of its module, which can then be imported. Raises Wrong."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix != ".py" and not path.is_dir():
         return name
     if not path.exists():

@@ -269,7 +269,7 @@ def read_config(model: str) -> dict[str, Any] | None:
 
 def config_file(model: str) -> Path | None:
     """That of a local directory, or what the hub's cache holds of a repository."""
-    path = Path(model).expanduser() / "config.json"
+    path = Path(os.path.expanduser(model)) / "config.json"
     if path.is_file():
         return path
     if not HUB_ID.fullmatch(model):

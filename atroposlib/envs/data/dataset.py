@@ -13,6 +13,7 @@ import contextlib
 import csv
 import io
 import itertools
+import os
 import random
 import signal
 import sys
@@ -325,11 +326,13 @@ def local_tables(path: Path, test_path: Path | None = None) -> Tables:
     """A directory with a file `train` and perhaps one `test`, a file with another to measure with, or one file of which
     part is held out. Raises DataError.
     """
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     source = str(path)
     if path.is_dir():
         path, test_path = _in(path, TRAIN) or path / f"{TRAIN}.jsonl", test_path or _in(path, TEST)
-    return Tables(source, read_rows(path), None if test_path is None else read_rows(test_path.expanduser()))
+    return Tables(
+        source, read_rows(path), None if test_path is None else read_rows(Path(os.path.expanduser(test_path)))
+    )
 
 
 def read_rows(path: Path) -> list[Row]:

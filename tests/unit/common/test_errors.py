@@ -67,6 +67,15 @@ def test_main_prints_one_line_and_exits_with_the_errors_status(capsys: pytest.Ca
     assert capsys.readouterr().err == "grpo: error: no model 'x'; give another\n"
 
 
+def test_a_path_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, one_line_errors("grpo"):
+        Path("a" * 5000).stat()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"grpo: error: {'a' * 80}...: File name too long; give a shorter one\n"
+    with pytest.raises(FileNotFoundError), one_line_errors("grpo"):
+        Path("/no/such").stat()
+
+
 def test_ctrl_c_ends_main_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left, one_line_errors("grpo"):
         raise KeyboardInterrupt

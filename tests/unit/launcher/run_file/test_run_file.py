@@ -104,6 +104,7 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("base: base.yaml\nstepz: 3", "run.yaml: unknown key 'stepz'; did you mean 'steps'?"),
         ("base: base.yaml\nsteps: 0", "run.yaml: steps: Input should be greater than or equal to 1 (got 0)"),
         ("base: base.yaml\nbridge: lorra", "bridge 'lorra' is not one of "),
+        ("base: ~nobody_here/a.yaml", "no run file '~nobody_here/a.yaml'"),
         ("base: zzz.yaml", "no run file 'zzz.yaml'; recipes: agent, arithmetic, "),
         ("base: gsm9k", "no run file 'gsm9k'; did you mean 'gsm8k'?"),
         ("base: run.yaml", "is its own base"),
