@@ -24,7 +24,10 @@ Servers = Tree | list[Tree]
 MOST = 64
 SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
 NAME = "vllm"
-TOKENS = re.compile(r"(\d+)|(\d+(?:\.\d+)?)([kmgKMG])")  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
+TOKENS = re.compile(
+    r"(\d{1,18})|(\d{1,18}(?:\.\d{1,18})?)([kmgKMG])"
+)  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
+DIGITS = 18  # of a number, far more than any has
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _NAMES = re.compile(rf"{NAME}(-[1-9]\d*)?")
 
@@ -83,7 +86,7 @@ def served_tokens(flags: Mapping[str, Any]) -> int | None:
 
 
 def _whole(text: str, least: int, most: int | None = None) -> int | None:
-    number = int(text) if text.isdecimal() else -1
+    number = int(text) if text.isdecimal() and len(text) <= DIGITS else -1
     return number if least <= number and (most is None or number <= most) else None
 
 

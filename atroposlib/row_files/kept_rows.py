@@ -30,7 +30,9 @@ from atroposlib.row_files.packed_rows import SUFFIX, Packed, pack
 log = get_logger(__name__)
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
-GRAMMAR = re.compile(r"(?:(?P<count>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>MB|GB|TB)|(?P<steps>[0-9]+) ?steps?|(?P<all>all))")
+GRAMMAR = re.compile(
+    r"(?:(?P<count>[0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?P<unit>MB|GB|TB)|(?P<steps>[0-9]{1,15}) ?steps?|(?P<all>all))"
+)
 DEFAULT = "20GB"
 PARTS = 5  # of the limit in one part: the current, the previous, and compressed ones
 LARGEST_PART = 2 * 10**9  # what the window indexes at once

@@ -53,7 +53,9 @@ def test_the_limit_is_bytes_steps_or_all(text: str, keep: Keep) -> None:
     assert not parse_keep(DEFAULT).is_all
 
 
-@pytest.mark.parametrize("text", ["", "20", "20 gb", "-1GB", "0steps", "0GB", "steps", "allx"])
+@pytest.mark.parametrize(
+    "text", ["", "20", "20 gb", "-1GB", "0steps", "0GB", "steps", "allx", f"1{'0' * 400}GB", f"{'9' * 5000}steps"]
+)
 def test_another_text_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"20GB.*200steps|keeps nothing"):
         parse_keep(text)

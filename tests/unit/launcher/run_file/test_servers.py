@@ -317,6 +317,8 @@ def test_a_server_too_large_for_its_gpu_is_named() -> None:
             "--vllm.gpu-memory-utilization 90",
             "vllm.gpu_memory_utilization: expected a share of a GPU's memory, above 0",
         ),
+        (f"--vllm.max-model-len {'9' * 5000}", "vllm.max_model_len: expected a number of tokens, as 4096"),
+        (f"--vllm.max-num-seqs {'9' * 5000}", "vllm.max_num_seqs: expected a number of sequences, at least 1"),
         ("--teacher.model M --teacher.max-model-len long", "teacher.max_model_len: expected a number of tokens"),
     ],
 )
