@@ -1,8 +1,6 @@
 """The runs of a directory, by default ./runs: which have services, and how the others ended."""
 
 import difflib
-import json
-from contextlib import suppress
 from pathlib import Path
 
 from atropos_launcher import paths
@@ -90,9 +88,11 @@ def is_evaluation(run: Path) -> bool:
 
 def ended_well(run: Path) -> bool:
     """Return whether its last start came to an end of its own, which --stop-when-flat puts before the last step."""
-    with suppress(OSError, ValueError):
-        return "held_out" in json.loads((run / "run.json").read_bytes())
-    return False
+    from msgspec import UNSET
+
+    from atroposlib.view.run_data.run_files import RunFiles
+
+    return RunFiles(run, run.name).record().held_out is not UNSET
 
 
 def steps_done(run: Path) -> int:
@@ -117,14 +117,9 @@ def steps_total(run: Path) -> int | None:
 
 def _last_value(rows: Path, key: str) -> float | None:
     """The last number of this name in a file of JSON lines."""
-    for line in reversed(last_lines(rows, 100)):
-        try:
-            row: object = json.loads(line)
-        except ValueError:  # half a line, or not ours
-            continue
-        if isinstance(row, dict) and isinstance(row.get(key), int | float):
-            return float(row[key])
-    return None
+    from atroposlib.view.run_data.run_files import last_values
+
+    return last_values(rows, (key,)).get(key)
 
 
 def _directories(runs: Path) -> list[Path]:
