@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from atroposlib.view.run_data.accuracy import best_of, by_environment, by_version
@@ -108,9 +109,10 @@ def _machine(machine: object) -> str | None:
 
 
 def _date(seconds: object) -> str | None:
-    if not isinstance(seconds, int | float):
-        return None
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    with suppress(ValueError, OverflowError, OSError):  # a year that no calendar has
+        if isinstance(seconds, int | float):
+            return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return None
 
 
 def _model(run: Summary) -> str | None:

@@ -15,6 +15,7 @@ from atroposlib.wire.step_seconds import StepSeconds
 
 REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
 TIMELINE_BYTES = 16 << 20  # the newest rows of a longer file
+MAX_CELLS = 1_000_000  # of a reply's table; rows of equal columns never have as many in its bytes
 SEAM_BYTES = 64
 
 Number = int | float
@@ -59,7 +60,7 @@ def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
     known = after if start is not None else 0
     skipped = min(after, len(lines)) if generation is None else 0
     rows = [row for row in map(json_object, lines[skipped:]) if row is not None]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row))[: MAX_CELLS // max(1, len(rows))]
     return MetricRows(
         columns,
         [[finite_number(row.get(key)) for key in columns] for row in rows],

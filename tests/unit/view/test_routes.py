@@ -120,6 +120,20 @@ def test_metrics_come_from_where_the_last_request_ended(run: Path) -> None:
     assert following()["rows"] == []
 
 
+def test_a_table_of_rows_that_share_no_column_is_bounded(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("".join(f'{{"c{number}": 1}}\n' for number in range(3000)))
+    found = get(client(run), "/api/runs/r/metrics")
+    assert (len(found["rows"]), found["next"]) == (3000, 3000)
+    assert len(found["columns"]) * len(found["rows"]) <= 1_000_000
+
+
+@pytest.mark.parametrize("time", ["1e300", "1e18", "1e12", "-1e18"])
+def test_a_run_that_ended_in_no_year_has_a_page(run: Path, time: str) -> None:
+    (run / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time}}}\n')
+    details = get(client(run), "/api/runs/r/settings")["details"]
+    assert "Ended" not in dict(details) or dict(details)["Ended"].endswith(" UTC")
+
+
 def test_values_that_are_no_numbers_are_null_and_damaged_rows_left_out(run: Path) -> None:
     rows = ['{"step": 1, "a": true, "b": "x", "d": [1]}', "{", "[]", '{"step": 2, "a": NaN}', '{"step":3}']
     (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step"')
