@@ -8,6 +8,7 @@ file ends small: a session's turns leave it with the session, and a snapshot tak
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,11 +150,11 @@ class TurnJournal:
     async def _write(self, change: Change, bodies: Sequence[Body] = ()) -> None:
         self._apply(change)
         self._written += 1
-        waits = [self._queue(change, bodies)]
+        await self._queue(change, bodies)
         if self._written >= CHANGES_KEPT:
             self._written = 0
-            waits.append(self._queue(self._snapshot(), replaces=True))
-        await asyncio.gather(*waits)
+            with suppress(JournalError):  # the change itself is on disk; the next snapshot takes its place, too
+                await self._queue(self._snapshot(), replaces=True)
 
     def _queue(self, change: Change, bodies: Sequence[Body] = (), replaces: bool = False) -> "asyncio.Future[None]":
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """Turns that cannot be lost: retries get what they got, and a killed endpoint knows what it has sampled."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from atroposlib.agents import turn_journal
-from atroposlib.agents.turn_journal import TurnJournal
+from atroposlib.agents.turn_journal import SessionRecord, TurnJournal
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import JournalError
 from atroposlib.envs.server_handling.errors import ServerError
@@ -143,6 +144,33 @@ async def test_the_seed_of_a_session_gives_each_of_its_requests_one() -> None:
 def full(self: Journal, *args: Any, **named: Any) -> None:
     """A write to a full disk."""
     args[3](JournalError("the disk is full"))
+
+
+@pytest.mark.parametrize("fails", ["the snapshot", "the change"])
+async def test_a_change_and_the_snapshot_after_it_fail_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A disk that has room for one of them alone: what was refused is not done, and what is done is not refused."""
+    monkeypatch.setattr(turn_journal, "CHANGES_KEPT", 2)
+    write = Journal.write
+
+    def half_full(self: Journal, *args: Any, replaces: bool = False, **named: Any) -> None:
+        if replaces == (fails == "the snapshot"):
+            full(self, *args)
+        else:
+            write(self, *args, replaces=replaces, **named)
+
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        await journal.write_session(SessionRecord("mine", "key", {}, 1.0))
+        monkeypatch.setattr(Journal, "write", half_full)
+        refused = False
+        try:
+            await journal.end(["mine"])
+        except JournalError:
+            refused = True
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        kept = [record.id for record, _ in journal.restored()]
+    assert (refused, kept) == ((False, []) if fails == "the snapshot" else (True, ["mine"]))
 
 
 @pytest.mark.parametrize("is_of_sub_agent", [False, True])
