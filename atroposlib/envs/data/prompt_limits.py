@@ -92,12 +92,15 @@ class Look:
 
 def _looked_at(env: Asks, managed: "ManagedServer", item: Item, limit: int) -> tuple[bool, int]:
     """Return whether the prompt of an item has `limit` tokens, and its bytes. False where that is not known: what an
-    author's `prompt` raises is told when the item is asked.
+    author's `prompt`, or the chat template, raises is told when the item is asked.
     """
     try:
-        messages = env._prompt_of(item)
-    except Exception:  # the author's code may raise anything
+        return _measured(env._prompt_of(item), managed, limit)
+    except Exception:  # the author's code may raise anything, and so may a template that refuses the messages
         return False, 0
+
+
+def _measured(messages: Messages | None, managed: "ManagedServer", limit: int) -> tuple[bool, int]:
     if messages is None or not all(isinstance(message.get("content"), str) for message in messages):
         return False, 0
     size = sum(len(str(message["content"]).encode()) for message in messages)

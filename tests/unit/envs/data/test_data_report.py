@@ -356,6 +356,14 @@ async def test_prompts_over_the_trainers_limit_are_left_out_once_it_is_known(tmp
     ]
 
 
+async def test_a_question_that_the_chat_template_refuses_is_not_looked_at(tmp_path: Path) -> None:
+    async with LimitedServer() as server, running_env(LongEnv, tmp_path, server) as env:
+        before = len(env.stream.items)
+        env.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        await env._leave_out_long(env._env_run.data, 20, "of the server", held_out_too=True)
+        assert len(env.stream.items) == before
+
+
 async def test_data_of_which_every_prompt_is_too_long_is_refused(tmp_path: Path) -> None:
     tight = LimitedServer()
     tight.limit = 20
