@@ -40,7 +40,7 @@ class RetryableServerError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """Return whether the server is well, and refuses calls for their rate."""
+        """Return whether the server is well, and refuses calls for a while, such as for their rate."""
         return self.retry_after_s > 0
 
 

@@ -259,7 +259,7 @@ async def run_with_retries(
                 failure = error
             avoid = server
             if failure.is_refusal:
-                server.throttle.note_refusal(start, failure.retry_after_s, policy)
+                server.throttle.note_refusal(start, failure.retry_after_s, policy, str(failure))
             if isinstance(failure, ServerUnreachableError):
                 server.health.report_unreachable(str(failure), failure.retry_after_s)
             before, answered[server.name] = answered.get(server.name), server.throttle.answered

@@ -1,4 +1,4 @@
-"""The pace of all calls to one server that refuses some of them for their rate (429, or 503 with a Retry-After).
+"""The pace of all calls to one server that refuses some of them for a while (429, or 503 with a Retry-After).
 
     refused ──▶ closed for as long as the server asks ──▶ open: one call every `interval_s` ──answers──▶ faster
        ▲                                                                                         │
@@ -71,7 +71,7 @@ class Throttle:
         if self.interval_s < UNNOTICED_S:
             self.interval_s = 0.0
 
-    def note_refusal(self, began_at: float, asked_s: float, policy: Pauses) -> None:
+    def note_refusal(self, began_at: float, asked_s: float, policy: Pauses, reason: str) -> None:
         """The server has refused a call that began at `began_at`, and wants none for `asked_s` seconds (0: it did not
         say). Calls that began before the last slow-down are of the same burst, and slow down no further.
         """
@@ -83,7 +83,7 @@ class Throttle:
         self.interval_s = min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, 2.0 * self.interval_s))
         pause_s = policy.refused_pause_s(self._refused_in_row, asked_s)
         self._sleep = policy.sleep
-        self._tell(pause_s)
+        self._tell(pause_s, reason)
         self._close(pause_s)
 
     async def close(self) -> None:
@@ -104,15 +104,16 @@ class Throttle:
         for listener in self.listeners:
             listener()
 
-    def _tell(self, pause_s: float) -> None:
+    def _tell(self, pause_s: float, reason: str) -> None:
         if self._now() - self._told_at < TOLD_EVERY_S:
             return
         log.warning(
-            "%s refuses calls for their rate (%d since the last such line): sending it none for %.1f s, then at most"
-            " %.1f a second",
+            "%s refuses calls (%d since the last such line): sending it none for %.1f s, then at most %.1f a second"
+            " (%s)",
             self._name,
             self._refused,
             pause_s,
             1.0 / self.interval_s,
+            reason,
         )
         self._told_at, self._refused = self._now(), 0

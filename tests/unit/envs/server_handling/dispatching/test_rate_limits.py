@@ -122,11 +122,11 @@ async def test_the_interval_doubles_once_a_burst_and_shrinks_with_answers() -> N
     clock = [0.0]
     throttle, policy = Throttle("there", lambda: clock[0]), RetryPolicy()
     for _ in range(5):
-        throttle.note_refusal(0.0 if clock[0] else -1.0, 1.0, policy)
+        throttle.note_refusal(0.0 if clock[0] else -1.0, 1.0, policy, "")
         clock[0] = 1.0
     assert throttle.interval_s == FIRST_INTERVAL_S
     clock[0] = 9.0
-    throttle.note_refusal(8.0, 1.0, policy)
+    throttle.note_refusal(8.0, 1.0, policy, "")
     assert throttle.interval_s == 2 * FIRST_INTERVAL_S
     fast: list[float] = []
     slow: list[float] = []
@@ -138,6 +138,19 @@ async def test_the_interval_doubles_once_a_burst_and_shrinks_with_answers() -> N
     assert slow == pytest.approx([0.99] * len(slow))
     assert min(len(fast), len(slow)) > 3
     await throttle.close()
+
+
+async def test_the_log_has_the_words_of_a_refusal_which_need_not_be_about_a_rate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    throttle = Throttle("there")
+    waits = status_error("http://there/generate", 503, "--await-sync: older than the policy", {"Retry-After": "5"})
+    assert isinstance(waits, RetryableServerError)
+    throttle.note_refusal(time.monotonic(), waits.retry_after_s, RetryPolicy(), str(waits))
+    await throttle.close()
+    (line,) = caplog.messages
+    assert line.startswith("there refuses calls (1 since the last such line): sending it none for 5.")
+    assert line.endswith("a second (http://there/generate replied 503: --await-sync: older than the policy)")
 
 
 NOW = 1_700_000_000.0
