@@ -6,6 +6,7 @@ Everything but the journal's thread runs on the event loop. Deliveries are decid
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from atroposlib.api.state.selection import Group
 from atroposlib.api.state.state import Batch
 from atroposlib.groups import staleness_weight
 from atroposlib.logs import get_logger
+from atroposlib.processes.identity import has_ended
 from atroposlib.wire.batching import (
     Acknowledged,
     Activity,
@@ -55,6 +57,7 @@ from atroposlib.wire.servers import MOST, State
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
 MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
 MAX_LOGGED = 10  # of the groups set aside together
+LOOK_EVERY_S = 1.0  # for environments that were killed
 MAX_AHEAD = 4096  # groups that are checked before they are about to be delivered
 
 log = get_logger(__name__)
@@ -105,6 +108,7 @@ class RolloutService(JournalledState):
         self._forget_s = max(settings.env_forget, settings.env_timeout)
         self._remembered = Liveness(self._forget_s)
         self._trainers = Liveness(settings.trainer_timeout)
+        self._looked_at = -math.inf  # for processes that have ended
         self._asked_at: float | None = None  # when this trainer last asked for a batch
         self._trainer_heard = False  # since this process began: one of the journal may be resumed at an earlier step
         self._next_id = self.state.next_id
@@ -389,6 +393,7 @@ class RolloutService(JournalledState):
     def expire_silent(self) -> None:
         """Let the claims of environments lapse that were silent for too long, and forget those silent for longer."""
         now = self._clock()
+        self._leave_ended(now)
         self._trainers.newly_silent(now)
         silent = [env_id for env_id in self._environments.newly_silent(now) if env_id in self.state.queue.environments]
         for env_id in silent:
@@ -404,6 +409,17 @@ class RolloutService(JournalledState):
             log.warning("%d more environments are silent", len(lapsed) - MAX_LOGGED)
         if gone := [env_id for env_id in self._remembered.newly_silent(now) if env_id in self.state.queue.environments]:
             self._submit(changes.EnvironmentsForgotten(gone)).add_done_callback(partial(self._forgotten, gone))
+
+    def _leave_ended(self, now: float) -> None:
+        """Take out environments of this machine that were killed."""
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        for each in list(self.state.queue.environments.values()):
+            if each.counts and (process := each.request.process) is not None and has_ended(process):
+                log.warning("Environment %s has ended without disconnecting", each.name)
+                left = self._submit(changes.EnvironmentLeft(each.env_id))
+                left.add_done_callback(asyncio.Future.exception)  # it could not be written: again after a while
 
     def _forgotten(self, env_ids: Sequence[int], done: asyncio.Future[Any]) -> None:
         if done.exception() is not None:  # it could not be written: again after another such time

@@ -38,6 +38,19 @@ def still_runs(process: "Process") -> bool:
     return is_alive(process.pid, process.started)
 
 
+def has_ended(process: "Process") -> bool:
+    """Return whether `process`, of any machine and user, is known to have ended."""
+    if not process.same_place(this_process()) or still_runs(process):
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's, which /proc may hide
+        return False
+    return True
+
+
 def first_ticks(pid: int) -> int | None:
     """When the process started, also if it has died since and nobody has asked for its status. None: it is gone."""
     fields = _fields(pid)

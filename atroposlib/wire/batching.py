@@ -8,6 +8,8 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_ar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from atroposlib.wire.processes import Process
+
 G = TypeVar("G")
 
 # A token that was not sampled: its mask, and its log-probability (no real one is positive).
@@ -97,7 +99,8 @@ class EnvRegistration(Struct):
     """An environment server. `min_batch_allocation` is its least share (0 to 1) of each batch; a negative `weight`
     means unweighted.
 
-    `steps_per_eval` announces evaluations of every policy version that it divides, and of the last one.
+    `steps_per_eval` announces evaluations of every policy version that it divides, and of the last one. By `process`
+    an API on the same machine sees at once that the environment was killed.
     """
 
     max_token_length: Integer
@@ -107,6 +110,7 @@ class EnvRegistration(Struct):
     min_batch_allocation: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     steps_per_eval: Integer | None = None
     eval_at_start: bool = False
+    process: Process | None = None
 
 
 class EnvRegistered(Struct, tag_field="status", tag="success"):

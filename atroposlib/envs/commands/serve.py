@@ -49,6 +49,7 @@ from atroposlib.envs.run.pacing import (
 from atroposlib.envs.run.worker_pool import WorkerPool
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.logs import get_logger
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
 from atroposlib.wire.servers import LISTED_EVERY_S
 
@@ -123,6 +124,7 @@ class ServeLoop:
                 min_batch_allocation=env.config.min_batch_allocation,
                 steps_per_eval=evaluation_interval(env.config),
                 eval_at_start=env.config.eval_at_start,
+                process=this_process(),
             ),
             env.config.startup_timeout,
             self._joined,

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from atroposlib.api.server import create_app
 from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
+from atroposlib.processes.identity import this_process
 from atroposlib.wire.batching import MSGPACK
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 from tests.waiting import Clock
@@ -164,6 +165,19 @@ def test_a_silent_environments_minimum_weight_and_evaluation_lapse_until_it_is_b
     assert marks(client) == [1]
     assert client.post("/heartbeat", json={"env_id": silent}).json() == {"status": "success"}
     assert client.get(f"/status-env?env_id={lively}").json()["unallocated_fraction"] == 0.5
+
+
+def test_an_environment_whose_process_has_ended_is_not_waited_for() -> None:
+    client, clock = api()
+    register(client)
+    ended = msgspec.structs.replace(this_process(), started=1)  # its pid was given to another
+    elsewhere = msgspec.structs.replace(ended, pid_namespace=1)
+    for process in (ended, elsewhere, this_process()):
+        announced = msgspec.to_builtins(process)
+        env_id = register_env(client, min_batch_allocation=0.3, steps_per_eval=1, process=announced)
+    clock.now = 2
+    assert client.get("/evaluations?policy_version=1").json()["pending"] == ["math_1", "math_2"]
+    assert client.get(f"/status-env?env_id={env_id}").json()["unallocated_fraction"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("sign", ["status", "post", "evaluation", "heartbeat"])
