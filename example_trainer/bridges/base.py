@@ -103,8 +103,8 @@ class WeightBridge(Protocol):
         """Feed the server at `url` too, from the next sync on; nothing for one that is fed already."""
         raise BridgeError("this bridge feeds the servers of its configuration alone")
 
-    def release(self, url: str) -> None:
-        """Feed the server at `url` no more: it is about to end. Nothing for one that is not fed."""
+    def release(self, url: str, gone: bool = False) -> None:
+        """Feed the server at `url` no more: it is about to end, or `gone`. Nothing for one that is not fed."""
         raise BridgeError("this bridge feeds the servers of its configuration alone")
 
     def joined(self) -> Sequence[TellsActivity]:

@@ -143,7 +143,7 @@ class BroadcastBridge(WeightBridge):
         self._next_look = 0.0
         log.info("[Bridge] %s joins: it gets the policy with the next sync", url)
 
-    def release(self, url: str) -> None:
+    def release(self, url: str, gone: bool = False) -> None:
         if (vllm := self._named(url)) is None:
             return
         if self._is_alone(vllm):  # one that was left out, or has just joined, may take its place
@@ -153,7 +153,10 @@ class BroadcastBridge(WeightBridge):
             raise BridgeError(f"{url} is the only vLLM server that is connected: without it nothing can be sampled")
         for link in [link for link in self._links if link.vllm is vllm]:
             self._links.remove(link)
-            link.close()
+            if gone:
+                link.abandon()
+            else:
+                link.close()
         for clients in (self._servers, self._left_out, self._new, self._joined):
             if vllm in clients:
                 clients.remove(vllm)

@@ -81,8 +81,8 @@ class ReturningBridge(WeightBridge):
     def admit(self, url: str) -> None:
         self._inner.admit(url)
 
-    def release(self, url: str) -> None:
-        self._inner.release(url)
+    def release(self, url: str, gone: bool = False) -> None:
+        self._inner.release(url, gone)
 
     def joined(self) -> Sequence[TellsActivity]:
         return self._inner.joined()

@@ -31,7 +31,7 @@ class Membership:
                     self._serving.discard(url)
                     self._bridge.admit(url)
                 elif state != "serving" and url not in self._kept:
-                    self._bridge.release(url)
+                    self._bridge.release(url, gone=state == "left")
                     self._forget(url)
             except BridgeError as error:
                 if state == "joining":

@@ -314,6 +314,18 @@ def test_a_server_that_joins_gets_the_next_version_and_one_that_leaves_none(
     bridge.close()
 
 
+def test_a_server_that_has_left_is_not_told_that_its_session_ends(
+    model: str, servers: list[FakeVllmServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge = bridge_to(model, *servers)
+    assert synced(bridge, 1) == 2
+    servers[1].stop()
+    bridge.release(f"http://localhost:{servers[1].port}", gone=True)
+    assert synced(bridge, 2) == 1
+    bridge.close()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_a_server_that_joins_with_other_words_does_not_count(
     model: str, servers: list[FakeVllmServer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

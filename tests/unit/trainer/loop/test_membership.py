@@ -41,7 +41,7 @@ class Bridge:
         if all(each.url != url for each in [*self.fed, *self.new]):
             self.new.append(client(int(url.rpartition(":")[2])))
 
-    def release(self, url: str) -> None:
+    def release(self, url: str, gone: bool = False) -> None:
         if [each.url for each in self.fed] == [url]:
             raise BridgeError("the only one")
         self.fed = [each for each in self.fed if each.url != url]
