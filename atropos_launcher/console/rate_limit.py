@@ -28,7 +28,10 @@ class Repeated:
         return f"{line} ({held} more like it before)" if held else line
 
     def rest(self) -> list[str]:
-        """Return what is still held back, one line for each kind."""
-        lines = [f"{line} ({count} more like it)" if count > 1 else line for count, line in self._held.values()]
+        """Return what is still held back, one line for each kind, which is late."""
+        lines = [
+            f"{line} (earlier, with {count - 1} more like it before)" if count > 1 else f"{line} (earlier)"
+            for count, line in self._held.values()
+        ]
         self._held.clear()
         return lines

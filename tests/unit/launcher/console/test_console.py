@@ -133,7 +133,7 @@ def test_trouble_that_repeats_is_shown_once_and_counted_at_the_end(console: Plai
     trouble = [LogLine("trainer", f"WARNING [trainer] group {number} is dropped") for number in range(4)]
     assert written(console, *trouble, Ending(("api",), 7))[0] == [
         "trainer WARNING [trainer] group 0 is dropped",
-        "trainer WARNING [trainer] group 3 is dropped (3 more like it)",
+        "trainer WARNING [trainer] group 3 is dropped (earlier, with 2 more like it before)",
         "Ending api (at most 7 s)",
     ]
 

@@ -191,7 +191,7 @@ def test_a_killed_launcher_leaves_a_visible_cursor(tmp_path: Path) -> None:
 def test_lines_that_are_alike_are_told_at_the_end(tmp_path: Path) -> None:
     text = Seen(tmp_path / "run", "ends").text()
     assert text.count("cannot be graded") == 2
-    assert "gsm8k WARNING [gsm8k] answer 2 cannot be graded (2 more like it)" in text
+    assert "gsm8k WARNING [gsm8k] answer 2 cannot be graded (earlier, with 1 more like it before)" in text
 
 
 @pytest.mark.services
