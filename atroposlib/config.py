@@ -28,6 +28,19 @@ from atroposlib.files import expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 from atroposlib.yaml_text import read_yaml
 
+MAX_NAME = 128
+
+
+def check_name(name: str) -> str:
+    """`name` itself, if it is a valid one: names reach logs, terminals, pages and file names. Raises ValueError."""
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a name has at most {MAX_NAME} characters, this one has {len(name)}")
+    if not name.isprintable():
+        raise ValueError(f"a name has at most {MAX_NAME} characters, all of them printable")
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
 # fields that name a file to write: a device or a link is refused before anything starts
 OutputFile = Annotated[Path, AfterValidator(expect_regular)]
 OutputFileText = Annotated[str, AfterValidator(expect_regular)]

@@ -5,9 +5,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from atroposlib.config import InputPathText, OutputFileText, absent_inputs
+from atroposlib.config import InputPathText, Name, OutputFileText, absent_inputs
 from atroposlib.envs.server_handling.reasoning import Effort
-from atroposlib.names import Name
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 
 LACKS = "It would not start: "  # begins the lines of `serve --dry-run` that tell

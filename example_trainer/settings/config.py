@@ -13,8 +13,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from atroposlib.config import Config, OutputFile, in_place
-from atroposlib.names import Name
+from atroposlib.config import Config, Name, OutputFile, in_place
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
 from example_trainer.settings.bridges import AnyBridge, Mode, choose
 from example_trainer.settings.cpu_cores import parse_cores, shown_cores

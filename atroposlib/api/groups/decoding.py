@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from atroposlib import groups
+from atroposlib.config import check_name
 from atroposlib.groups import SHOWN, Location
-from atroposlib.names import check_name
 
 T = TypeVar("T")
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic import AliasChoices, Field, SecretStr
 
-from atroposlib.config import Config, config_yaml, load_config, resolve_config
+from atroposlib.config import Config, check_name, config_yaml, load_config, resolve_config
 from atroposlib.flags import ConfigError, Setting, keys_of, split
 
 
@@ -187,3 +187,19 @@ def test_a_setting_is_a_value_of_the_run_or_a_flag_of_its_program(
     setting: Setting, name: str, value: object, words: list[str]
 ) -> None:
     assert (setting.name, setting.value, setting.words("b.")) == (name, value, words)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a" * 128, "Ω✓ 数学", "with space", "a/b:c"])
+def test_a_name_is_up_to_128_printable_characters(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 129, "a\n", "\x1b[2J", "a\x9bb", "a\u202eb", "a\u2028b", "\ud800", "a\tb", "a\u200b"], ids=ascii
+)
+def test_other_names_are_refused_with_the_limit(name: str) -> None:
+    with pytest.raises(ValueError, match="at most 128 characters"):
+        check_name(name)

@@ -24,7 +24,7 @@ PLANTED = {
     "The launcher stands on the trainer": ("vllm_patching.transport", "example_trainer.errors"),
     "Inside the trainer imports go down": ("example_trainer.data.packing", "example_trainer.loss.terms"),
     "Inside the launcher imports go down": ("atropos_launcher.services.records", "atropos_launcher.console.progress"),
-    "Inside atroposlib imports go down": ("atroposlib.wire.batching", "atroposlib.names"),
+    "Inside atroposlib imports go down": ("atroposlib.wire.batching", "atroposlib.logs"),
     "Inside the batching API imports go down": ("atroposlib.api.state.queue", "atroposlib.api.journal.journal"),
     "Inside the environment framework imports go down": ("atroposlib.envs.rollouts", "atroposlib.envs.failures"),
     "The wire is msgspec": ("atroposlib.wire.batching", "pydantic"),

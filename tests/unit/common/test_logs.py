@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from atroposlib.logs import Repeats, escape, say
-from atroposlib.names import check_name
 
 FORGED = "12:00:00 INFO    [api] Trainer registered: batch_size=999"
 EVIL = f"evil\n{FORGED}\r\n{FORGED}\x1b[2J\x1b]0;owned\x07\x9b31m\u2028{FORGED}\u202etxt.exe\x00\t\x7f\u200b\ud800"
@@ -240,19 +239,3 @@ def test_a_traceback_is_written_once() -> None:
     assert first.exc_info is not None
     assert second.exc_info is None
     assert written.lines[1] == "it failed, 2 in a row (its traceback is above)"
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["", "a" * 128, "Ω✓ 数学", "with space", "a/b:c"])
-def test_a_name_is_up_to_128_printable_characters(name: str) -> None:
-    assert check_name(name) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["a" * 129, "a\n", "\x1b[2J", "a\x9bb", "a\u202eb", "a\u2028b", "\ud800", "a\tb", "a\u200b"], ids=ascii
-)
-def test_other_names_are_refused_with_the_limit(name: str) -> None:
-    with pytest.raises(ValueError, match="at most 128 characters"):
-        check_name(name)
