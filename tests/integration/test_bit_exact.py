@@ -330,7 +330,7 @@ def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path
         "--prompts",
         "6",
     ]
-    command += ["--group-size", "16", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "8", "--out"]
+    command += ["--group-size", "256", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "8", "--out"]
     runs = [tmp_path / "once", tmp_path / "again"]
     processes = [
         subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs
@@ -343,7 +343,7 @@ def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path
         assert (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes()
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     assert all(row["ratio_mean"] == 1.0 and row["bit_exact/differing_tokens"] == 0 for row in rows)
-    # what is sampled depends on the processor, and not every step has a signal
+    # a random model is right by chance, in one of 500 answers
     assert any(row["weight_delta/model.layers.0/magnitude"] > 0 for row in rows)
     assert rows[0]["kl_div"] == 0  # the start model computes as the policy does
     assert rows[-1]["kl_div"] > 0
