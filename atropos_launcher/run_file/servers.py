@@ -24,10 +24,9 @@ Servers = Tree | list[Tree]
 MOST = 64
 SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
 NAME = "vllm"
-TOKENS = re.compile(
-    r"(\d{1,18})|(\d{1,18}(?:\.\d{1,18})?)([kmgKMG])"
-)  # 1024, 1k for 1000, 1K for 1024: as vLLM reads them
 DIGITS = 18  # of a number, far more than any has
+# 1024, 1k for 1000, 1K for 1024: as vLLM reads them
+TOKENS = re.compile(r"(\d{1,18})|(\d{1,18}(?:\.\d{1,18})?)([kmgKMG])")
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _NAMES = re.compile(rf"{NAME}(-[1-9]\d*)?")
 
