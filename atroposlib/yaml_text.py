@@ -18,12 +18,12 @@ class Loader(yaml.SafeLoader):
     a value that is not what its form or its tag says, such as 2001-99-99.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
         self._sizes: dict[yaml.Node, _Size] = {}
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         mark = self.peek_event().start_mark
         self._level += 1
         self._expect(self._level <= MOST_LEVELS, f"more than {MOST_LEVELS} levels of nesting", mark)
@@ -37,7 +37,7 @@ class Loader(yaml.SafeLoader):
             self._expect(size.values <= MOST_VALUES, f"more than {MOST_VALUES} values, with those of aliases", mark)
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):
@@ -52,7 +52,7 @@ class Loader(yaml.SafeLoader):
         return _Size(1 + max((each.levels for each in sizes), default=0), 1 + sum(each.values for each in sizes))
 
     @staticmethod
-    def _expect(is_so: bool, fault: str, mark: Any) -> None:
+    def _expect(is_so: bool, fault: str, mark: yaml.Mark) -> None:
         if not is_so:
             raise yaml.composer.ComposerError(problem=fault, problem_mark=mark)
 
