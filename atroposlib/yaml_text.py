@@ -15,10 +15,11 @@ class _Size(NamedTuple):
 
 class Loader(yaml.SafeLoader):
     """Refuses an alias within what it names, and what is nested too deeply or holds too many values; gives the place of
-    a value that is not what its form or its tag says, such as 2001-99-99.
+    a value that is not what its form or its tag says, such as 2001-99-99, of half a surrogate pair, and of an integer
+    that is larger than every float.
     """
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: str | bytes) -> None:
         super().__init__(stream)
         self._level = 0
         self._sizes: dict[yaml.Node, _Size] = {}
@@ -39,8 +40,13 @@ class Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError):
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                float(value)
+            elif isinstance(value, str):
+                value.encode()
+            return value
+        except (ValueError, LookupError, AttributeError, OverflowError):
             what = f"a value that cannot be read as {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(problem=what, problem_mark=node.start_mark) from None
 
@@ -57,6 +63,6 @@ class Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(problem=fault, problem_mark=mark)
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str | bytes) -> Any:
     """What a text holds as YAML. Raises YAMLError."""
     return yaml.load(text, Loader)

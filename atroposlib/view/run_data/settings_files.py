@@ -69,29 +69,18 @@ def read_yaml(content: bytes) -> Tree:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):  # in Python: the one in C crashes on deep nesting
+    from atroposlib.yaml_text import Loader
+
+    class WithoutAlias(Loader):
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError("it has an alias, which could stand for any amount of text")
             return super().compose_node(parent, index)
 
-        def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
-            text = str(super().construct_scalar(node))
-            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise ValueError("it has half of a surrogate pair, which no text has")
-            return text
-
-        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-            number = super().construct_yaml_int(node)
-            if finite(number) is None:
-                raise ValueError("it has an integer that is larger than every float")
-            return int(number)
-
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
-        found = yaml.load(content, Loader)
+        found = yaml.load(content, WithoutAlias)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(" ".join(str(error).split())) from None
     return found if isinstance(found, dict) else _of_flags(found) if isinstance(found, list) else {}
 
 

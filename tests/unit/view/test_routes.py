@@ -335,7 +335,7 @@ def test_numbers_and_texts_that_nothing_can_hold_spoil_no_list(run: Path, name: 
     problems = [problem for found in listed for problem in found["problems"]]
     if name == "run.yaml":
         (problem,) = problems
-        assert problem.startswith("run.yaml cannot be read: it has ")
+        assert problem.startswith("run.yaml cannot be read: a value that cannot be read as ")
     for route in ROUTES[1:-1]:
         get(window, f"/api/runs/r{route}")
 

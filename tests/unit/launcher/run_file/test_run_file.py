@@ -123,6 +123,8 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("name: !!timestamp now", "is not YAML: a value that cannot be read as timestamp"),
         ("wandb: !!bool maybe", "is not YAML: a value that cannot be read as bool"),
         ("steps: !!int ''", "is not YAML: a value that cannot be read as int"),
+        (f"steps: 0x{'f' * 500}", "is not YAML: a value that cannot be read as int"),
+        ('system: "half \\ud83d"', "is not YAML: a value that cannot be read as str"),
         ("base: base.yaml\nbridge: [lora]", "run.yaml: bridge: expected keys and values, found list"),
         ("base: base.yaml\nenvironments: mine.py", "run.yaml: environments: expected keys and values, found str"),
         ("environments: {mine: mine.py}", "run.yaml: environments.mine: expected keys and values, found str"),
