@@ -252,7 +252,7 @@ def _preset(tree: type[BaseModel]) -> Tree:
     return found
 
 
-def nested(values: Mapping[str, Any]) -> Tree:
+def nested(values: Mapping[str, object]) -> Tree:
     """`{"env.steps": 5}` as `{"env": {"steps": 5}}`."""
     tree: Tree = {}
     for path, value in values.items():

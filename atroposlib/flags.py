@@ -321,7 +321,7 @@ def make_parser(
     prog: str,
     about: str,
     epilog: str = "",
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, object] = MappingProxyType({}),
     usage: str = USAGE,
     first: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
@@ -367,7 +367,7 @@ def make_parser(
 
 
 def make_short_parser(
-    keys: Sequence[Key], count: int, prog: str, about: str, epilog: str, defaults: Mapping[str, Any], usage: str
+    keys: Sequence[Key], count: int, prog: str, about: str, epilog: str, defaults: Mapping[str, object], usage: str
 ) -> argparse.ArgumentParser:
     """A parser whose help has `keys` in one section, and says that there are `count`."""
     parser = argparse.ArgumentParser(
@@ -416,7 +416,7 @@ def package_version() -> str:
     return next((installed.version for installed in metadata.distributions(name="atroposlib")), "(not installed)")
 
 
-def _help(key: Key, defaults: Mapping[str, Any]) -> str:
+def _help(key: Key, defaults: Mapping[str, object]) -> str:
     """Describe what the flag does, and what holds without it: of `defaults`, else of the field."""
     value: Any = defaults
     for part in key.path:

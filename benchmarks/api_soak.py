@@ -126,7 +126,7 @@ class Client:
         self._session = session
         self._url = url
 
-    async def post(self, path: str, body: Any, key: str | None = None) -> dict[str, Any]:
+    async def post(self, path: str, body: object, key: str | None = None) -> dict[str, Any]:
         """The reply of status 200, however long that takes."""
         headers = {} if key is None else {"Idempotency-Key": key}
         while True:

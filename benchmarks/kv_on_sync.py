@@ -80,7 +80,7 @@ class Served:
         found: dict[str, int] = self._client.get("/v1/bridge/activity").raise_for_status().json()
         return found
 
-    def ask(self, prompt: list[int], session: str = "", **sampling: Any) -> dict[str, Any]:
+    def ask(self, prompt: list[int], session: str = "", **sampling: object) -> dict[str, Any]:
         """Its reply to one request."""
         body = {"prompt": {"prompt_token_ids": prompt}, "ignore_eos": True, **sampling}
         reply = self._client.post("/generate", json=body, headers={SESSION_HEADER: session} if session else {})

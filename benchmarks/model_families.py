@@ -152,7 +152,7 @@ class Served:
         for module in model.modules():
             module.do_not_compile = True  # type: ignore[assignment]
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
+    def ask(self, method: str, *arguments: object) -> list[Any]:
         """Every rank's answer. Raises RuntimeError for one that failed."""
         answers: list[Any] = self.engine.collective_rpc(method, args=arguments)
         for answer in answers:
@@ -160,7 +160,7 @@ class Served:
                 raise RuntimeError(f"{method}: {answer['failed']}")
         return answers
 
-    def parity(self, model: nn.Module, **request: Any) -> float:
+    def parity(self, model: nn.Module, **request: object) -> float:
         """Root mean square of the differences of log-probabilities, in nats."""
         from vllm_patching.compat.vllm_requests import SamplingParams
 
@@ -205,7 +205,7 @@ class _Answers:
     def __init__(self, live: LiveWeights) -> None:
         self._live = live
 
-    def ask(self, *asked: Any) -> LiveWeights:
+    def ask(self, *asked: object) -> LiveWeights:
         return self._live
 
 

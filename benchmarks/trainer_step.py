@@ -66,7 +66,7 @@ def make_items(
 # --- arms: each waits for a line on stdin, does one step, answers one JSON line -------------------------------------
 
 
-def answer(**values: Any) -> None:
+def answer(**values: object) -> None:
     """Tell the parent."""
     print("@" + json.dumps(values), flush=True)
 

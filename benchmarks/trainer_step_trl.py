@@ -98,7 +98,7 @@ def trl_arm(work: Path, threads: int, settings: Settings, tell: Callable[..., No
         }
 
     class GivenBatch(GRPOTrainer):  # type: ignore[misc]
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+        def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
             return {name: tensor.to(self.accelerator.device) for name, tensor in generated().items()}
 
     class Turns(TrainerCallback):
@@ -109,10 +109,12 @@ def trl_arm(work: Path, threads: int, settings: Settings, tell: Callable[..., No
                 control.should_training_stop = True
             self.start, self.cpu = time.perf_counter(), time.process_time()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **other: Any) -> None:
+        def on_step_end(self, args: object, state: object, control: object, **other: object) -> None:
             self.seconds, self.cpu_seconds = time.perf_counter() - self.start, time.process_time() - self.cpu
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **other: Any) -> None:
+        def on_log(
+            self, args: object, state: object, control: object, logs: dict[str, Any] | None = None, **other: object
+        ) -> None:
             if logs and "grad_norm" in logs:
                 tell(
                     seconds=self.seconds,

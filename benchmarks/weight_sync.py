@@ -281,7 +281,7 @@ def _train(arm: Result) -> None:
         sys.stdin.readline()
 
 
-def _tell(**message: Any) -> None:
+def _tell(**message: object) -> None:
     print(json.dumps(message), flush=True)
 
 

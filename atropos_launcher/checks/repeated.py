@@ -147,7 +147,7 @@ def _told(group: ScoredData) -> str:
     return f"({group.ordinal[0]}, number {group.ordinal[2]})" if isinstance(group.ordinal, tuple) else ""
 
 
-def _of_values(part: str, one: Any, other: Any) -> str:
+def _of_values(part: str, one: object, other: object) -> str:
     if not isinstance(one, list) or not isinstance(other, list):
         return f"{part}: {shown(one)} and {shown(other)}"
     for place, (mine, its) in enumerate(zip_longest(one, other)):

@@ -15,7 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 
@@ -390,7 +390,7 @@ def _more(flags: type[RunFlags]) -> str:
     return "\n".join(["The trainer's flags to begin with:", *lines, "", MORE.format(training=OF_TRAINING)])
 
 
-def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:
+def _checked(values: Mapping[str, object], flags: type[RunFlags]) -> RunFlags:
     try:
         given = flags.model_validate(dict(values))
     except ValidationError as error:

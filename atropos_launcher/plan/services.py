@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from atropos_launcher.paths import PACKAGES, VLLM_PROGRAM
 from atropos_launcher.placement.addresses import (
@@ -129,7 +128,7 @@ def services(
     site: Site,
     trainer: TrainerConfig,
     environments: Mapping[str, EnvironmentPlan],
-    servers: Mapping[str, Mapping[str, Any]],
+    servers: Mapping[str, Mapping[str, object]],
 ) -> list[Service]:
     """The processes, in the order in which they are started; each waits for whom it needs."""
     shared = variables(run, site)
@@ -167,7 +166,7 @@ def services(
     return made
 
 
-def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, Any]) -> Service:
+def inference_server(run: RunFile, site: Site, index: int, flags: Mapping[str, object]) -> Service:
     """One of the run's vLLM servers, with these flags."""
     serving = Service(
         name=server_name(index, len(run.servers)),

@@ -458,7 +458,7 @@ def is_environment_name(name: str) -> bool:
     return not (name in TAKEN or is_server(name) or is_trainer(name)) and NAME.fullmatch(name) is not None
 
 
-def with_dataset(content: Mapping[str, Any], dataset: str) -> Tree:
+def with_dataset(content: Mapping[str, object], dataset: str) -> Tree:
     """`content` whose one environment takes that dataset. Raises ConfigError."""
     if dataset == LOCAL_FILES:
         return dict(content)  # the path itself is a flag of the environment
@@ -478,7 +478,7 @@ def only_environment(content: Mapping[str, Any], flag: str) -> str:
     return str(names[0])
 
 
-def validated(content: Mapping[str, Any], source: str) -> RunFile:
+def validated(content: Mapping[str, object], source: str) -> RunFile:
     """The run. Raises ConfigError, whose message names every wrong key."""
     try:
         return RunFile.model_validate(content)

@@ -58,7 +58,7 @@ def each_server(vllm: object) -> list[Tree]:
     return [as_planned(server) for server in vllm]
 
 
-def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
+def as_planned(flags: Mapping[str, object], section: str = NAME) -> Tree:
     """The flags of a server, those as numbers by which a run is planned: `port`, `tensor_parallel_size`,
     `max_model_len`, which may also be "auto", `gpu_memory_utilization` and `max_num_seqs`; and `dtype` by its usual
     name. Raises ConfigError.
@@ -78,7 +78,7 @@ def as_planned(flags: Mapping[str, Any], section: str = NAME) -> Tree:
     return found
 
 
-def served_tokens(flags: Mapping[str, Any]) -> int | None:
+def served_tokens(flags: Mapping[str, object]) -> int | None:
     """Return a server's `max_model_len`; None where it is vLLM's choice."""
     length = flags.get("max_model_len")
     return length if isinstance(length, int) else None

@@ -52,7 +52,7 @@ class EndpointClient:
         """The id of the endpoint's process: another one after a restart."""
         return str((await self._asked("GET", "/health"))["process"])
 
-    async def open(self, settings: Mapping[str, Any], identity: str | None = None) -> OpenSession:
+    async def open(self, settings: Mapping[str, object], identity: str | None = None) -> OpenSession:
         """A new session, or the one of this id that has not ended."""
         body = {"settings": settings, **({"id": identity, "reopen": True} if identity else {})}
         made = await self._asked("POST", "/sessions", body)

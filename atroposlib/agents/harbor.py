@@ -111,14 +111,14 @@ def _task(root: Path, folder: Path) -> HarborTask:
     return task
 
 
-def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _table(settings: Mapping[str, object], name: str) -> Mapping[str, Any]:
     table = settings.get(name, {})
     if not isinstance(table, dict):
         raise TypeError(f"{name} is {table!r:.80}: expected a table")
     return table
 
 
-def _image(folder: Path, environment: Mapping[str, Any]) -> str | None:
+def _image(folder: Path, environment: Mapping[str, object]) -> str | None:
     if name := environment.get("docker_image"):
         return f"the image {name}"
     found = [name for name in IMAGES if (folder / "environment" / name).exists()]

@@ -129,7 +129,7 @@ def require(body: object) -> JsonObject:
     return body
 
 
-def checked(body: Mapping[str, Any], name: str, *kinds: type, least: float | None = None) -> Any:
+def checked(body: Mapping[str, object], name: str, *kinds: type, least: float | None = None) -> Any:
     """The field, None if it is absent or null. Raises Refused for another type than `kinds` or less than `least`."""
     value = body.get(name)
     if value is None:
@@ -142,7 +142,7 @@ def checked(body: Mapping[str, Any], name: str, *kinds: type, least: float | Non
     return value
 
 
-def objects(body: Mapping[str, Any], name: str) -> list[JsonObject]:
+def objects(body: Mapping[str, object], name: str) -> list[JsonObject]:
     """A list of objects, empty if it is absent. Raises Refused."""
     values = checked(body, name, list) or []
     for at, each in enumerate(values):
@@ -151,7 +151,7 @@ def objects(body: Mapping[str, Any], name: str) -> list[JsonObject]:
     return list(values)
 
 
-def texts(body: Mapping[str, Any], name: str) -> list[str]:
+def texts(body: Mapping[str, object], name: str) -> list[str]:
     """A text or a list of texts, as a list. Raises Refused."""
     value = checked(body, name, str, list)
     given = [value] if isinstance(value, str) else value or []
@@ -162,7 +162,7 @@ def texts(body: Mapping[str, Any], name: str) -> list[str]:
     return given
 
 
-def refuse_unknown(body: Mapping[str, Any], known: frozenset[str], words: str) -> None:
+def refuse_unknown(body: Mapping[str, object], known: frozenset[str], words: str) -> None:
     """Refuse fields that the dialect does not have; `words` is its sentence, with {name}. Raises Refused."""
     for name in body:
         if name not in known:

@@ -53,7 +53,7 @@ class QwenFixedTokenizer:
     Keyword arguments are those of `AutoTokenizer.from_pretrained`. Raises OSError without such a tokenizer.
     """
 
-    def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
+    def __init__(self, model_name_or_path: str, **kwargs: object) -> None:
         if kwargs:
             from transformers import AutoTokenizer  # which imports torch if it is installed
 

@@ -248,7 +248,7 @@ class TeacherDistillationEnv(BaseEnv):
         if not self.config.teacher_other_template:
             self._expect_same_template(teacher)
 
-    def _expect_same_template(self, teacher: Any) -> None:
+    def _expect_same_template(self, teacher: object) -> None:
         """Raise ValueError for a teacher whose chat template makes other tokens of a conversation."""
         theirs, ours = _ids_of_probe(teacher), _ids_of_probe(self.tokenizer)
         if theirs == ours:

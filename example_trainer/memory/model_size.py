@@ -313,7 +313,7 @@ def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
     return shapes
 
 
-def _is_known(config: Mapping[str, Any]) -> bool:
+def _is_known(config: Mapping[str, object]) -> bool:
     architectures = config.get("architectures")
     return isinstance(architectures, list) and any(name in KNOWN for name in architectures)
 

@@ -112,7 +112,7 @@ class PrometheusSink:
         resources.callback(stop)
         log.info("Serving Prometheus metrics at %s", self.url)
 
-    def write(self, row: Any) -> None:
+    def write(self, row: object) -> None:
         """Take over one step's row."""
         self._collector.note(row)
 

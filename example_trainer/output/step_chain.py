@@ -47,7 +47,7 @@ class StepDigests(Struct, frozen=True):
         return {f"sha256/{name}": value for name, value in msgspec.structs.asdict(self).items()}
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> "StepDigests | None":
+    def of_row(cls, row: Mapping[str, object]) -> "StepDigests | None":
         """The digests of a row; None for one of a run that cannot be repeated."""
         found = {name: row.get(f"sha256/{name}") for name in cls.__struct_fields__}
         return cls(**found) if all(isinstance(value, str) for value in found.values()) else None  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def batch_rows(step: int, items: Iterable[Item]) -> list[dict[str, Any]]:
     return rows
 
 
-def batch_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+def batch_digest(rows: Sequence[Mapping[str, object]]) -> str:
     """Compute the digest of the rows as the file has them."""
     return hashlib.sha256(as_lines(*rows)).hexdigest()
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ class Session:
         ids = self.words.ids(TEXT)
         return (ids * (length // len(ids) + 1))[:length]
 
-    def greedy(self, prompt: Sequence[int], tokens: int = 1, **options: Any) -> Answer:
+    def greedy(self, prompt: Sequence[int], tokens: int = 1, **options: object) -> Answer:
         """Return one answer at temperature 0."""
         return self.ask(Ask(prompt, tokens, 0.0, self.few, options))[0]
 

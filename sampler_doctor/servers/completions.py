@@ -70,7 +70,7 @@ class Completions(Sampler):
                 return answers
         raise NotOffered("neither prompt_logprobs nor echo")
 
-    def _answers(self, ask: Ask, extra: Mapping[str, Any]) -> list[Answer]:
+    def _answers(self, ask: Ask, extra: Mapping[str, object]) -> list[Answer]:
         body = {
             "model": ask.model or self.model,
             "prompt": ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt),

@@ -181,7 +181,7 @@ def answers_of(path: str, ask: Ask, answers: Sequence[Answer]) -> list[Answer]:
         return whole
 
 
-def offered(value: Any, name: str) -> Any:
+def offered(value: object, name: str) -> Any:
     """Return `value`. Raises NotOffered where the reply has none."""
     if value is None:
         raise NotOffered(f"the answer has no {name}")

@@ -38,7 +38,7 @@ class LimitedWork:
         self._starting = asyncio.Lock()
         self._lanes: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
-    async def ask(self, do: str, lane: str, limit_s: float, **content: Any) -> dict[str, Any]:
+    async def ask(self, do: str, lane: str, limit_s: float, **content: object) -> dict[str, Any]:
         """The reply of a fork of its own. Raises ChildRefused with its error, also if it is late, and ChildFailed."""
         async with self._lanes[lane]:
             child = await self.started()

@@ -7,7 +7,6 @@ shown as the system's, which all chat templates know.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from atroposlib.agents.model_call import (
     BAD_REQUEST,
@@ -141,7 +140,7 @@ def usage(result: ModelReply) -> JsonObject:
     }
 
 
-def with_numbers(sampling: JsonObject, body: Mapping[str, Any]) -> JsonObject:
+def with_numbers(sampling: JsonObject, body: Mapping[str, object]) -> JsonObject:
     """`sampling`, once the numbers in it are known to be numbers. Raises Refused."""
     for name in sampling:
         if name in KINDS:

@@ -4,7 +4,6 @@ client that sends them back gives the model exactly that.
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -203,7 +202,7 @@ def _call(block: JsonObject, where: str) -> JsonObject:
     return as_call(block.get("id"), name, json.dumps(given, ensure_ascii=False))
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_block(each, where) for each in objects({where: content}, where))

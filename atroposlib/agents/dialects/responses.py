@@ -9,7 +9,6 @@ import binascii
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from atroposlib.agents.dialects import chat
 from atroposlib.agents.dialects.chat import Event, arguments_of, as_call
@@ -247,7 +246,7 @@ def _item(item: JsonObject, at: int) -> JsonObject:
             )
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -255,7 +254,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(_part(part, where) for part in content)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
     if kind not in PARTS or not isinstance(text, str):

@@ -31,7 +31,7 @@ class CombinedReward(RewardFunction):
     def name(self) -> str:
         return self._name or "combined_" + "_".join(reward.name for reward in self.reward_functions)
 
-    def set_wandb_logger(self, logger: Any) -> None:
+    def set_wandb_logger(self, logger: object) -> None:
         super().set_wandb_logger(logger)
         for reward in self.reward_functions:
             reward.set_wandb_logger(logger)

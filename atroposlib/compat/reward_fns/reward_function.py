@@ -10,7 +10,7 @@ from atroposlib.envs.errors import Unscored
 class RewardFunction(ABC):
     """Scores completions. A call is `compute` times `weight`; what `compute` raises is raised, naming the reward."""
 
-    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
         self.weight = weight
         self.config = kwargs
         self.wandb_logger: Any = None
@@ -44,7 +44,7 @@ class RewardFunction(ABC):
         self.log_metrics(rewards, weighted)
         return weighted
 
-    def set_wandb_logger(self, logger: Any) -> None:
+    def set_wandb_logger(self, logger: object) -> None:
         """Something with `log(dict)`, which then gets the mean and range of every call's rewards."""
         self.wandb_logger = logger
 
@@ -63,7 +63,7 @@ class RewardFunction(ABC):
         )
 
     @staticmethod
-    def get_content(completion: Any) -> str:
+    def get_content(completion: object) -> str:
         """The text of a completion: a string, a message, or a conversation, of which the last message counts."""
         if isinstance(completion, str):
             return completion

@@ -361,7 +361,7 @@ def _is_list_of_one(content: object) -> bool:
     return isinstance(content, list) and len(content) == 1
 
 
-def _known_keys(content: Any, kinds: Mapping[str, type[BaseModel]], accepts_former: bool, place: str = "") -> Any:
+def _known_keys(content: object, kinds: Mapping[str, type[BaseModel]], accepts_former: bool, place: str = "") -> Any:
     """Return what YAML has at `place` ("env") without the keys that users' files hold for other programs; warn of each.
     `kinds` are the trees by place.
 

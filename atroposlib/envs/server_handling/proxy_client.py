@@ -53,7 +53,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         return self.get_state()
 
     async def chat_completion(
-        self, *, messages: Sequence[Mapping[str, object]], split: str = "train", **arguments: Any
+        self, *, messages: Sequence[Mapping[str, object]], split: str = "train", **arguments: object
     ) -> ChatCompletion:
         """Complete a chat as `ManagedServer.chat_completion` does, with every sampling parameter."""
         reply = await request(
@@ -68,7 +68,7 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
     def prompt_length(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> None:
         """Not known: the proxy renders the prompt."""
 
-    async def completion(self, **arguments: Any) -> Completion:
+    async def completion(self, **arguments: object) -> Completion:
         """The proxy speaks chat only."""
         raise NotImplementedError("a managed proxy has no text completions; use chat_completion")
 

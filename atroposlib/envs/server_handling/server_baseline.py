@@ -88,13 +88,13 @@ class InferenceCalls(ABC):
     async def _run(self, what: str, operation: Callable[["APIServer"], Awaitable[T]], split: Split) -> T:
         """Choose a server, hold a slot of it, run `operation` on it, with retries."""
 
-    async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> "ChatCompletion":
+    async def chat_completion(self, *, split: Split = "train", **arguments: object) -> "ChatCompletion":
         """Arguments as for OpenAI's chat completions; `model` is filled in."""
         return merge_replies(
             await self._in_parts(arguments, "chat completion", lambda server, part: server.request_chat(part), split)
         )
 
-    async def completion(self, *, split: Split = "train", **arguments: Any) -> "Completion":
+    async def completion(self, *, split: Split = "train", **arguments: object) -> "Completion":
         """Arguments as for OpenAI's completions; `model` is filled in."""
         return merge_replies(
             await self._in_parts(arguments, "completion", lambda server, part: server.request_completion(part), split)

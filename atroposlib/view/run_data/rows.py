@@ -287,7 +287,7 @@ def mean_and_spread(scores: list[float | None]) -> tuple[float, float]:
     return min(max(mean, -LARGEST), LARGEST), min(spread, LARGEST)
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """A finite number; None for anything else, and for an integer that is larger than every float."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         with suppress(OverflowError):

@@ -31,7 +31,7 @@ def is_right(text: str, result: str) -> bool:
     return bool(numbers) and numbers[-1] == result
 
 
-def reward(completions: list[Any], result: list[str], **_: Any) -> list[float]:
+def reward(completions: list[Any], result: list[str], **_: object) -> list[float]:
     """1 for the right last number."""
     return [float(is_right(each[0]["content"], known)) for each, known in zip(completions, result, strict=True)]
 
@@ -49,7 +49,7 @@ class Evaluations(TrainerCallback):
         self.best = 0.0
         self.metrics: dict[str, float] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
         self._look(given["model"], state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
