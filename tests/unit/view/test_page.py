@@ -91,7 +91,7 @@ def test_the_keyboard_reaches_everything(tab: Tab, window: Window) -> None:
     page.keyboard.press("j")
     name = page.evaluate(focused)
     page.keyboard.press("Enter")
-    page.get_by_role("heading", name=name).wait_for()
+    page.get_by_role("heading", name=name, exact=True).wait_for()
     page.goto(f"{window.url}/#/run/first/groups?sort=oldest")
     page.locator("[data-row]").first.wait_for()
     page.keyboard.press("j")

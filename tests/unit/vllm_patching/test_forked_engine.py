@@ -1,5 +1,6 @@
 """A child that vLLM forks: vLLM loads no plugin there, so our server has it register, and OpenMP is loaded already."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,13 +22,18 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def _as_registered() -> Iterator[None]:
-    """For forks of the tests here alone."""
+    """For forks of the tests here alone, which free nothing of this process: Gloo's groups of earlier tests wait for
+    threads that a fork lacks.
+    """
+    gc.collect()
+    gc.freeze()
     registry = multiprocessing.util._afterfork_registry  # type: ignore[attr-defined]
     others = {*registry}
     plugin.register_in_forks.__wrapped__()
     yield
     for ours in {*registry} - others:
         del registry[ours]
+    gc.unfreeze()
 
 
 def _tell_its_wakeup(end: Connection) -> None:
