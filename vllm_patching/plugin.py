@@ -42,6 +42,7 @@ def register() -> None:
         if not switch.is_on():
             vllm_kernels.fuse_norm()
         vllm_layers.share_rows()
+        vllm_layers.share_logits()
         vllm_engine.accept_routed_experts()
         vllm_engine.take_back_discarded_draws()
         vllm_engine.draw_by_inversion()

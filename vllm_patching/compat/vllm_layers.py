@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from vllm_patching import vllm_types
 from vllm_patching.compat.vllm_ops import cpu_kernels
-from vllm_patching.kv_cache.shared_rows import SharedRows, shared_rows
+from vllm_patching.kv_cache.shared_rows import RowSharing, SharedRows, equal_rows
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
@@ -223,10 +223,11 @@ def share_rows() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     run, attend = GPUModelRunner._model_forward, Attention.forward
+    sharing = RowSharing()
     shared: list[tuple[torch.Tensor, torch.Tensor]] = []  # the pass under way: its distinct rows, the place of each row
 
     def model_forward(self: vllm_types.ModelRunner, **inputs: Any) -> object:
-        rows = _alike(self, inputs)
+        rows = _alike(sharing, self, inputs)
         if rows is None:
             return run(self, **inputs)
         distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)
@@ -247,6 +248,27 @@ def share_rows() -> None:
     cast(Any, GPUModelRunner)._model_forward, cast(Any, Attention).forward = model_forward, attention_forward
 
 
+@functools.cache
+def share_logits() -> None:
+    """Compute the logits of equal hidden states once per pass, where one process has them all: states of several could
+    differ by a bit in one alone, which would then wait for others.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    compute = LogitsProcessor.forward
+
+    def forward(self: Any, lm_head: Any, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        rows = equal_rows(hidden_states) if get_tensor_model_parallel_world_size() == 1 else None
+        if rows is None:
+            return compute(self, lm_head, hidden_states, *more, **named)
+        distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)
+        logits = compute(self, lm_head, hidden_states.index_select(0, distinct), *more, **named)
+        return None if logits is None else logits.index_select(0, place)
+
+    cast(Any, LogitsProcessor).forward = forward
+
+
 def call_attention_directly(model: torch.nn.Module) -> None:
     """Have the attention layers of an eager model call their backend. The platform of CPUs has them go through torch's
     dispatcher instead, where a compiled model needs a seam; 60 such calls take 2 ms of a pass of 30 layers.
@@ -256,7 +278,7 @@ def call_attention_directly(model: torch.nn.Module) -> None:
             cast(Any, layer).use_direct_call = True
 
 
-def _alike(runner: vllm_types.ModelRunner, inputs: Mapping[str, Any]) -> SharedRows | None:
+def _alike(sharing: RowSharing, runner: vllm_types.ModelRunner, inputs: Mapping[str, Any]) -> SharedRows | None:
     """Find the shared rows of a pass; None, too, for a model or an input of which a row is more than its token."""
     tokens, positions = inputs["input_ids"], inputs["positions"]
     requests = runner.input_batch.num_reqs
@@ -267,7 +289,8 @@ def _alike(runner: vllm_types.ModelRunner, inputs: Mapping[str, Any]) -> SharedR
     if not _mixes_rows_by_attention_alone(runner):
         return None
     table = runner.input_batch.block_table[0]
-    return shared_rows(
+    return sharing.of_pass(
+        runner.input_batch.req_ids[:requests],
         tokens.numpy(),
         starts,
         runner.input_batch.num_computed_tokens_cpu[:requests],

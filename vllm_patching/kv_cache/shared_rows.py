@@ -1,15 +1,20 @@
-"""Rows of prompts that are alike are computed once per pass.
+"""Rows that are alike are computed once per pass.
 
 vLLM's prefix cache shares whole blocks alone, of 32 tokens or more on CPUs. The answers to one question begin in the
-same pass, and each would compute the question, or what of it comes after the last whole block, again.
+same pass, and each would compute the question, or what of it comes after the last whole block, again. While they have
+drawn the same tokens, each would compute the same rows again in every pass; late in training, most do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-LEAST_ROWS = 8  # of a request in a pass; a few rows more cost little
+LEAST_ROWS = 8  # fewer cost little more
 
 Numbers = NDArray[np.integer]
 
@@ -24,30 +29,73 @@ class SharedRows:
     place: NDArray[np.int64]
 
 
-def shared_rows(tokens: Numbers, starts: Numbers, computed: Numbers, blocks: Numbers, block: int) -> SharedRows | None:
-    """Find the rows of a pass that repeat those of a request before; None if there are none.
+class _History(NamedTuple):
+    """The first `tokens` of a request; `number` is that of all requests whose keys and values of them are the same."""
 
-    `tokens` [rows] are those of the requests one after the other: rows starts[i] to starts[i + 1] belong to request i,
-    [requests + 1]. Keys and values of the computed[i] tokens before them, [requests], are in the cache's blocks
-    blocks[i], [requests, blocks of the longest], of `block` tokens each. Two rows are alike where the tokens before
-    them are: those in the same blocks, or computed in this pass.
+    tokens: int
+    number: int
+
+
+class RowSharing:
+    """Finds the rows of each pass that repeat those of a request before. Two rows are alike where the tokens before
+    them are: those in the same blocks, computed in this pass, or computed alike in the passes before.
     """
-    place = np.arange(len(tokens))
-    leaders: dict[tuple[int, bytes], list[int]] = {}  # by where their rows end, and with which tokens
-    for request, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        if end - first < LEAST_ROWS:
-            continue
-        before = int(computed[request])
-        cached = blocks[request, : -(-before // block)]
-        same_end = leaders.setdefault((before + end - first, tokens[end - LEAST_ROWS : end].tobytes()), [])
-        for leader in same_end:
-            begin = int(starts[leader]) + before - int(computed[leader])  # the leader's row of the same position
-            if begin < starts[leader] or not np.array_equal(blocks[leader, : len(cached)], cached):
-                continue
-            if np.array_equal(tokens[begin : starts[leader + 1]], tokens[first:end]):
-                place[first:end] = np.arange(begin, starts[leader + 1])
-                break
-        else:
-            same_end.append(request)
-    distinct = np.flatnonzero(place == np.arange(len(tokens)))
-    return SharedRows(distinct, np.searchsorted(distinct, place)) if len(distinct) < len(tokens) else None
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._histories: dict[str, _History] = {}  # of the last pass's requests
+
+    def of_pass(
+        self, requests: Sequence[str], tokens: Numbers, starts: Numbers, computed: Numbers, blocks: Numbers, block: int
+    ) -> SharedRows | None:
+        """Find the distinct rows; None if less than LEAST_ROWS are others.
+
+        `tokens` [rows] are those of `requests`, which are named, one after the other: rows starts[i] to starts[i + 1]
+        belong to request i, [requests + 1]. Keys and values of the computed[i] tokens before them, [requests], are in
+        the cache's blocks blocks[i], [requests, blocks of the longest], of `block` tokens each.
+        """
+        place = np.arange(len(tokens))
+        leaders: dict[tuple[int, int | bytes, bytes], int] = {}  # by the tokens before their rows, and of them
+        longer: dict[tuple[int, bytes], list[int]] = {}  # by where their rows end, and with which tokens
+        histories: list[_History] = []
+        bounds, cached_tokens = starts.tolist(), computed.tolist()
+        for request, name in enumerate(requests):
+            first, end, before = bounds[request], bounds[request + 1], cached_tokens[request]
+            cached = blocks[request, : -(-before // block)]
+            known = self._histories.get(name)
+            number = known.number if known and known.tokens == before else cached.tobytes()
+            leader = leaders.setdefault((before, number, tokens[first:end].tobytes()), request)
+            begin = bounds[leader]
+            if leader == request and end - first >= LEAST_ROWS:
+                same_end = longer.setdefault((before + end - first, tokens[end - LEAST_ROWS : end].tobytes()), [])
+                for each in same_end:
+                    begin = bounds[each] + before - cached_tokens[each]  # the leader's row of the same position
+                    if begin < bounds[each] or not np.array_equal(blocks[each, : len(cached)], cached):
+                        continue
+                    if np.array_equal(tokens[begin : bounds[each + 1]], tokens[first:end]):
+                        leader = each
+                        break
+                else:
+                    same_end.append(request)
+            if leader == request:
+                histories.append(_History(before + end - first, next(self._numbers)))
+            else:
+                place[first:end] = place[begin : bounds[leader + 1]]
+                histories.append(histories[leader])
+        self._histories = dict(zip(requests, histories, strict=True))
+        return _shared(place)
+
+
+def equal_rows(states: torch.Tensor) -> SharedRows | None:
+    """Find the distinct rows of `states` [rows, values]; None if less than LEAST_ROWS are others."""
+    first_of: dict[bytes, int] = {}
+    rows = states.contiguous().view(torch.uint8).numpy()
+    return _shared(np.array([first_of.setdefault(each.tobytes(), row) for row, each in enumerate(rows)]))
+
+
+def _shared(place: NDArray[np.int64]) -> SharedRows | None:
+    """`place` [rows] says of each row which one before has its result, or is it itself."""
+    distinct = np.flatnonzero(place == np.arange(len(place)))
+    if len(place) - len(distinct) < LEAST_ROWS:
+        return None
+    return SharedRows(distinct, np.searchsorted(distinct, place))

@@ -9,18 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_patching.compat import vllm_engine, vllm_layers  # noqa: F401  # before a test's time limit begins
-from vllm_patching.kv_cache.shared_rows import LEAST_ROWS, SharedRows, shared_rows
+from vllm_patching.kv_cache.shared_rows import LEAST_ROWS, RowSharing, SharedRows, equal_rows
 
 BLOCK = 4
 LONG = list(range(20, 20 + LEAST_ROWS))
 
 
-def found(chunks: list[list[int]], computed: list[int] | None = None, blocks: list[list[int]] | None = None) -> Any:
+def found(
+    chunks: list[list[int]],
+    computed: list[int] | None = None,
+    blocks: list[list[int]] | None = None,
+    sharing: RowSharing | None = None,
+    names: list[str] | None = None,
+) -> Any:
     count = len(chunks)
-    return shared_rows(
+    return (sharing or RowSharing()).of_pass(
+        names or [str(number) for number in range(count)],
         np.array([token for chunk in chunks for token in chunk], dtype=np.int32),
         np.cumsum([0, *map(len, chunks)]),
         np.array(computed or [0] * count),
@@ -55,29 +63,107 @@ def test_rows_are_shared_that_follow_the_same_tokens(
     assert distinct_rows(found(chunks, computed, blocks)) == distinct
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from([0, 4, 6, 8]), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=9),
-    st.randoms(use_true_random=False),
+@pytest.mark.parametrize(
+    ("second", "names", "computed", "distinct"),
+    [
+        ([[7]] * 9, None, None, [0]),
+        ([[7]] * 4 + [[8]] * 5, None, None, None),  # 7 rows less: not worth it
+        ([[7]] * 5 + [[8]] * 5, None, None, [0, 5]),
+        ([[7]] * 9, "jklmnopqr", None, None),  # other requests, each with blocks of its own
+        ([[7]] * 9, "abcdefgjk", None, None),  # two of them
+        ([[7]] * 9, None, [4] * 9, None),  # preempted, and computed again from their own blocks
+        ([[7]] * 9, None, [0] * 9, [0]),  # or from the start
+        ([LONG] * 2, "ab", [0, 0], list(range(8))),
+    ],
 )
-def test_a_row_stands_for_another_only_after_the_same_tokens(requests: list[tuple[int, int, int]], random: Any) -> None:
-    """A block is named by the tokens up to its end, as in vLLM's cache; one that is not whole is a request's own."""
+def test_requests_that_were_alike_are_while_their_tokens_are(
+    second: list[list[int]], names: Any, computed: Any, distinct: list[int] | None
+) -> None:
+    sharing, count = RowSharing(), len(second)
+    own = [[number] * 8 for number in range(count)]
+    first = found([LONG] * 10, None, [[number] * 8 for number in range(10)], sharing, list("abcdefghij"))
+    assert distinct_rows(first) == list(range(8))
+    rows = found(second, computed or [8] * count, own, sharing, list(names or "abcdefghij"[:count]))
+    assert distinct_rows(rows) == distinct
+
+
+def test_requests_that_once_differed_never_are_alike_again() -> None:
+    sharing = RowSharing()
+    own = [[number] * 8 for number in range(18)]
+    found([LONG] * 18, None, own, sharing)
+    assert distinct_rows(found([[1]] * 9 + [[2]] * 9, [8] * 18, own, sharing)) == [0, 9]
+    assert distinct_rows(found([[3]] * 18, [9] * 18, own, sharing)) == [0, 9]
+
+
+ROWS_BEFORE = st.tuples(st.sampled_from([0, 4, 6, 8]), st.integers(1, 14), st.integers(0, 2))
+
+
+@given(st.lists(ROWS_BEFORE, min_size=1, max_size=12), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_a_row_stands_for_another_only_after_the_same_tokens(
+    requests: list[tuple[int, int, int]], passes: int, random: Any
+) -> None:
+    """A block is named by the tokens up to its end, as in vLLM's cache; one that is not whole is a request's own. From
+    pass to pass requests draw a token, end, begin anew under their name, and change places.
+    """
     texts = [[random.randrange(2) for _ in range(22)] for _ in range(3)]
-    chunks, computed, blocks = [], [], []
     names: dict[object, int] = {}
-    for number, (before, length, text) in enumerate(requests):
-        tokens = texts[text][: before + length]
-        chunks.append(tokens[before:])
-        computed.append(before)
-        ends = [min(end, before) for end in range(BLOCK, before + BLOCK, BLOCK)]
-        held = [tuple(tokens[:end]) if end % BLOCK == 0 else (number, end) for end in ends]
-        blocks.append([names.setdefault(name, len(names)) for name in held] + [-1] * (8 - len(held)))
-    rows = found(chunks, computed, blocks)
-    if rows is None:
-        return
-    prefixes = [
-        tuple(texts[text][: before + offset + 1]) for before, length, text in requests for offset in range(length)
-    ]
-    assert [prefixes[rows.distinct[place]] for place in rows.place] == prefixes
+    sharing = RowSharing()
+    live = {
+        str(number): (texts[text][: before + length], before)
+        for number, (before, length, text) in enumerate(requests * (1 + LEAST_ROWS // len(requests)))
+    }
+    for _ in range(passes):
+        chunks, computed, blocks = [], [], []
+        for name, (tokens, before) in live.items():
+            chunks.append(tokens[before:])
+            computed.append(before)
+            ends = [min(end, before) for end in range(BLOCK, before + BLOCK, BLOCK)]
+            held = [tuple(tokens[:end]) if end % BLOCK == 0 else (name, end) for end in ends]
+            blocks.append([names.setdefault(each, len(names)) for each in held] + [-1] * (8 - len(held)))
+        rows = found(chunks, computed, blocks, sharing, [*live])
+        if rows is not None:
+            prefixes = [
+                tuple(tokens[: before + offset + 1])
+                for tokens, before in live.values()
+                for offset in range(len(tokens) - before)
+            ]
+            assert [prefixes[rows.distinct[place]] for place in rows.place] == prefixes
+        drawn = {name: ([*tokens, random.randrange(2)], len(tokens)) for name, (tokens, _) in live.items()}
+        anew = {name: (random.choice(texts)[: random.randrange(9, 22)], random.choice([0, 4, 8])) for name in drawn}
+        anew = {name: request for name, request in anew.items() if random.random() < 0.1}
+        live = dict(random.sample([*(drawn | anew).items()], max(1, len(drawn) - random.randrange(2))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_equal_whose_bits_are(dtype: torch.dtype) -> None:
+    states = torch.randn(12, 5).to(dtype)
+    assert equal_rows(states) is None
+    states[3:] = states[1]
+    states[7] = -states[1]
+    rows = equal_rows(states)
+    assert rows is not None
+    assert rows.distinct.tolist() == [0, 1, 2, 7]
+    assert torch.equal(states[rows.distinct][rows.place], states)
+
+
+@pytest.mark.parametrize(("ranks", "computed"), [(1, 2), (2, 12)])
+def test_logits_of_equal_states_are_computed_once_by_one_process(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, computed: int
+) -> None:
+    heads: list[int] = []
+
+    def forward(self: object, head: torch.Tensor, states: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        heads.append(len(states))
+        return states @ head
+
+    monkeypatch.setattr(LogitsProcessor, "forward", forward)
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: ranks)
+    vllm_layers.share_logits.__wrapped__()
+    states, head = torch.randn(12, 5), torch.randn(5, 7)
+    states[2:] = states[1]
+    logits: Any = LogitsProcessor.forward(LogitsProcessor.__new__(LogitsProcessor), head, states)  # type: ignore[arg-type]
+    assert heads == [computed]
+    torch.testing.assert_close(logits, states @ head)
 
 
 class Layer(torch.nn.Module):
@@ -117,7 +203,9 @@ def runner(model: Layer, **config: Any) -> Any:
     parts["parallel_config"] = SimpleNamespace(pipeline_parallel_size=1)
     parts["compilation_config"] = SimpleNamespace(static_forward_context={"attention": model.attention})
     table = SimpleNamespace(block_size=32, get_numpy_array=lambda: np.zeros((4, 2), dtype=np.int32))
-    batch = SimpleNamespace(num_reqs=4, num_computed_tokens_cpu=np.array([0, 9, 0, 0]), block_table=[table])
+    batch = SimpleNamespace(
+        num_reqs=4, req_ids=[*"abcd"], num_computed_tokens_cpu=np.array([0, 9, 0, 0]), block_table=[table]
+    )
     return SimpleNamespace(
         model=model,
         input_batch=batch,
