@@ -13,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,6 +40,7 @@ from tests.integration.bridge_child import connect
 from tests.integration.conftest import API_KEY, REPOSITORY, SHAPE, Server, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
 from tests.serving import free_port
+from vllm_patching.kv_cache.shared_rows import LEAST_ROWS
 
 PROMPTS = 12
 ANSWER = 32
@@ -169,6 +171,15 @@ def test_answers_to_one_question_have_the_bits_of_each_alone(server: Server) -> 
         scored = server.generate(ids, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
         alone = [scored[at][str(ids[at])] for at in np.flatnonzero(sequence.trained)]
         assert np.array_equal(np.array(alone, dtype=np.float32), logprobs_of(sequence)[sequence.trained])
+
+
+def test_answers_that_are_alike_until_they_part_are_exact(server: Server, trainer: Any) -> None:
+    """Their rows are computed once per pass."""
+    sequences = answers(server, prompt(2), n=24, temperature=0.05, seed=1)
+    begun = [Counter(each.tokens[: len(prompt(2)) + length].tobytes() for each in sequences) for length in (4, ANSWER)]
+    assert begun[0].most_common(1)[0][1] > LEAST_ROWS
+    assert len(begun[1]) > 1
+    assert_exact(trainer, sequences)
 
 
 def test_the_trainer_computes_the_sampled_bits_however_it_packs(server: Server, trainer: Any) -> None:

@@ -253,7 +253,7 @@ def share_logits() -> None:
     """Compute the logits of equal hidden states once per pass, where one process has them all: states of several could
     differ by a bit in one alone, which would then wait for others.
     """
-    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     compute = LogitsProcessor.forward

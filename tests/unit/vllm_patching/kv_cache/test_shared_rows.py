@@ -157,7 +157,7 @@ def test_logits_of_equal_states_are_computed_once_by_one_process(
         return states @ head
 
     monkeypatch.setattr(LogitsProcessor, "forward", forward)
-    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tensor_model_parallel_world_size", lambda: ranks)
     vllm_layers.share_logits.__wrapped__()
     states, head = torch.randn(12, 5), torch.randn(5, 7)
     states[2:] = states[1]
