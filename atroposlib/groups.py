@@ -34,6 +34,7 @@ from atroposlib.wire.batching import CAUSES, NOT_TRAINED, GroupRequirements, Sco
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
 MAX_MAGNITUDE = 1e9  # of a score or an advantage; squares and sums of them are still finite in float32
+ROUNDING = 1e-12  # of the larger of 1 and the largest score: what sums of the same rewards may differ by
 MOST_MASS = 1.01  # of a teacher's probabilities at a position, whose sum is at most 1, but for rounding
 SHOWN = 80  # characters of a wrong value that are repeated
 
@@ -118,6 +119,12 @@ def failed_rollouts(group: ScoredData | Mapping[str, object]) -> int:
     """Count a group's failed rollouts."""
     failed = group.failed if isinstance(group, ScoredData) else group.get("failed")
     return sum(failed.values()) if isinstance(failed, Mapping) else 0
+
+
+def scores_differ(scores: Sequence[float]) -> bool:
+    """Return whether scores differ, by more than rounding: 0.1 + 0.2 is 0.3."""
+    lowest, highest = min(scores), max(scores)
+    return bool(highest - lowest > ROUNDING * max(1.0, highest, -lowest))
 
 
 def group_id(tokens: Sequence[Sequence[int]]) -> str:

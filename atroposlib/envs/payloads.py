@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, size_of
+from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, scores_differ, size_of
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, Cause, GroupRequirements, PostedData
 from atroposlib.wire.typed import all_encodable
@@ -198,7 +198,7 @@ def rejection(
     count = size_of(group)
     if count != expected:
         return Rejection("of the wrong size", f"{count} rollouts instead of {expected} (group_size)")
-    if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
+    if scores_must_differ and count > 1 and not scores_differ(group["scores"]):
         return Rejection(EQUAL_SCORES, f"all scores are {group['scores'][0]:g}")
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)
     if 0 < max_token_len < longest:

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from atroposlib.groups import scores_differ
 from example_trainer.settings.objectives import Advantage
 
 STD_EPS = 1e-4
@@ -31,4 +32,4 @@ def has_signal(scores: NDArray[np.float64]) -> bool:
     """Return whether a group can teach anything: its scores differ, or it is a group of one with a score other than
     zero.
     """
-    return bool(scores[0] != 0) if len(scores) == 1 else bool((scores != scores[0]).any())
+    return bool(scores[0] != 0) if len(scores) == 1 else scores_differ(scores.tolist())

@@ -94,6 +94,11 @@ def test_equal_scores_pass_when_allowed_or_when_there_is_only_one() -> None:
     assert reject(group(1), group_size=1) is None
 
 
+def test_scores_that_differ_by_rounding_alone_are_equal() -> None:
+    assert reject(group(scores=[0.1 + 0.2, 0.3])) == "all scores are 0.3"
+    assert reject(group(scores=[1e-9, 0.0])) is None
+
+
 def test_group_override_changes_the_expected_size() -> None:
     assert reject(group(3, group_overrides={"group_size": 3})) is None
 

@@ -55,6 +55,14 @@ def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
     assert batch.reward_std == pytest.approx((12 / 49) ** 0.5)
 
 
+def test_scores_that_differ_by_the_rounding_of_their_sums_are_no_signal() -> None:
+    """Three groups of equal rewards, added up in other orders, and one of rewards that are small but not equal."""
+    large = 3e6
+    equal = [item([0.1 + 0.2, 0.3]), item([0.7 + 0.2 + 0.1, 1.0, 1.0]), item([large + 0.1 + 0.2, large + 0.3])]
+    batch = batch_of(*equal, item([1e-9, 0.0], seed=1))
+    assert (batch.groups, batch.zero_variance_groups, len(batch.sequences)) == (4, 3, 2)
+
+
 def test_the_sequences_of_a_rollout_share_its_score_which_counts_once() -> None:
     together = item([1.0, 1.0, 1.0, 0.0, 0.5], rollouts=[0, 0, 0, 1, 2])
     apart = item([1.0, 0.0, 0.5])
