@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from statistics import pvariance
 from typing import Any
 
+from atroposlib.groups import scores_differ
+
 REMEMBERED = 1024  # questions
 
 
@@ -19,12 +21,15 @@ class Repeats:
         self.remembered = remembered
         self._asked: dict[str, int] = {}  # the numbers of questions whose answers are awaited
         self._variances: dict[str, tuple[int, float]] = {}  # number and variance, the last answered one at the end
-        self._credit = 0.0  # questions that may be asked again now, at most 1
+        self._credit = 0.0  # questions that may be asked again now, below 2
 
     def next_number(self) -> int | None:
         """Return the number of a question to ask again, or None where a new one is due or none is remembered."""
-        self._credit = min(1.0, self._credit + self.share)
-        if self._credit < 1.0 or not self._variances:
+        self._credit += self.share
+        if not self._variances:  # no debt arises
+            self._credit = min(1.0, self._credit)
+            return None
+        if self._credit < 1.0:
             return None
         self._credit -= 1.0
         key = max(self._variances, key=lambda key: self._variances[key][1])  # the first of equal ones
@@ -39,7 +44,7 @@ class Repeats:
     def note_scores(self, key: str, scores: Sequence[float]) -> None:
         """Remember an asked question if its answers have unequal scores."""
         number = self._asked.pop(key, None)
-        if number is not None and len(set(scores)) > 1:
+        if number is not None and scores and scores_differ(scores):
             self._variances[key] = number, pvariance(scores)
             _forget_oldest(self._variances, self.remembered)
 

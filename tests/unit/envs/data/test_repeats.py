@@ -17,6 +17,7 @@ def test_the_most_uneven_question_comes_first_and_of_equal_ones_the_oldest() -> 
     answered(repeats, "half, newer", 2, 0, 1, 0, 1)
     answered(repeats, "solved", 3, 1, 1, 1, 1)
     answered(repeats, "hopeless", 4, 0, 0, 0, 0)
+    answered(repeats, "solved, but for rounding", 5, 0.1 + 0.2, 0.3)
     given = []
     while (number := repeats.next_number()) is not None:
         given.append(number)
@@ -24,7 +25,9 @@ def test_the_most_uneven_question_comes_first_and_of_equal_ones_the_oldest() -> 
     assert given == [1, 2, 0]
 
 
-@pytest.mark.parametrize(("share", "again"), [(0.0, 0), (0.25, 25), (0.5, 50), (1.0, 100)])
+@pytest.mark.parametrize(
+    ("share", "again"), [(0.0, 0), (0.25, 25), (0.3, 30), (0.5, 50), (0.7, 70), (0.9, 90), (1.0, 100)]
+)
 def test_the_share_is_kept_whatever_there_was_before(share: float, again: int) -> None:
     repeats = Repeats(share)
     assert [repeats.next_number() for _ in range(40)] == [None] * 40  # nothing is known: no debt arises
