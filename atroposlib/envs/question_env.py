@@ -33,6 +33,7 @@ from atroposlib.envs.data.prompt_limits import leave_out_long
 from atroposlib.envs.data.repeats import Repeats
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.evaluation.evaluation import Answered, Unanswered
+from atroposlib.envs.evaluation.evaluation_metrics import is_right
 from atroposlib.envs.evaluation.kept_answers import KeptAnswers, keep_answers
 from atroposlib.envs.evaluation.sampled_evaluation import evaluate_samples
 from atroposlib.envs.failures import Failure, attempt
@@ -449,7 +450,7 @@ class QuestionEnv(BaseEnv):
     def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Shares of the answers that have a reward, means of the named ones, and counts of all, also by outcome."""
         rewards = [each.reward for each in scored if each.reward is not None]
-        right, total = sum(reward >= self.right_from for reward in rewards), len(rewards)
+        right, total = sum(is_right(reward, self.right_from) for reward in rewards), len(rewards)
         shares = {"accuracy": right / total, "mean_score": sum(rewards) / total} if total else {}
         counts = Counter(each.outcome for each in scored)
         shares |= {"correct": right, "total": total, "unscored": len(scored) - total}

@@ -114,7 +114,8 @@ class Rewards:
             rewards[each.name] = _number(value, method, "a number")
             if not math.isfinite(rewards[each.name]):
                 raise WrongReturn(method, value, "a finite number, or None if the answer cannot be scored")
-        return Scored(sum(each.weight * rewards[each.name] for each in self.named), rewards=rewards)
+        # in one rounding, so that 0.7 + 0.2 + 0.1 is 1
+        return Scored(math.fsum(each.weight * rewards[each.name] for each in self.named), rewards=rewards)
 
 
 def rewards_of(env: object, base: type, brings_its_own: bool) -> Rewards:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MILLION = 1e6
+ROUNDING = 1e-9  # relative, of a score that was added up: 0.7 + 0.2 + 0.1 is below 1
 # Of an evaluation, in its directory beside metrics.json: the table, the samples, and the greedy answers that are kept.
 TABLE = "table.txt"
 SAMPLES = "samples.jsonl"
@@ -34,6 +35,11 @@ class Prices:
     answer: float = 0.0
 
 
+def is_right(score: float, right_from: float) -> bool:
+    """Return whether a score is at least `right_from`, but for rounding."""
+    return score >= right_from or math.isclose(score, right_from, rel_tol=ROUNDING)
+
+
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """The chance that one of `k` samples is right, drawn from `samples` of which `right` are. Chen et al. 2021, arXiv
     2107.03374, equation 1.
@@ -53,7 +59,7 @@ def summary(
         if sample.score is not None:
             scores[sample.index].append(sample.score)
     counts = {
-        index: (len(of_question), sum(score >= right_from for score in of_question))
+        index: (len(of_question), sum(is_right(score, right_from) for score in of_question))
         for index, of_question in scores.items()
     }
     shares = [right / count for count, right in counts.values()]

@@ -165,6 +165,29 @@ async def test_a_rollout_brings_its_own_score_or_none(tmp_path: Path) -> None:
     assert metrics["mean_score"] == 2.0
 
 
+async def test_an_answer_with_every_reward_is_right_however_weights_and_parts_are_rounded(tmp_path: Path) -> None:
+    class Shares(Asking):
+        @reward(weight=0.7)
+        def right(self, item: str, answer: str) -> float:
+            return 1.0
+
+        @reward(weight=0.2)
+        def short(self, item: str, answer: str) -> float:
+            return 1.0
+
+        @reward(weight=0.1)
+        def polite(self, item: str, answer: str) -> float:
+            return 1.0
+
+    class ByHand(Asking):
+        async def score(self, item: str, answer: str) -> float:
+            return 0.7 + 0.2 + 0.1
+
+    for env_cls in (Shares, ByHand):
+        async with FakeInferenceServer() as server, running_env(env_cls, tmp_path, server) as env:
+            assert (await env.evaluate())["accuracy"] == 1.0
+
+
 async def test_a_reward_keeps_its_weight_in_a_subclass_that_overrides_it(tmp_path: Path) -> None:
     class Stricter(Several):
         def right(self, item: str, answer: str) -> float:

@@ -335,6 +335,10 @@ def test_the_cost_is_of_prompts_and_answers() -> None:
     assert summary(samples, 2, 1.0, Prices(2.0, 10.0))["cost"] == pytest.approx((1500 * 2 + 150 * 10) / 1e6)
 
 
+def test_a_score_that_rounding_keeps_below_the_threshold_is_right() -> None:
+    assert summary([Sample(0, 0, 0.7 + 0.2 + 0.1), Sample(0, 1, 0.999)], 2, right_from=1.0)["accuracy"] == 0.5
+
+
 def test_samples_that_were_not_asked_for_count_nowhere() -> None:
     asked = [Sample(0, 0, 1.0, tokens=(10, 1)), Sample(0, 1, 1.0, tokens=(10, 1))]
     more = [Sample(0, 2, 0.0, tokens=(10, 1)), Sample(0, 3, None, tokens=(10, 1), error="timeout")]
