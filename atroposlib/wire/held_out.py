@@ -44,11 +44,11 @@ def held_out(results: Sequence[tuple[float | None, Mapping[str, float]]]) -> Hel
 
 def _mean(results: Sequence[tuple[float | None, float]]) -> HeldOut | None:
     """Of accuracies and numbers of questions (0: not known), one pair for each environment."""
-    measured = [(accuracy, round(count)) for accuracy, count in results if accuracy is not None]
+    measured = [(share, round(count)) for share, count in results if share is not None]
     if not measured:
         return None
-    accuracy = math.fsum(accuracy for accuracy, _ in measured) / len(measured)
-    if not all(count for _, count in measured):
+    accuracy = math.fsum(share for share, _ in measured) / len(measured)
+    if not all(count > 0 and 0 <= share <= 1 for share, count in measured):  # such as 75, for 75 %
         return HeldOut(accuracy)
     errors = [standard_error(*each) for each in measured]
     return HeldOut(accuracy, math.hypot(*errors) / len(measured), sum(count for _, count in measured))

@@ -32,6 +32,10 @@ def result(accuracy: float | None, **metrics: float) -> Result:
         ([result(0.75)], HeldOut(0.75)),  # of an environment that counts nothing
         ([result(0.5, total=64.0)], HeldOut(0.5, standard_error(0.5, 64), 64)),
         ([result(0.5, total=64.0), result(1.0)], HeldOut(0.75)),
+        # of environments whose accuracy is no share of right answers: percent, a mean score, a count of no use
+        ([result(75.0, total=64.0)], HeldOut(75.0)),
+        ([result(-0.25, total=8.0), result(0.75, total=8.0)], HeldOut(0.25)),
+        ([result(0.5, total=-1.0)], HeldOut(0.5)),
         (
             [result(0.5, final_accuracy=0.75, final_total=256.0), result(1.0)],
             HeldOut(0.75, final=HeldOut(0.75, standard_error(0.75, 256), 256)),
