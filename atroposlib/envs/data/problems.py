@@ -27,6 +27,8 @@ from atroposlib.grading.extraction import extract_boxed
 
 ANSWER_MARK = "####"
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+NO_BRACKET = r"[^\d,.()\[\]{}]*"  # a sign, a currency, a unit
+THOUSANDS = re.compile(rf"{NO_BRACKET}[1-9]\d{{0,2}}(,\d{{3}})+(\.\d+)?\.?{NO_BRACKET}")
 ARITHMETIC_SEED = 0
 WORDINGS = ("What is {}?", "How much is {}?", "Calculate {}.", "{} = ?")
 HELD_OUT_FACTS = 64
@@ -45,11 +47,14 @@ class Problem:
 
     @property
     def result(self) -> str:
-        r"""The result alone: what follows the last `####` (without thousands separators), else the last \boxed{}, else
-        the answer.
+        r"""The result alone: what follows the last `####` (a number without thousands separators), else the last
+        \boxed{}, else the answer.
         """
         _, mark, marked = self.answer.rpartition(ANSWER_MARK)
-        return marked.strip().replace(",", "") if mark else extract_boxed(self.answer) or self.answer.strip()
+        if not mark:
+            return extract_boxed(self.answer) or self.answer.strip()
+        marked = marked.strip()
+        return marked.replace(",", "") if THOUSANDS.fullmatch(marked) else marked  # of (1, 2) they part the two
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,24 @@ def test_result_is_what_follows_the_mark_without_separators() -> None:
     assert Problem("q", "1 #### not this\n#### 12,345 ").result == "12345"
 
 
+@pytest.mark.parametrize(
+    ("marked", "result"),
+    [
+        ("-1,234.5", "-1234.5"),
+        ("$1,234,567", "$1234567"),
+        ("1,234 km", "1234 km"),
+        ("(1, 2)", "(1, 2)"),
+        ("1,2", "1,2"),
+        ("x = 1, y = 200", "x = 1, y = 200"),
+        ("[0,100)", "[0,100)"),
+        ("1,234, 5", "1,234, 5"),
+        (r"\{1,2,3\}", r"\{1,2,3\}"),
+    ],
+)
+def test_a_comma_that_parts_several_values_stays_in_the_result(marked: str, result: str) -> None:
+    assert Problem("q", f"worked out\n#### {marked}").result == result
+
+
 def test_one_file_is_split_and_the_parts_are_disjoint(tmp_path: Path) -> None:
     problems = read_problem_set(write(tmp_path / "p.jsonl", 10), None, 3, seed=1)
     assert len(problems.train) == 7
