@@ -51,7 +51,7 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.dispatching.request_seeds import current_sample, with_seed
 from atroposlib.errors import reading
-from atroposlib.grading import last_number
+from atroposlib.grading import last_number_is
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -347,7 +347,7 @@ class AgentEnv(QuestionEnv):
         if item.answer is None:
             return None
         expected = item.answer.strip()
-        return float(last_number(answer) == expected or answer.strip() == expected)
+        return float(answer.strip() == expected or last_number_is(answer, expected))
 
     def reference_answer(self, item: AgentTask) -> str | None:
         """The answer, for people who read the samples."""

@@ -22,7 +22,7 @@ from atroposlib.config import InputPathText
 from atroposlib.envs.data.problems import Problem, ProblemStream, arithmetic_problems, read_problem_set
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
-from atroposlib.grading import last_number
+from atroposlib.grading import last_number_is
 from atroposlib.type_definitions import Messages
 
 OPENING = "<think>"
@@ -95,7 +95,7 @@ class SelfCheckEnv(QuestionEnv):
 
     async def score(self, item: Problem, answer: str) -> float:
         """1 for the right number, else 0."""
-        return float(last_number(answer) == item.result)
+        return float(last_number_is(answer, item.result))
 
 
 if __name__ == "__main__":

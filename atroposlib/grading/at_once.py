@@ -2,6 +2,8 @@
 
 import re
 
+from atroposlib.grading.extraction import last_number
+from atroposlib.grading.normal_form import normal_form
 from atroposlib.grading.numerals import base_of, digits_of, not_numerals, with_values
 from atroposlib.grading.quantity import ABOUT, CURRENCY_BEFORE, LEAD, WRAPPED, quantity, same_quantity, unwrapped
 from atroposlib.grading.units import is_unit
@@ -37,6 +39,12 @@ def at_once(gold: str, answer: str) -> bool | None:
     if bool(_ratio(gold)) != bool(_ratio(answer)):
         return False
     return _by_words(unwrapped(gold), unwrapped(answer), said=WRAPPED.search(gold) is not None)
+
+
+def last_number_is(text: str, known: str) -> bool:
+    """Return whether the last number in `text` is the known one, however each is written: 12.50 is 12.5."""
+    number = last_number(text)
+    return number is not None and at_once(normal_form(known), number) is True
 
 
 def mathematics(text: str) -> str:

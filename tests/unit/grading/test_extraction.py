@@ -1,6 +1,6 @@
 import pytest
 
-from atroposlib.grading import after_thoughts, extract_boxed, extract_tagged, last_number
+from atroposlib.grading import after_thoughts, extract_boxed, extract_tagged, last_number, last_number_is
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,22 @@ def test_after_thoughts(text: str, said: str | None) -> None:
 )
 def test_extract_tagged(text: str, content: str | None) -> None:
     assert extract_tagged(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "equal"),
+    [
+        ("It costs 5 + 7.50 = $12.50.", "12.5", True),
+        ("240.00", "240", True),
+        ("240", "240.0", True),
+        ("1,234", "1234", True),
+        ("18", "18 km", True),
+        ("12.51", "12.5", False),
+        ("4, or 5", "4", False),
+        ("1e5", "5", False),
+        ("Paris", "Paris", False),
+        ("4", "Paris", False),
+    ],
+)
+def test_the_last_number_is_compared_by_its_value(text: str, known: str, equal: bool) -> None:
+    assert last_number_is(text, known) is equal
