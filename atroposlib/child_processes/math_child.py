@@ -50,6 +50,8 @@ def judge(gold_text: str, answer_text: str) -> dict[str, object]:
         return {"verdict": "unparseable"}
     known, given = _member_of(gold[0]), _member_of(answer[0])
     known, given = solutions(known, gold_text, given), solutions(given, answer_text, known)
+    if _is_range_and_list(known, given) or _is_range_and_list(given, known):
+        return {"verdict": "wrong"}
     if known is not gold[0] or given is not answer[0]:
         gold, answer = [known, *gold], [given]
     equal = verify(gold, answer, timeout_seconds=None, raise_on_error=True)
@@ -83,7 +85,7 @@ def solutions(statement: Any, text: str, other: object) -> object:
         return statement
     name = ranges[0][0]
     both = _range(other) if isinstance(other, Basic) and not isinstance(other, FiniteSet) else None
-    if not isinstance(other, Set) and (both is None or both[0] != name):
+    if (not isinstance(other, Set) or isinstance(other, FiniteSet)) and (both is None or both[0] != name):
         return statement
     return _joined([found for _, found in ranges], text)
 
@@ -171,6 +173,13 @@ def _range(statement: Any) -> tuple[str, object] | None:
         ">=": Interval(bound, oo),
     }
     return (name, sides[statement.rel_op]) if statement.rel_op in sides else None
+
+
+def _is_range_and_list(one: object, other: object) -> bool:
+    """Return whether these are 2 < x < 5 and {2, 5}, which math-verify calls equal, as (2, 5) may be a pair."""
+    from sympy import FiniteSet
+
+    return isinstance(other, FiniteSet) and _range(one) is not None
 
 
 def _joined(ranges: Sequence[object], text: str) -> object:

@@ -4,7 +4,7 @@ import re
 
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7},
-    **{"dozens": 12, "hundreds": 100, "thousands": 10**3, "millions": 10**6},
+    **{"dozens": 12, "hundreds": 100, "thousands": 10**3, "lakhs": 10**5, "millions": 10**6, "crores": 10**7},
     **{"billion": 10**9, "billions": 10**9, "trillion": 10**12, "trillions": 10**12, "bn": 10**9},
     **{"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8},
 }
@@ -62,6 +62,15 @@ NOT_UNITS = frozenset(
     twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy
     eighty ninety""".split()
 )
+# Other numbers: 3 fifths, 3 quadrillion, 3 millones, 3 тысячи, 3 twofold, 3 below.
+NUMBER_WORD = re.compile(
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|hundred|thousand|\w+illion)ths?"
+    r"|(?:m|b|tr|quadr|quint|sext|sept|oct|non|dec)illi(?:on(?:s|en|es|i)?|ards|arden)|milliard|millones"
+    r"|mil|mille|permille|tausend|hundert|myriads?|basis|negatives?|below"
+    r"|(?:double|triple|quadruple)d?|twice|thrice|\w+fold"
+    r"|.*(?:тысяч|миллион|миллиард|триллион|десят|сот[аы]|兆|分之|割|折).*"
+)
 QUOTIENT = re.compile(r"\\frac\s*\{([^{}\d]*)\}\s*\{([^{}]*)\}")
 PIECE = re.compile(
     r"(?P<between>(?:\s|[/().\-']|\\cdot|\\,|\^\\circ)*)(?P<word>[^\W\d_]+)"
@@ -108,11 +117,11 @@ def known_unit(text: str) -> str:
 
 
 def _is_word_of_unit(word: str, compound: bool, attached: bool, any_letter: bool, attached_letter: bool) -> bool:
+    small = word.casefold()
+    if small in NOT_UNITS or small in MAGNITUDES or NUMBER_WORD.fullmatch(small):
+        return False
     if not word.isascii():
         return True
-    small = word.casefold()
-    if small in NOT_UNITS:
-        return False
     if len(word) == 1:
         if any_letter or (compound and word in "mgshlLNJWVAKCFd"):
             return True
