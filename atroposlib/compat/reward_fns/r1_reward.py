@@ -85,10 +85,10 @@ class AccuracyXReward(RewardFunction):
 
 
 def _ends_with(response: str, gold: str) -> bool:
-    """Return whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or
-    nothing.
+    """Return whether `gold` stands by itself at the end: after a word that gives an answer, a colon or "=", or nothing.
+    Quotes, brackets and emphasis around it give no answer: London or "Paris" are two.
     """
-    before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=\"'(*]\s?)"
+    before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=]\s?)[\"'(*]{{0,3}}"
     return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", response[-len(gold) - TAIL_CHARS :]) is not None
 
 
