@@ -9,6 +9,7 @@ calls equal, since it takes differences below 1e-15 for nothing.
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from atroposlib.child_processes.loop import answer_requests
@@ -39,7 +40,7 @@ def judge(gold_text: str, answer_text: str) -> dict[str, object]:
     def read(text: str, mode: str) -> list[Any]:
         parsed = parse(f"\\boxed{{{text}}}", extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
         # The texts that math-verify adds to the expressions would match by spelling alone.
-        return [expression for expression in parsed if not isinstance(expression, str)]
+        return [_with_real_symbols(expression) for expression in parsed if not isinstance(expression, str)]
 
     gold = read(gold_text, "any_match")
     if not gold:
@@ -66,6 +67,16 @@ def judge(gold_text: str, answer_text: str) -> dict[str, object]:
     chain = answer_text.replace(r"\approx", "=").replace("≈", "=")
     equations = _equations(answer if chain == answer_text else read(chain, "first_match"))
     return {"verdict": "right" if all(_is_consistent(each.lhs, each.rhs, verify) for each in equations) else "wrong"}
+
+
+def _with_real_symbols(statement: Any) -> Any:
+    """Return `statement` with real variables: math-verify has others where an i stands alone, as in 3 + 2 i, and then
+    it is not 3 + 2i.
+    """
+    from sympy import Symbol
+
+    others = [symbol for symbol in getattr(statement, "free_symbols", ()) if symbol.is_real is False]
+    return statement.xreplace({symbol: Symbol(symbol.name, real=True) for symbol in others}) if others else statement
 
 
 def solutions(statement: Any, text: str, other: object) -> object:
@@ -228,8 +239,9 @@ def _is_consistent(left: object, right: object, verify: Callable[..., object]) -
     if not isinstance(left, Expr) or not isinstance(right, Expr) or isinstance(left, AppliedUndef) or left.is_Symbol:
         return True
     if not left.free_symbols and not right.free_symbols:
-        first, second = complex(left.evalf()), complex(right.evalf())
-        return abs(first - second) <= 0.01 * max(abs(first), abs(second))
+        with suppress(TypeError):  # of percent signs and matrices, which are compared below
+            first, second = complex(left.evalf()), complex(right.evalf())
+            return abs(first - second) <= 0.01 * max(abs(first), abs(second))
     if left.free_symbols <= right.free_symbols:
         return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
     return not (isinstance(left, Mul) and any(factor.is_number for factor in left.args))

@@ -77,7 +77,10 @@ LATEX_SPELLINGS = (
     (re.compile(r"\\(?:varnothing|O(?=\s*\Z))(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), " or "),
     (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), " and "),
-    (re.compile(r"\\(?:text|mathrm|mbox|operatorname|mathit|mathsf)\s*(?:\{\s*e\s*\}|e(?![A-Za-z]))"), "e "),
+    (
+        re.compile(r"\\(?:text|mathrm|mbox|operatorname|mathit|mathsf)\s*(?:\{\s*([ei])\s*\}|([ei])(?![A-Za-z]))"),
+        r"\1\2 ",
+    ),
     (re.compile(r"\\(?:Bbb|mathbf)\s*\{?\s*([RZ])\s*\}?"), r"\\mathbb{\1}"),
     (re.compile(r"\\(?:dots|cdots|dotsc|ldots)(?![A-Za-z])|\.{3,}"), r"\\ldots "),
     (re.compile(r"\\(?:deg|degree|textdegree)(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?"), r"^\\circ "),

@@ -54,6 +54,7 @@ SHORT_UNITS = frozenset("dl cl kB MB GB TB Hz kW kJ Pa mA kV ms us ns pm am sq c
 SMALL_WORDS = frozenset("of in a an at by on for to the per each and as is it we he up".split())
 LETTERS = frozenset("mgshlL")
 TEMPERATURES = frozenset("CFK")
+VARIABLES = frozenset("xyz")  # no units in \text either
 NOT_UNITS = frozenset(
     """or nor not plus minus over divided multiplied squared cubed factorial half halves third thirds quarter
     quarters score pi tau phi theta alpha beta gamma lambda root sqrt sin cos tan cot csc log ln exp mod gcd lcm
@@ -123,7 +124,7 @@ def _is_word_of_unit(word: str, compound: bool, attached: bool, any_letter: bool
     if not word.isascii():
         return True
     if len(word) == 1:
-        if any_letter or (compound and word in "mgshlLNJWVAKCFd"):
+        if (any_letter and word not in VARIABLES) or (compound and word in "mgshlLNJWVAKCFd"):
             return True
         return (word in LETTERS and (attached_letter or not attached)) or (compound and small == "a")
     if known_unit(word) or word in SHORT_UNITS or small in SHORT_UNITS:
