@@ -46,7 +46,7 @@ ABOUT = re.compile(
 CURRENCY_BEFORE = re.compile(r"(?:[A-Z]{0,3}\\?\$|(?:USD|EUR|GBP|JPY|CNY|INR|RMB|CHF|Rs\.?)(?=[\s\d]))\s*")
 CURRENCY_BEHIND = re.compile(r"\s*(?:\\?\$|/-)")
 PERCENT = re.compile(r"\s*(?:\\?%|(?:percent|per\s+cent|pct|percentage(?:\s+points?)?)(?![A-Za-z]))", re.IGNORECASE)
-WORD = re.compile(r"\s*([^\W\d_]+)")
+WORD = re.compile(r"\s*([万萬亿億](?=[^\W\d_])|[^\W\d_]+)")  # 18万元 is 180,000 yuan
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,17 @@ NOT_UNITS = frozenset(
     twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy
     eighty ninety""".split()
 )
-# Other numbers: 3 fifths, 3 quadrillion, 3 millones, 3 тысячи, 3 twofold, 3 below.
+# Of other numbers: 3 fifths, 1 fifth of a mile, but not 3 fifth graders.
+PART = re.compile(
+    r"\b(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|hundred|thousand|\w{1,6}illion)th(?:s\b|\s+of\b|\W*\Z)",
+    re.IGNORECASE,
+)
+# And 3 quadrillion, 3 millones, 3 тысячи, 3 twofold, 3 basis points.
 NUMBER_WORD = re.compile(
-    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|hundred|thousand|\w+illion)ths?"
-    r"|(?:m|b|tr|quadr|quint|sext|sept|oct|non|dec)illi(?:on(?:s|en|es|i)?|ards|arden)|milliard|millones"
-    r"|mil|mille|permille|tausend|hundert|myriads?|basis|negatives?|below"
-    r"|(?:double|triple|quadruple)d?|twice|thrice|\w+fold"
+    r"(?:m|b|tr|quadr|quint|sext|sept|oct|non|dec)illi(?:on(?:s|en|es|i)?|ards|arden)|milliard|millones"
+    r"|mil|mille|mio|lacs?|permille|tausend|hundert|myriads?|basis"
+    r"|(?:doubl|tripl|quadrupl)ed|twice|thrice|(?:two|three|four|five|ten|hundred|thousand)fold"
     r"|.*(?:тысяч|миллион|миллиард|триллион|десят|сот[аы]|兆|分之|割|折).*"
 )
 QUOTIENT = re.compile(r"\\frac\s*\{([^{}\d]*)\}\s*\{([^{}]*)\}")
@@ -88,6 +92,8 @@ def is_unit(text: str, any_letter: bool = False, attached_letter: bool = True) -
     touches the number is a variable. Two letters are a unit that is known: "18 xy" is a product.
     """
     degrees = DEGREES.match(text) is not None
+    if PART.search(text):
+        return False
     text = QUOTIENT.sub(r" \1/\2", text)
     position = 0
     words: list[tuple[str, bool, bool]] = []
