@@ -42,6 +42,7 @@ CHILD = "atroposlib.child_processes.code_child"
 START_LIMIT_S = 60.0
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 TOLERANCE = 1e-9  # of numbers, relative
+NOTHING = 1e-12  # what rounding may leave of numbers that cancel out
 LARGEST = 1e300  # that is compared with a tolerance
 FEEDBACK_CHARS = 500
 Test = tuple[list[Any], Any]  # arguments, result
@@ -222,7 +223,8 @@ def same(found: object, expected: object) -> bool:
         if isinstance(found, int) and isinstance(expected, int):
             return found == expected
         comparable = abs(found) < LARGEST and abs(expected) < LARGEST
-        return comparable and abs(found - expected) <= TOLERANCE * abs(expected)
+        near = comparable and abs(found - expected) <= (TOLERANCE * abs(expected) or NOTHING)
+        return found == expected or near
     return type(found) is type(expected) and found == expected
 
 
