@@ -45,6 +45,7 @@ TOLERANCE = 1e-9  # of numbers, relative
 NOTHING = 1e-12  # what rounding may leave of numbers that cancel out
 LARGEST = 1e300  # that is compared with a tolerance
 FEEDBACK_CHARS = 500
+TRAINED, HELD_OUT = (2, 3, 5, 6, 8, 9), (4, 7)  # numbers in generated tasks: no question is on both sides
 Test = tuple[list[Any], Any]  # arguments, result
 
 
@@ -90,7 +91,9 @@ class CodingEnv(QuestionEnv):
         """Read the tasks, or generate them, and hold some out."""
         config = self.config
         if config.tasks_path is None:
-            self.held_out = [make_task(Random(f"{config.seed} held out {n}")) for n in range(config.held_out_limit)]
+            self.held_out = [
+                make_task(Random(f"{config.seed} held out {n}"), HELD_OUT) for n in range(config.held_out_limit)
+            ]
             return
         tasks = read_tasks(Path(config.tasks_path))
         Random(config.seed).shuffle(tasks)
@@ -98,10 +101,10 @@ class CodingEnv(QuestionEnv):
         self.held_out, self.tasks = tasks[:held], tasks[held:]
 
     async def training_item(self, number: int) -> Task:
-        """The tasks of the file again and again, or generated ones."""
+        """The tasks of the file again and again, or generated ones, none of which asks what a held-out one does."""
         if self.tasks:
             return self.tasks[number % len(self.tasks)]
-        return make_task(Random(f"{self.config.seed} {number}"))
+        return make_task(Random(f"{self.config.seed} {number}"), TRAINED)
 
     def prompt(self, item: Task) -> Messages:
         """The task, its examples, and the form of the answer."""
@@ -251,9 +254,9 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
-def make_task(generator: Random) -> Task:
-    """One of a few functions on a list of numbers, with a number of its own."""
-    limit = generator.randint(2, 9)
+def make_task(generator: Random, limits: Sequence[int]) -> Task:
+    """One of a few functions on a list of numbers, with one of the `limits`."""
+    limit = generator.choice(limits)
     what, compute = generator.choice(
         [
             (f"the sum of the numbers above {limit}", lambda numbers: sum(n for n in numbers if n > limit)),

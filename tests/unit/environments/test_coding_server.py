@@ -139,11 +139,13 @@ async def test_a_wrong_program_is_told_what_it_gave_and_may_be_corrected(tmp_pat
 
 
 async def test_generated_tasks_are_held_out_and_their_tests_are_not_shown(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server, running_env(CodingEnv, tmp_path, server, heldout_size=3) as env:
+    async with FakeInferenceServer() as server, running_env(CodingEnv, tmp_path, server, heldout_size=16) as env:
         await env.setup()
-        assert len(env.held_out) == 3
+        assert len(env.held_out) == 16
         task = await env.training_item(0)
         assert task == await env.training_item(0)
+        trained = {(await env.training_item(number)).question for number in range(200)}
+        assert trained.isdisjoint({held_out.question for held_out in env.held_out})
         assert len(task.tests) >= 4
         assert task.question in str(env.prompt(task)[0]["content"])
 
