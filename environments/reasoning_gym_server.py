@@ -35,6 +35,7 @@ log = get_logger(__name__)
 CHILD = "atroposlib.child_processes.reasoning_gym_child"
 START_LIMIT_S = 120.0
 MAKE_TRIES = 3
+OTHER_ENTRIES, ENTRIES_APART = 20, 400_000  # tried where entries are held-out ones; their indices stay below 10 million
 SANDBOX_REMEDY = (
     "install libseccomp and bubblewrap (or use a kernel with Landlock, 5.13 or newer), or pass "
     "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your permissions"
@@ -129,8 +130,14 @@ class ReasoningGymEnv(QuestionEnv):
             del self.weights[name]
 
     async def training_item(self, number: int) -> Task:
-        """Entry `number`; its index is not among those held out."""
-        return await self._task(str(number), self.config.held_out_limit + number)
+        """Entry `number`; none that asks what a held-out one does, unless its task has hardly any others."""
+        asked = {held_out.question for held_out in self.held_out}
+        index = self.config.held_out_limit + number  # not among those held out
+        for more in range(OTHER_ENTRIES):
+            task = await self._task(str(number), index + more * ENTRIES_APART)
+            if task.question not in asked:
+                break
+        return task
 
     async def _task(self, key: str, index: int) -> Task:
         name = Random(f"{self.config.seed} {key}").choices(list(self.weights), list(self.weights.values()))[0]

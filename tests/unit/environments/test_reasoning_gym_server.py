@@ -53,6 +53,18 @@ async def test_tasks_are_mixed_by_weight_configured_and_scored_by_their_own_rule
         assert group["scores"] == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("digits", [1, 2])
+async def test_no_question_that_is_held_out_is_trained_on(tmp_path: Path, digits: int) -> None:
+    """Of sums of one digit there are about a hundred."""
+    options = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits}}
+    fields = {"tasks": "chain_sum", "task_options": options, "heldout_size": 30, "scorer_timeout": 60}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        held_out = {item.question for item in env.held_out}
+        trained = [await env.training_item(number) for number in range(100)]
+        assert held_out.isdisjoint({item.question for item in trained})
+        assert await env.training_item(7) == trained[7]
+
+
 async def test_unknown_task_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         with pytest.raises(DataError, match="no task 'chain_sums'; did you mean 'chain_sum'"):
