@@ -25,7 +25,7 @@ from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, ProgramFailed
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count, numbered_lines
+from atroposlib.envs.data.dataset import held_apart, numbered_lines
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
@@ -96,9 +96,7 @@ class CodingEnv(QuestionEnv):
             ]
             return
         tasks = read_tasks(Path(config.tasks_path))
-        Random(config.seed).shuffle(tasks)
-        held = held_out_count(config.held_out_limit, len(tasks), config.tasks_path)
-        self.held_out, self.tasks = tasks[:held], tasks[held:]
+        self.held_out, self.tasks = held_apart(tasks, config.held_out_limit, config.seed, config.tasks_path)
 
     async def training_item(self, number: int) -> Task:
         """The tasks of the file again and again, or generated ones, none of which asks what a held-out one does."""

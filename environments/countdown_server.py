@@ -20,7 +20,7 @@ from random import Random
 from pydantic import Field, model_validator
 
 from atroposlib.config import InputPathText
-from atroposlib.envs.data.dataset import held_out_count, not_held_out, numbered_lines
+from atroposlib.envs.data.dataset import held_apart, not_held_out, numbered_lines
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.errors import reading
@@ -77,9 +77,8 @@ class CountdownEnv(QuestionEnv):
         config: CountdownConfig = self.config
         self.puzzles = read_puzzles(Path(config.dataset_path)) if config.dataset_path is not None else []
         if self.puzzles:
-            held = held_out_count(config.held_out_limit, len(self.puzzles), str(config.dataset_path))
-            Random(config.seed).shuffle(self.puzzles)
-            self.held_out, self.puzzles = self.puzzles[:held], self.puzzles[held:]
+            source = str(config.dataset_path)
+            self.held_out, self.puzzles = held_apart(self.puzzles, config.held_out_limit, config.seed, source)
         else:
             self.held_out = [
                 make_puzzle(Random(f"{config.seed} held out {number}"), config)

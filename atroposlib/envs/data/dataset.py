@@ -237,6 +237,23 @@ def held_out_count(limit: int, questions: int, source: str) -> int:
     return held_out
 
 
+def held_apart(items: Sequence[T], limit: int, seed: int, source: str) -> tuple[list[T], list[T]]:
+    """Items to measure with, as many as `held_out_count` says, and the others to train on, shuffled by `seed`; without
+    those that ask what a held-out one does. Raises DataError where no others are left.
+    """
+    shuffled = list(items)
+    random.Random(seed).shuffle(shuffled)
+    count = held_out_count(limit, len(shuffled), source)
+    held_out, others = shuffled[:count], shuffled[count:]
+    asked = {question_of(item) for item in held_out}
+    train = [item for item in others if question_of(item) not in asked]
+    if not train:
+        raise DataError(f"{source} has no question to train on that is not held out, too: give other questions")
+    if len(train) < len(others):
+        log.warning("%d copies of held-out questions of %s are not trained on", len(others) - len(train), source)
+    return held_out, train
+
+
 def not_held_out(make: Callable[[], T], held_out: Sequence[object]) -> T:
     """Return the first question that `make` gives and that is not held out. Raises DataError if the first TRIES are."""
     for _ in range(TRIES):

@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.config import resolve_config
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.data.dataset import DatasetConfig, ItemSet, read_rows
+from atroposlib.envs.data.dataset import DatasetConfig, ItemSet, held_apart, read_rows
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnvConfig
 
@@ -175,3 +175,16 @@ def test_a_file_that_is_not_there_is_told_without_a_look_at_the_hub(
 
     told = OwnConfig(data=DatasetConfig(**settings)).lacks()
     assert [each.partition(": correct")[0] for each in told] == ([lacks] if lacks else [])
+
+
+def test_a_question_that_comes_again_is_not_on_both_sides() -> None:
+    """The others keep the places that the seed gives them."""
+    once = [{"question": f"{number}?"} for number in range(10)]
+    held_out, train = held_apart(once, 3, seed=1, source="a.jsonl")
+    assert (len(held_out), len(train)) == (3, 7)
+    twice = [*once, *once]
+    held_out, train = held_apart(twice, 3, seed=1, source="a.jsonl")
+    assert len(held_out) == 3
+    assert not [item for item in train if item in held_out]
+    with pytest.raises(DataError, match=r"a\.jsonl has no question to train on that is not held out, too"):
+        held_apart([once[0], once[0]], 1, seed=1, source="a.jsonl")
