@@ -13,6 +13,7 @@ settings is refused.
 import asyncio
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_o
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
+from atroposlib.row_files.record_file import as_lines
 
 log = get_logger(__name__)
 
@@ -274,14 +276,18 @@ def read_samples(path: Path, header: Mapping[str, object]) -> dict[tuple[int, in
 
 
 def sample_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a file of samples; none if it is not there. A last line that was cut is removed. Raises DataError
-    for another file, or for one with another header.
+    """The lines of a file of samples; none if it is not there. A last line that was cut is removed, in place, and the
+    file if that is its first. Raises DataError for another file, or for one with another header.
     """
     if not path.exists():
         return []
     with reading(f"cannot read {path}", DataError):
         text = path.read_bytes()
     lines = text.split(b"\n")[:-1]
+    if not lines and as_lines(header).startswith(text):  # the process was killed before it had written the header
+        with reading(f"cannot remove {path}, which has no whole line", DataError):
+            path.unlink()
+        return []
     if not is_of_samples(path):
         raise DataError(f"{path} is not a file of samples; choose another --output")
     first = json.loads(lines[0])["evaluation"]
@@ -292,7 +298,8 @@ def sample_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
             " --output"
         )
     if not text.endswith(b"\n"):  # the process was killed while it wrote
-        path.write_bytes(b"\n".join([*lines, b""]))
+        with reading(f"cannot write {path}", DataError):
+            os.truncate(path, text.rfind(b"\n") + 1)
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         with reading(f"{path}:{number} is not a sample", DataError):

@@ -82,6 +82,33 @@ async def test_only_what_is_missing_or_failed_is_asked(monkeypatch: pytest.Monke
         assert server.hits[ROUTE] == 2
 
 
+async def test_a_kill_while_the_last_line_is_cut_off_loses_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, content: bytes) -> None:
+        os.truncate(path, 0)
+        raise RuntimeError("killed")
+
+    path = "mine.jsonl"
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", path) == 0
+        os.truncate(path, len(text_of(path)) - 5)
+        server.hits.clear()
+        monkeypatch.setattr(Path, "write_bytes", killed)
+        assert await evaluate(server, "--output", path) == 0
+        assert server.hits[ROUTE] == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--samples", "1"]])
+@pytest.mark.parametrize("written", [0, 1, 40, -1])
+async def test_an_evaluation_that_was_killed_in_its_first_line_begins_anew(flags: list[str], written: int) -> None:
+    path = "mine.jsonl"
+    async with FakeInferenceServer(larger) as server:
+        assert await evaluate(server, "--output", path, *flags) == 0
+        whole = text_of(path).splitlines(keepends=True)
+        os.truncate(path, len(whole[0][:written]))
+        assert await evaluate(server, "--output", path, *flags) == 0
+        assert len(text_of(path).splitlines()) == len(whole)
+
+
 async def test_answers_of_several_turns_are_kept() -> None:
     async with FakeInferenceServer(lambda prompt: "It is 7." if "It is higher" in prompt else "It is 5.") as server:
         assert await evaluate(server, env=GuessEnv) == 0
