@@ -9,6 +9,7 @@ keep its reader for ever. Directories on the way may be links.
 import errno
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -78,6 +79,16 @@ def make_private(path: Path) -> None:
 def make_private_directory(path: Path) -> None:
     """Make a directory that this user alone may enter; one that is there stays as it is. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def dated(path: Path) -> Path:
+    """Return a name beside `path` that nothing has yet, with the time at which it was written."""
+    written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    name, number = path.with_name(f"{path.stem}.{written}{path.suffix}"), 1
+    while os.path.lexists(name):
+        number += 1
+        name = path.with_name(f"{path.stem}.{written}-{number}{path.suffix}")
+    return name
 
 
 def is_open(path: Path) -> bool:

@@ -5,12 +5,11 @@ without room ends no run for their sake (atroposlib/row_files/record_file.py).
 """
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.errors import reading
-from atroposlib.files import expect_regular, open_regular
+from atroposlib.files import dated, expect_regular, open_regular
 from atroposlib.logs import get_logger
 from atroposlib.row_files.kept_rows import Keep, Parts, step_of
 from atroposlib.row_files.record_file import RecordFile
@@ -29,8 +28,7 @@ class StepFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = Parts(path, keep)
         if expect_regular(path).exists() and first_step == 1:
-            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-            earlier = path.rename(path.with_name(f"{path.stem}.{written}{path.suffix}"))
+            earlier = path.rename(dated(path))
             parts.set_aside(earlier.stem)
             log.info("Moved the %s of an earlier run to %s", what, earlier)
         elif path.exists():

@@ -10,7 +10,6 @@ import errno
 import functools
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import MakeError, reading
-from atroposlib.files import sync
+from atroposlib.files import dated, sync
 from atroposlib.logs import get_logger
 from atroposlib.processes.identity import first_ticks, is_alive
 from atroposlib.wire.bridge import Manifest, write_policy_version
@@ -228,8 +227,7 @@ def set_aside(folder: Path, why: str) -> None:
     CheckpointError.
     """
     with reading(f"cannot rename {folder}", CheckpointError, remedy="move it away by hand, then resume again"):
-        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        aside = folder.rename(folder.with_name(f"{folder.name}.{written}"))
+        aside = folder.rename(dated(folder))
         sync(folder.parent)
     log.info("Moved %s, %s, to %s", folder, why, aside)
 

@@ -20,6 +20,7 @@ from example_trainer.weights.written import (
     TrainedModel,
     remove_folder,
     remove_leftovers,
+    set_aside,
     write_folder,
 )
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
@@ -201,3 +202,12 @@ def test_a_former_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_res
     with pytest.raises(CheckpointError, match=r"cannot remove .*step_1: Not a directory; .* use --resume .*step_2"):
         checkpoints.save(Progress(2, 2, 2), trained, optimizer)
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_2"
+
+
+def test_two_checkpoints_of_one_step_and_second_are_both_set_aside(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        write_folder(tmp_path / "step_4", write_two_files, 100)
+        (tmp_path / "step_4/weights").write_text(content)
+        os.utime(tmp_path / "step_4", (1e9, 1e9))
+        set_aside(tmp_path / "step_4", "of a later step")
+    assert {path.read_text() for path in tmp_path.glob("step_4.*/weights")} == {"first", "second"}
