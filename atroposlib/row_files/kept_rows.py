@@ -105,7 +105,7 @@ class Parts:
         last = max(self._first or 0, self._last)
         name = f"{self._path.stem}_s{self._first or 0:06d}-{last:06d}"
         target = self._path.with_name(f"{name}{self._path.suffix}")
-        while target.exists() or target.with_name(f"{target.name}.gz").exists():  # several parts of one step
+        while target.exists() or packed_path(target).exists():  # several parts of one step
             last += 1
             target = self._path.with_name(f"{self._path.stem}_s{self._first or 0:06d}-{last:06d}{self._path.suffix}")
         os.replace(self._path, target)
@@ -229,9 +229,15 @@ def read_removed(path: Path) -> Removed:
         raise ValueError(f"{path} has no {error}") from None
 
 
+def packed_path(part: Path) -> Path:
+    """Where a part lies once it is compressed."""
+    return part.with_name(f"{part.name}{SUFFIX}")
+
+
 def compress(part: Path) -> None:
     """`part` as `part.gz`, whole or not at all; on a full disk it stays as it is."""
-    unfinished, target = part.with_name(f".{part.name}.gz.new"), part.with_name(f"{part.name}.gz")
+    target = packed_path(part)
+    unfinished = part.with_name(f".{target.name}.new")
     try:
         with part.open("rb") as rows, unfinished.open("wb") as packed:
             pack(rows, packed)

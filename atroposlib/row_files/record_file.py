@@ -76,7 +76,7 @@ class RecordFile:
             if self.parts is not None and held.step is not None and self.parts.is_full(_size(self.path), held.step):
                 self.parts.move_aside()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open_regular(self.path, "ab", buffering=0) as file:
+            with open_regular(self.path, "a+b", buffering=0) as file:
                 write_lines(file, held.lines)
             self._held_bytes -= len(self._held.popleft().lines)
         if self._is_waiting:
@@ -108,8 +108,13 @@ def as_lines(*records: Mapping[str, object]) -> bytes:
 
 
 def write_lines(file: IO[bytes], lines: bytes) -> None:
-    """Append `lines` to an unbuffered `file`, all of them or none. Raises OSError."""
-    end = file.seek(0, os.SEEK_END)
+    """Append `lines` to an unbuffered `file` that can be read, too, all of them or none. They begin a line of their
+    own, after what a killed process has left of one. Raises OSError.
+    """
+    if end := file.seek(0, os.SEEK_END):
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            lines = b"\n" + lines
     try:
         if file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

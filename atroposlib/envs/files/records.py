@@ -15,7 +15,7 @@ from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from atroposlib.processes.lock_files import alone_in
 from atroposlib.row_files.json_text import encode
-from atroposlib.row_files.kept_rows import Keep, Parts
+from atroposlib.row_files.kept_rows import Keep, Parts, packed_path
 from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
 
 log = get_logger(__name__)
@@ -29,13 +29,21 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, self.path = 0, expect_regular(path)
-        while self.path.exists():
+        while not self._take():
             number += 1
             self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
         self._base = path
-        open_regular(self.path, "xb").close()
         self._file = RecordFile(self.path)
         log.info("Writing groups to %s%s", self.path, f", as there is a {path} already" if number else "")
+
+    def _take(self) -> bool:
+        """Make the file, unless it is there: as it was, compressed, or that of an environment that starts now."""
+        if self.path.exists() or packed_path(self.path).exists():
+            return False
+        with suppress(FileExistsError):
+            open_regular(self.path, "xb").close()
+            return True
+        return False
 
     def keep(self, keep: Keep) -> None:
         """Keep no more than this from now on: full parts are moved aside, compressed, and at last removed."""
@@ -61,12 +69,14 @@ class JsonlWriter:
 def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
     """Append a line for each record to `path`, which is made if need be: all of them or none. Raises RecordError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(path, "ab", buffering=0) as file:
+    with open_regular(path, "a+b", buffering=0) as file:
         append_line(file, *records)
 
 
 def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
-    """Append a line for each record to an unbuffered `file`, all of them or none. Raises RecordError."""
+    """Append a line for each record to an unbuffered `file` that can be read, too, all of them or none. Raises
+    RecordError.
+    """
     lines = as_lines(*records)
     try:
         write_lines(file, lines)

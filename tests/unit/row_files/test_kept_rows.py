@@ -7,12 +7,16 @@ import os
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from atroposlib.envs.files import records
 from atroposlib.envs.files.records import JsonlWriter
+from atroposlib.files import open_regular
 from atroposlib.row_files.kept_rows import DEFAULT, Keep, Parts, compress, parse_keep, read_removed
 from atroposlib.row_files.packed_rows import HEAD, MAGIC, TEXT_BYTES, Packed, pack
+from atroposlib.row_files.record_file import RecordFile
 from atroposlib.view.run_data import rows
 from atroposlib.view.run_data.group_files import Filter, GroupFiles
 from atroposlib.view.run_data.jsonl_index import Indexer, JsonlIndex, lines_at
@@ -278,3 +282,49 @@ def test_a_full_disk_leaves_a_part_uncompressed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("atroposlib.row_files.kept_rows.pack", no_space)
     Parts(tmp_path / "samples.jsonl", Keep(steps=5)).settle_all(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == [part.name]
+
+
+def test_a_file_that_was_compressed_keeps_its_name(tmp_path: Path) -> None:
+    """Each start fills parts, so that the next one compresses its file; the window shows the rows of all."""
+    for start in range(5):
+        writer = JsonlWriter(tmp_path / "samples.jsonl")
+        writer.keep(Keep(steps=10_000))
+        for step in (1, 5000):
+            writer.write({"step": 10_000 * start + step}, step)
+            settled(writer)
+        writer.close()
+        for path in tmp_path.glob("samples*"):
+            os.utime(path, (start, start))
+    assert steps_in(tmp_path, "samples*.jsonl*") == [10_000 * start + step for start in range(5) for step in (1, 5000)]
+    shown = [path.name for path in RunFiles(tmp_path, "r").files("samples")]
+    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_two_environments_that_start_together_write_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(path: Path, mode: str) -> Any:
+        path.touch()
+        monkeypatch.undo()
+        return open_regular(path, mode)
+
+    monkeypatch.setattr(records, "open_regular", second)
+    assert JsonlWriter(tmp_path / "samples.jsonl").path.name == "samples_1.jsonl"
+
+
+def test_earlier_runs_whose_last_rows_have_one_time_are_all_kept(tmp_path: Path) -> None:
+    for run in range(3):
+        file = StepFile(tmp_path / "trained.jsonl", 1, "trained groups", "--trained-path")
+        file.append(1, {"step": run})
+        file.close()
+        os.utime(tmp_path / "trained.jsonl", (1e9, 1e9))
+    assert steps_in(tmp_path, "trained*.jsonl") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("left", ["", '{"step": 1}\n', '{"step": 1}\n{"st'])
+def test_a_row_is_a_line_of_its_own_after_what_a_kill_has_left(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(left)
+    file = RecordFile(path)
+    file.append({"step": 2}, {"step": 3})
+    file.append({"step": 4})
+    assert path.read_text().splitlines()[-3:] == ['{"step":2}', '{"step":3}', '{"step":4}']
+    assert path.read_text().startswith(left)

@@ -30,9 +30,12 @@ def test_full_disk_is_named_and_leaves_whole_lines() -> None:
         def __init__(self) -> None:
             self.content = b""
 
-        def seek(self, offset: int, whence: int) -> int:
-            assert (offset, whence) == (0, os.SEEK_END)
+        def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+            assert (offset, whence) in [(0, os.SEEK_END), (len(self.content) - 1, os.SEEK_SET)]
             return len(self.content)
+
+        def read(self, count: int) -> bytes:
+            return self.content[-count:]
 
         def write(self, data: bytes) -> int:
             room = 10 - len(self.content)
