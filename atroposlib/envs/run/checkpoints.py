@@ -19,13 +19,16 @@ log = get_logger(__name__)
 
 
 def save(checkpoint_dir: str, name: str, step: int, attributes: Mapping[str, object]) -> None:
-    """Write the checkpoint of `step`, and remove those older than the newest KEPT. Raises OSError, TypeError."""
+    """Write the checkpoint of `step`, and keep KEPT of those up to it. Later ones are another run's, or of steps that
+    are made again. Raises OSError, TypeError.
+    """
     folder = _root(checkpoint_dir) / name
     write_whole(
         folder / f"step-{step}.json",
         encode(attributes, any_keys=True),
     )
-    for _, path in _newest_first(folder)[KEPT:]:
+    up_to_now = [path for saved, path in _newest_first(folder) if saved <= step]
+    for path in up_to_now[KEPT:]:
         path.unlink(missing_ok=True)
 
 

@@ -50,3 +50,15 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         tmp_path / "env_checkpoints/echo_0/step-12.json",
         {"taken": 12},
     )
+
+
+def test_one_beside_later_ones_of_an_earlier_run_stays(tmp_path: Path) -> None:
+    for step in range(100, 100 + checkpoints.KEPT):
+        checkpoints.save(str(tmp_path), "echo_0", step, {"taken": "by another run"})
+    for step in range(1, checkpoints.KEPT + 2):
+        checkpoints.save(str(tmp_path), "echo_0", step, {"taken": step})
+    for step in (2, checkpoints.KEPT + 1):
+        found = checkpoints.load(str(tmp_path), "echo_0", "echo", step)
+        assert found is not None
+        assert found[1] == {"taken": step}
+    assert checkpoints.load(str(tmp_path), "echo_0", "echo", 1) is None
