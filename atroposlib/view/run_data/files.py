@@ -66,6 +66,18 @@ def read_at(text: Text, start: int, count: int) -> bytes:
     return b"".join(parts) if len(parts) != 1 else parts[0]
 
 
+def after_newline(text: Text, start: int, end: int) -> int:
+    """Return where the next line begins that does before `end`, or there; `start` if none does."""
+    at = start
+    while at < end:
+        data = read_at(text, at, min(CHUNK_BYTES, end - at))
+        newline = data.find(b"\n")
+        if newline >= 0:
+            return at + newline + 1
+        at += max(1, len(data))
+    return start
+
+
 def read_small(path: Path, limit: int) -> bytes:
     """The first `limit` bytes. Raises as `opened`."""
     with opened(path) as descriptor:

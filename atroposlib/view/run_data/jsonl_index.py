@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.row_files.packed_rows import SUFFIX
-from atroposlib.view.run_data.files import Text, identity, opened_text, read_at, text_size
+from atroposlib.view.run_data.files import Text, after_newline, identity, opened_text, read_at, text_size
 
 BLOCK_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20  # a longer row is damaged: reading it would take too much memory
@@ -161,7 +161,7 @@ class JsonlIndex:
             if end or len(data) < count:
                 break
             if count >= MAX_ROW_BYTES:
-                end = _after_newline(text, extent.high, self._size) - extent.high
+                end = after_newline(text, extent.high, self._size) - extent.high
                 data = b"\0"  # one damaged row
                 break
             count *= 2
@@ -291,15 +291,3 @@ def _start_of_last_line(text: Text, end: int) -> int:
             return start + newline + 1
         end = start
     return 0
-
-
-def _after_newline(text: Text, start: int, size: int) -> int:
-    """After the next newline at or after `start`; `start` if there is none."""
-    at = start
-    while at < size:
-        data = read_at(text, at, BLOCK_BYTES)
-        newline = data.find(b"\n")
-        if newline >= 0:
-            return at + newline + 1
-        at += max(1, len(data))
-    return start

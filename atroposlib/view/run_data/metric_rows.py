@@ -9,11 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.view.run_data.files import opened, read_at
+from atroposlib.view.run_data.files import after_newline, opened, read_at
 from atroposlib.view.run_data.rows import finite
 from atroposlib.wire.step_seconds import StepSeconds
 
 REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
+LONGEST_LINE_BYTES = 64 << 20  # what follows a longer one is not shown
 TIMELINE_BYTES = 16 << 20  # the newest rows of a longer file
 MAX_CELLS = 1_000_000  # of a reply's table; rows of equal columns never have as many in its bytes
 SEAM_BYTES = 64
@@ -50,9 +51,7 @@ def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
             identity = f"{found.st_dev:x}-{found.st_ino:x}"
             start = _start(descriptor, identity, generation) if after and generation else None
             offset = start or 0
-            data = read_at(descriptor, offset, REPLY_BYTES)
-            data = data[: data.rfind(b"\n") + 1]
-            end = offset + len(data)
+            data, end = _whole_lines(descriptor, offset, found.st_size)
             seam = _seam(descriptor, end)
     except FileNotFoundError:
         return MetricRows([], [], 0, "", bool(after), False)
@@ -94,6 +93,16 @@ def finite_number(value: object) -> Number | None:
     """A number that every reader of JSON can hold; None for anything else."""
     number = finite(value)
     return value if isinstance(value, int) and number is not None and abs(value) < 2**53 else number
+
+
+def _whole_lines(descriptor: int, start: int, size: int) -> tuple[bytes, int]:
+    """Return the complete lines of one reply, and where they end. One that is too long for it is an empty one."""
+    data = read_at(descriptor, start, REPLY_BYTES)
+    end = data.rfind(b"\n") + 1
+    if end or len(data) < REPLY_BYTES:
+        return data[:end], start + end
+    after = after_newline(descriptor, start, min(size, start + LONGEST_LINE_BYTES))
+    return b"\n" if after > start else b"", after
 
 
 def _timed(line: bytes) -> TimedRow | None:

@@ -12,6 +12,7 @@ import pytest
 from atropos_launcher.run_record import add_outcome
 from atroposlib.api.journal.journal_file import create
 from atroposlib.view import server
+from atroposlib.view.run_data import metric_rows
 from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, sample, tokens_of, write_rows
 
 ROUTES = [
@@ -118,6 +119,19 @@ def test_metrics_come_from_where_the_last_request_ended(run: Path) -> None:
     assert ([row[0] for row in third["rows"]], third["next"], third["reset"]) == ([1], 1, True)
     (run / "metrics.jsonl").unlink()
     assert following()["rows"] == []
+
+
+def test_a_row_that_is_too_long_for_a_reply_hides_no_later_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_rows, "REPLY_BYTES", 1000)
+    window, rows = client(run), []
+    write_rows(run / "metrics.jsonl", [{"step": 1}, {"step": 2, "text": "x" * 3000}, {"step": 3}])
+    found = get(window, "/api/runs/r/metrics")
+    while True:
+        rows += found["rows"]
+        if not found["more"]:
+            break
+        found = get(window, "/api/runs/r/metrics", after=found["next"], generation=found["generation"])
+    assert (rows, found["next"]) == ([[1], [3]], 3)
 
 
 def test_a_table_of_rows_that_share_no_column_is_bounded(run: Path) -> None:
