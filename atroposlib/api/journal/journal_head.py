@@ -95,6 +95,8 @@ class Head:
         once the kernel has written it back: a head that is behind its journal loses nothing, and a second wait for the
         disk would halve the speed.
         """
+        if not os.fstat(self._file).st_nlink:  # the next start would take a journal without a head for a new one
+            raise OSError(errno.ENOENT, "somebody removed it while the journal was in use")
         packed = RECORD.pack(MAGIC, record.journal_id, record.newest.number, record.newest.hash)
         packed = (packed + CRC.pack(zlib.crc32(packed))).ljust(SLOT_BYTES, b"\0")
         for slot in (0, 1) if self.record is None else (self._slot,):

@@ -330,6 +330,18 @@ def test_a_head_that_cannot_be_written_refuses_everything_until_the_next_start(
         assert [marks(client), marks(client), marks(client)] == [[1], [2], None]
 
 
+def test_a_journal_that_somebody_removes_acknowledges_nothing_that_would_be_gone(path: Path) -> None:
+    with TestClient(create_app(journal=path)) as client:
+        register(client, batch_size=4)
+        assert client.post("/scored_data", json=group(4, 1)).status_code == 200
+        for file in path.parent.glob(f"{path.name}*"):
+            file.unlink()
+        reply = client.post("/scored_data", json=group(4, 2))
+        assert reply.status_code == 507
+        assert "removed" in reply.json()["detail"]
+        assert client.get("/ready").status_code == 503
+
+
 # --- a journal of the first format ----------------------------------------------------------------------------------
 
 
