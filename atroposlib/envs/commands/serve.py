@@ -143,7 +143,7 @@ class ServeLoop:
         self._due: int | None = None
         self._moved_at = time.monotonic()
         self._idle_since = time.monotonic()
-        self._no_items_since: float | None = None  # get_next_item gives none; times of day
+        self._no_items_since: float | None = None  # get_next_item gives none
         self._no_items_told_at = 0.0
 
     async def start_up(self) -> None:
@@ -369,7 +369,7 @@ class ServeLoop:
             if item is not None:
                 self._no_items_since = None
             elif self._no_items_since is None:
-                self._no_items_since = time.time()
+                self._no_items_since = time.monotonic()
             return item
         except EnvError:
             raise
@@ -381,12 +381,13 @@ class ServeLoop:
 
     @property
     def _no_more_items(self) -> str:
-        since = time.strftime("%H:%M:%S", time.localtime(self._no_items_since))
+        began = time.time() - (time.monotonic() - (self._no_items_since or 0.0))
+        since = time.strftime("%H:%M:%S", time.localtime(began))
         return f"the environment has no more items since {since}"
 
     def _tell_no_items(self) -> None:
         """Once after a while, for an environment may have none for a moment, and then every minute."""
-        now, since = time.time(), self._no_items_since or 0.0
+        now, since = time.monotonic(), self._no_items_since or 0.0
         if now - max(since, self._no_items_told_at) < (
             IDLE_REPORT_S if self._no_items_told_at > since else NO_ITEMS_TOLD_AFTER_S
         ):
