@@ -112,10 +112,13 @@ class Head:
         sync_folder(self.path)
 
     def close(self) -> None:
-        """Release the lock. Remove a head that this process created and never wrote."""
-        if self.created and self.record is None:
-            self.path.unlink(missing_ok=True)
-        os.fsync(self._file)
+        """Release the lock, also where the disk fails: a head that is behind its journal loses nothing. Remove a head
+        that this process created and never wrote.
+        """
+        with suppress(OSError):
+            if self.created and self.record is None:
+                self.path.unlink(missing_ok=True)
+            os.fsync(self._file)
         os.close(self._file)
 
     def _locked(self, patience_s: float) -> int:

@@ -21,7 +21,7 @@ from atroposlib.api.journal.journal_file import Body, JournalDamaged, JournalErr
 from atroposlib.api.journal.journal_head import Head, head_path, read_head
 from atroposlib.api.server import create_app
 from tests.unit.api.support import group, marks, register, register_env, registration
-from tests.unit.common.disk import watch_disk
+from tests.unit.common.disk import broken_disk, watch_disk
 
 
 def api(path: Path, first_lease: int = 1) -> TestClient:
@@ -314,6 +314,13 @@ def test_a_head_that_cannot_be_written_refuses_what_was_written_and_all_after_it
     again = Journal(path)
     assert [number for number, _ in again.reader.changes()] == [1]  # nobody was told of it, nor of what came after
     again.close()
+
+
+def test_a_disk_that_fails_at_the_end_keeps_no_lock(path: Path) -> None:
+    journal = opened(path)
+    with broken_disk():
+        journal.close()
+    Journal(path).close()
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
