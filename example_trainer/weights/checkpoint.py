@@ -6,6 +6,7 @@
                     policy.json          the policy version, by which a vLLM server labels what it samples
                     manifest.json        size and SHA-256 of every file, written last
       latest        the name of the newest checkpoint directory
+      .begun        beside an earlier run's checkpoints: the run that began last, which --resume auto means
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face directory alone, at the end of the run
 
@@ -19,7 +20,7 @@ before that leaves the previous checkpoint and `latest` unchanged. A LoRA run ke
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder, set_aside
 
 STATE = "trainer_state.pt"
+BEGUN = ".begun"
+NAME = re.compile(r"\w{1,100}", re.ASCII)  # of a checkpoint that `latest` names
 
 log = get_logger(__name__)
 
@@ -139,21 +142,34 @@ class Checkpoints:
 def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> list[Path]:
     """Rename the step directories under `save_path` that the run of `progress` wrote after its step, from which it now
     makes those steps again, so that neither it nor one that resumes it takes them for its own. If `latest` names one of
-    them, it comes to name the run's checkpoint of this step, or nothing where that lies elsewhere. Return the run's
-    others, the oldest first; those of other runs are not its to remove. Raises CheckpointError.
+    them, or another run's, which whoever resumes this one would continue, it comes to name the run's checkpoint of this
+    step, or nothing where that lies elsewhere or the run is fresh. Return the run's others, the oldest first; those of
+    other runs are not its to remove. Raises CheckpointError.
     """
     found = _written_by(progress.run, save_path, prefix) if progress.step else {}
     later = [found[step] for step in sorted(found) if step > progress.step]
     pointer = save_path / LATEST
     with reading(f"{pointer} cannot be changed", CheckpointError, remedy="free space, then resume again"):
-        if later and pointer.exists() and pointer.read_text().strip() in {folder.name for folder in later}:
+        if progress.step not in found and _whole(save_path):
+            write_whole(save_path / BEGUN, b"" if progress.step else progress.run.encode())
+        if pointer.exists() and not _names_progress(pointer, progress):
             if progress.step in found:
                 write_whole(pointer, f"{found[progress.step].name}\n".encode())
             else:
+                log.info("Removing %s, which names no checkpoint of this run up to step %d", pointer, progress.step)
                 pointer.unlink()
     for folder in later:
         set_aside(folder, f"of a step after {progress.step}, from which this run continues")
     return [found[step] for step in sorted(found) if step <= progress.step]
+
+
+def _names_progress(pointer: Path, progress: Progress) -> bool:
+    """Return whether `latest` names a checkpoint of this run, up to its step."""
+    name = pointer.read_bytes().decode(errors="replace").strip()
+    if not progress.step or not NAME.fullmatch(name):
+        return False
+    saved = _saved(pointer.with_name(name))
+    return saved is not None and saved.run == progress.run and saved.step <= progress.step
 
 
 def _written_by(run: str, save_path: Path, prefix: str) -> dict[int, Path]:
@@ -162,16 +178,25 @@ def _written_by(run: str, save_path: Path, prefix: str) -> dict[int, Path]:
     for folder in save_path.glob(f"{prefix}[0-9]*"):
         if folder.is_symlink():  # to what somebody moved
             continue
-        try:
-            state: Any = _state(folder, mapped=True)
-            with _expecting_ours(folder):
-                saved = _progress(state)
-        except CheckpointError as error:
-            log.warning("%s is not counted among the checkpoints of this run: %s", folder, error)
-            continue
-        if saved.run == run and folder.name == f"{prefix}{saved.step}":
+        saved = _saved(folder)
+        if saved is not None and saved.run == run and folder.name == f"{prefix}{saved.step}":
             found[saved.step] = folder
     return found
+
+
+def _saved(folder: Path) -> Progress | None:
+    """Return how far the run of a checkpoint was; None for one that is damaged."""
+    try:
+        state: Any = _state(folder, mapped=True)
+        with _expecting_ours(folder):
+            return _progress(state)
+    except CheckpointError as error:
+        log.warning("%s is not counted among the checkpoints of this run: %s", folder, error)
+        return None
+
+
+def _whole(save_path: Path) -> list[Path]:
+    return sorted(path.parent for path in save_path.glob(f"*step_[0-9]*/{MANIFEST}"))
 
 
 def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:
@@ -191,29 +216,46 @@ def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
 
 def _latest(resume: str, save_path: Path) -> Path | None:
     pointer = save_path / LATEST
-    steps = sorted(path.parent for path in save_path.glob(f"*step_[0-9]*/{MANIFEST}"))
+    steps = _whole(save_path)
     remedy = (
         f"name one to resume from, such as --resume {max(steps, key=_step_of)}"
         if steps
         else "choose another --save-path"
     )
     if not pointer.exists():
+        if own := _of_run_that_began(save_path, steps):  # killed before `latest` named its first one
+            return own[-1]
+        if resume == "auto" and (own is not None or not steps):
+            if steps:
+                log.warning("Starting afresh: the run that began last in %s kept no checkpoint; %s", save_path, remedy)
+            return None
         if steps:
             raise CheckpointError(
                 f"--resume {resume}: {save_path} has {len(steps)} checkpoints but no {LATEST}; {remedy}, "
                 "or start afresh with another --save-path"
             )
-        if resume == "auto":
-            return None
         raise CheckpointError(
             f"--resume latest: {pointer} does not exist; use --resume auto to start afresh, or name a checkpoint "
             "directory"
         )
     with reading(f"{pointer} cannot be read", CheckpointError, remedy=remedy):
         name = pointer.read_bytes().decode().strip()
-    if not re.fullmatch(r"\w{1,100}", name, re.ASCII):
+    if not NAME.fullmatch(name):
         raise CheckpointError(f"{pointer} is damaged: {name[:80]!a} is not the name of a checkpoint; {remedy}")
     return save_path / name
+
+
+def _of_run_that_began(save_path: Path, steps: Sequence[Path]) -> list[Path] | None:
+    """Return those of the directories that the run wrote which began there last, the oldest first; None where it is not
+    known, or it continues a checkpoint that lies elsewhere.
+    """
+    saved = {each: _saved(each) for each in steps if _step_of(each) >= 0}
+    begun = save_path / BEGUN
+    if not begun.is_file():
+        return [*saved] if len(steps) == len(saved) == 1 and all(saved.values()) else None
+    run = begun.read_bytes().decode(errors="replace")
+    own = [each for each, progress in saved.items() if progress is not None and progress.run == run]
+    return sorted(own, key=_step_of) if run else None
 
 
 def _step_of(folder: Path) -> int:

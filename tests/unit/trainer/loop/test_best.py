@@ -38,7 +38,8 @@ def train(
     """A run whose policy versions have these held-out accuracies, and `final` ones with further questions, killed when
     it syncs version `stop_at`.
     """
-    first = int((folder / "checkpoints/latest").read_text().rpartition("_")[2]) if "resume" in changes else 0
+    latest = folder / "checkpoints/latest"
+    first = int(latest.read_text().rpartition("_")[2]) if "resume" in changes and latest.exists() else 0
     api = FakeApi(lambda delivered: [item([1.0, 0.0, 0.0, 1.0], seed=10 + first + delivered)])
     api.evaluations, api.questions, api.final = accuracies, 64, final or {}
     bridge = RecordingBridge(fail_at=stop_at, serves_every=serves_every)
@@ -326,6 +327,52 @@ def test_latest_names_nothing_where_the_checkpoint_that_a_run_continues_lies_els
     train(model, tmp_path, {}, resume=str(elsewhere), stop_at=2)
     with pytest.raises(CheckpointError, match=r"has 1 checkpoints but no latest"):
         find_checkpoint("latest", checkpoints)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "resumed from elsewhere"])
+def test_latest_names_no_checkpoint_of_another_run(model: str, tmp_path: Path, fresh: bool) -> None:
+    """A run in the directory of an earlier one is killed before its first checkpoint."""
+    train(model, tmp_path, {}, training_steps=2)
+    train(model, tmp_path / "other", {}, training_steps=1)
+    checkpoints = tmp_path / "checkpoints"
+    start: dict[str, Any] = {} if fresh else {"resume": str(tmp_path / "other/checkpoints/step_1")}
+    train(model, tmp_path, {}, stop_at=2, checkpoint_interval=2, training_steps=2, **start)
+    for resume in ("latest",) if fresh else ("latest", "auto"):
+        with pytest.raises(CheckpointError, match=r"has 2 checkpoints but no latest; name one .*step_2"):
+            find_checkpoint(resume, checkpoints)
+    if fresh:
+        train(model, tmp_path, {}, training_steps=1, resume="auto")
+        assert (checkpoints / "latest").read_text() == "step_1\n"
+        assert (tmp_path / "logs/metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_run_that_was_killed_before_latest_named_its_first_checkpoint_continues_that(
+    model: str, tmp_path: Path, earlier: bool
+) -> None:
+    if earlier:
+        train(model, tmp_path, {}, training_steps=2)
+    train(model, tmp_path, {}, training_steps=1)
+    (tmp_path / "checkpoints/latest").unlink()
+    assert find_checkpoint("auto", tmp_path / "checkpoints") == tmp_path / "checkpoints/step_1"
+    assert find_checkpoint("latest", tmp_path / "checkpoints") == tmp_path / "checkpoints/step_1"
+
+
+@pytest.mark.parametrize("content", [b"step_2\n", b"\xff\0", b""])
+def test_a_fresh_run_needs_no_whole_pointer(model: str, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest").write_bytes(content)
+    train(model, tmp_path, {}, training_steps=1)
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_1\n"
+
+
+def test_a_checkpoint_that_somebody_moved_and_linked_stays_the_latest(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, {}, training_steps=2)
+    checkpoints = tmp_path / "checkpoints"
+    moved = (checkpoints / "step_2").rename(tmp_path / "step_2")
+    (checkpoints / "step_2").symlink_to(moved)
+    train(model, tmp_path, {}, resume="auto", stop_at=3)
+    assert (checkpoints / "latest").read_text() == "step_2\n"
 
 
 @pytest.mark.parametrize("steps", [2, 4])

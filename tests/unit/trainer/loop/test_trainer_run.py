@@ -308,7 +308,8 @@ def test_only_the_newest_checkpoints_of_the_run_are_kept(model: str, tmp_path: P
     leftover = save_path / ".step_9.partial-4194399"  # above the largest process id
     leftover.mkdir()
     train(model, tmp_path, checkpoint_interval=1, keep_checkpoints=2)
-    assert sorted(path.name for path in save_path.iterdir()) == ["final_model", "latest", "step_3", "step_4", "step_77"]
+    names = [".begun", "final_model", "latest", "step_3", "step_4", "step_77"]
+    assert sorted(path.name for path in save_path.iterdir()) == names
     assert (save_path / "latest").read_text() == "step_4\n"
 
 
