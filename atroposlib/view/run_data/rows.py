@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
+from atroposlib.groups import scores_differ
 from atroposlib.wire.batching import CUT
 
 T = TypeVar("T")
@@ -283,7 +284,7 @@ def mean_and_spread(scores: list[float | None]) -> tuple[float, float]:
     if not known:
         return math.nan, 0.0
     mean = sum(known) / len(known)
-    spread = math.hypot(*(score - mean for score in known)) / math.sqrt(len(known)) if min(known) < max(known) else 0.0
+    spread = math.hypot(*(score - mean for score in known)) / math.sqrt(len(known)) if scores_differ(known) else 0.0
     return min(max(mean, -LARGEST), LARGEST), min(spread, LARGEST)
 
 

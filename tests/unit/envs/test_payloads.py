@@ -5,6 +5,7 @@ import pytest
 from msgspec import to_builtins
 
 from atroposlib.envs.payloads import completion_lengths, defect, group_items, rejection, wire_form
+from atroposlib.groups import scores_differ
 from atroposlib.wire.batching import GroupRequirements
 
 
@@ -87,6 +88,23 @@ def test_a_sequence_as_long_as_the_limit_is_sent_and_the_limit_can_be_off() -> N
     assert reject(group(), max_token_len=3) is None
     assert "a sequence of 3 tokens exceeds the trainer's limit of 2" in (reject(group(), max_token_len=2) or "")
     assert reject(group(), max_token_len=-1) is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "differ"),
+    [
+        ([0.1 + 0.2, 0.3], False),
+        ([0.1 + 0.2 - 0.3, 0.0], False),
+        ([1e6 * (0.1 + 0.2), 3e5], False),
+        ([1, True, 1.0], False),
+        ([1.0, 1.00001], True),
+        ([0.0, 1e-6], True),
+        ([-1e9, 1e9], True),
+    ],
+)
+def test_scores_that_only_rounding_tells_apart_are_equal(scores: list[float], differ: bool) -> None:
+    assert scores_differ(scores) is differ
+    assert (reject(group(len(scores), scores=scores), group_size=len(scores)) is None) is differ
 
 
 def test_equal_scores_pass_when_allowed_or_when_there_is_only_one() -> None:

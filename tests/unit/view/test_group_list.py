@@ -48,7 +48,7 @@ def test_filters(window: TestClient, run: Path) -> None:
     write_rows(
         run / "samples.jsonl",
         (
-            sample(10, 3, dropped="all scores are 0", scores=[0.0, 0.0], finish_reasons=["stop", "stop"]),
+            sample(10, 3, dropped="all scores are 0", scores=[0.0, 0.1 + 0.2 - 0.3], finish_reasons=["stop", "stop"]),
             sample(11, 3, env="tools", failed={"scorer": 2}, scores=[0.75, 0.25], finish_reasons=None),
             sample(12, 3, finish_reasons=["stop", "stop"]),
         ),
