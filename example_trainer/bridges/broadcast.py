@@ -160,7 +160,8 @@ class BroadcastBridge(WeightBridge):
         for clients in (self._servers, self._left_out, self._new, self._joined):
             if vllm in clients:
                 clients.remove(vllm)
-        log.info("[Bridge] %s leaves: %d servers get the next sync", url, len(self._servers))
+        left = len(self._servers)
+        log.info("[Bridge] %s leaves: %d server%s the next sync", url, left, " gets" if left == 1 else "s get")
 
     def joined(self) -> Sequence[VllmClient]:
         return tuple(self._joined)
