@@ -3,17 +3,22 @@
 `atropos env new NAME` writes a new environment (`new_environment.py`).
 """
 
+import ast
 import os
 import sys
 from argparse import REMAINDER, ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from warnings import catch_warnings
 
 from atropos_launcher.arguments import Parser
 from atropos_launcher.commands import new_environment
-from atropos_launcher.plan.sections import environment_program, no_program
+from atropos_launcher.plan.sections import END_IT, environment_program, no_program
 from atroposlib.flags import ConfigError
 
 NEW = "new"  # in place of a FILE
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+STARTS = ("cli", "main", "run")  # functions whose result a program may keep
 
 
 def parser() -> ArgumentParser:
@@ -41,4 +46,37 @@ def main(argv: Sequence[str]) -> int:
     program = environment_program(options.file)
     if program is None:
         raise ConfigError(no_program(options.file))
+    if len(program) == 1 and defines_alone(Path(program[0])):
+        raise ConfigError(f"{options.file} defines an environment and runs none: {END_IT}")
     os.execv(sys.executable, [sys.executable, "-u", *program, *options.arguments])
+
+
+def defines_alone(file: Path) -> bool:
+    """Return whether a program only defines classes: Python would run it, do nothing, and call that a success."""
+    try:
+        with catch_warnings(action="ignore"):  # Python's to tell, too
+            tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    statements = [*_statements(tree.body)]
+    has_class = any(isinstance(each, ast.ClassDef) for each in statements)
+    return has_class and not any(map(_does_something, statements))
+
+
+def _statements(body: Sequence[ast.AST]) -> Iterator[ast.stmt]:
+    """Yield what runs when a file does, with the statements inside of others."""
+    for node in body:
+        if isinstance(node, ast.stmt):
+            yield node
+        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)) and not isinstance(node, DEFINITIONS):
+            yield from _statements([*ast.iter_child_nodes(node)])
+
+
+def _does_something(statement: ast.stmt) -> bool:
+    """Return whether a statement may run an environment: it calls a function for its effect, or one that starts."""
+    if isinstance(statement, DEFINITIONS):
+        return False
+    called = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    if isinstance(statement, (ast.Expr, ast.Raise)):
+        return bool(called)
+    return any(getattr(each, "attr", getattr(each, "id", "")) in STARTS for each in called)

@@ -40,6 +40,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
 
 C = TypeVar("C", bound=Config)
+END_IT = 'end it with `MyEnv.cli(default_command="serve")`'  # an environment's program
 FRAME = re.compile(r'  File "([^"]+)", line (\d+)')  # of a traceback
 
 VLLM_START_S = 1800.0
@@ -444,7 +445,7 @@ def no_program(name: str) -> str:
 def _why_none(program: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
     """Tell why an environment's program printed no configuration: its own error, or what it raised and where."""
     if done.returncode == 0:
-        return f'{shlex.join(program)} printed no configuration; end it with `MyEnv.cli(default_command="serve")`'
+        return f"{shlex.join(program)} printed no configuration; {END_IT}"
     lines = done.stderr.rstrip().splitlines() or [f"{exit_words(done.returncode)}, and nothing on stderr"]
     if " error: " in lines[-1] or not (frames := [at for at, line in enumerate(lines) if FRAME.match(line)]):
         return lines[-1].partition(" error: ")[2] or lines[-1]

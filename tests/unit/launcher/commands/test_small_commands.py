@@ -13,6 +13,7 @@ import pytest
 
 from atropos_launcher.cli import main
 from atropos_launcher.commands import evaluate
+from atropos_launcher.commands.env import defines_alone
 from atropos_launcher.commands.existing_runs import plot
 from atropos_launcher.plan.sections import environment_program, no_program
 from atroposlib.flags import ConfigError
@@ -253,6 +254,44 @@ def test_an_environment_that_is_not_there_is_one_line() -> None:
     assert done.returncode == 2
     assert "there is no file or module 'xyz'; give the path of its .py file, or one of agent, calculator" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+NAMES_NOTHING = "import logging\nlog = logging.getLogger()\n"
+DEFINES = f'"""Mine."""\n{NAMES_NOTHING}class MyEnv:\n    def cli(self):\n        print(3)\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "alone"),
+    [
+        (DEFINES, True),
+        (f"{DEFINES}if __name__ == '__main__':\n    MyEnv.cli\n", True),
+        (f"{DEFINES}def main():\n    MyEnv.cli()\n", True),
+        (f"{DEFINES}if __name__ == '__main__':\n    MyEnv.cli()\n", False),
+        (f"{DEFINES}try:\n    import torch\nfinally:\n    main()\n", False),
+        (f"{DEFINES}raise SystemExit(MyEnv.cli())\n", False),
+        (f"{DEFINES}status = MyEnv.cli()\n", False),
+        (f"{DEFINES}for each in range(3):\n    status = asyncio.run(each)\n", False),
+        (f"{NAMES_NOTHING}from my_env import *\n", False),
+        (f"{DEFINES}class\n", False),
+        ("\0", False),
+    ],
+)
+def test_a_program_that_defines_an_environment_and_runs_none_is_told_from_others(
+    tmp_path: Path, source: str, alone: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert defines_alone(tmp_path / "mine.py") is alone
+
+
+def test_an_environment_that_its_program_does_not_run_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(DEFINES)
+    with pytest.raises(SystemExit) as ended:
+        main(["env", str(tmp_path / "mine.py"), "process"])
+    assert ended.value.code == 2
+    said = 'mine.py defines an environment and runs none: end it with `MyEnv.cli(default_command="serve")`\n'
+    assert capsys.readouterr().err == f"atropos env: error: {tmp_path}/{said}"
 
 
 def test_an_environment_that_was_written_here_is_named_with_its_file(
