@@ -2,12 +2,12 @@
 
 import argparse
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from atropos_launcher.runs import RUNS
+from atroposlib.logs import print_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (--help lists all)", file=sys.stderr)
+        print_error(self.prog, f"{message} (--help lists all)")
         raise SystemExit(2)
 
 

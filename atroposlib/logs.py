@@ -44,6 +44,7 @@ RUN = "ATROPOS_RUN"  # the variable in which a launcher names the run
 FIRST_EQUAL = 5  # equal lines that are written at once
 FIRST_ALIKE = 50  # lines that only differ in their values
 THEN_EVERY_S = 10.0  # one, with the number of those between
+LONGEST, HEAD = 1000, 500  # characters of an error's line that are printed, and those of them at its beginning
 KEPT = 1000  # kinds of lines, and tracebacks, that are remembered
 
 
@@ -251,7 +252,13 @@ def escape_records() -> None:
 def print_error(prog: str, error: object) -> None:
     """One line on stderr for what ended `prog`; more lines, such as the last ones of a log, behind bars."""
     first, *rest = str(error).split("\n")
-    put("\n".join([f"{prog}: error: {escape(first)}", *map(_behind_bar, rest)]), plain_stderr())
+    put("\n".join([f"{prog}: error: {_cut(escape(first))}", *map(_behind_bar, rest)]), plain_stderr())
+
+
+def _cut(line: str) -> str:
+    """Leave out the middle of a line that nobody could read: what it repeats of a value, and not what to do."""
+    left_out = len(line) - LONGEST
+    return line if left_out <= 0 else f"{line[:HEAD]} [{left_out} characters] {line[HEAD + left_out :]}"
 
 
 def _message(record: logging.LogRecord) -> str:

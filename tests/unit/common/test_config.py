@@ -152,6 +152,25 @@ def test_wrong_input_exits_two_with_one_line(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
+    ("argv", "beginning", "end"),
+    [
+        (["--env.steps", 20_000 * "9 "], "t: error: env.steps: Input should", " 9 9 9 ')"),
+        ([f"--{20_000 * 'n'}"], "t: error: unknown flag --nnn", "n (--help lists them)"),
+        (["--env.steps", "1", 20_000 * "é"], "t: error: unexpected argument 'ééé", "é': flags start with '--'"),
+    ],
+)
+def test_of_a_huge_value_the_line_shows_both_ends_and_all_that_is_said(
+    argv: list[str], beginning: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config(Tree, argv, prog="t", env={})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(beginning)
+    assert line.endswith(end)
+    assert len(line) < 1100
+
+
+@pytest.mark.parametrize(
     ("line", "words", "flags", "settings"),
     [
         ("file --shared model --names a", ["file", "model"], ["--shared", "--names", "a"], []),
