@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from atroposlib.envs.authors import author_checks
 from atroposlib.envs.authors.author_checks import settled
-from atroposlib.envs.authors.author_errors import location
+from atroposlib.envs.authors.author_errors import location, shown
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData
 from atroposlib.envs.data.dataset import question_of
@@ -62,6 +62,7 @@ EVALUATED_EVERY_S = 5.0
 SHORT_ANSWER_TOKENS = 1024
 REWARD = "reward_"  # before the name of a reward in the metrics
 CLOSE_S = 60.0  # in which `close` must return
+OUTCOME_CHARS = 80  # of one that is not known
 REWARDS_TOLD = 4  # in the console's line, at most
 
 
@@ -166,6 +167,8 @@ class QuestionEnv(BaseEnv):
             raise ValueError(
                 "repeat_share needs the scores that `collect_trajectories` of QuestionEnv sees; do not override it"
             )
+        if isinstance(self.outcomes, str):
+            raise ValueError(f'outcomes is the text {self.outcomes!r}: write a tuple, such as ("{self.outcomes}",)')
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
@@ -351,6 +354,12 @@ class QuestionEnv(BaseEnv):
             return Scored(None)
         self._judged_count += 1
         self._none_count += scored.reward is None
+        if self.outcomes and scored.outcome and scored.outcome not in self.outcomes:
+            self._env_run.errors.note_reason(
+                "such an outcome",
+                f"score gave the outcome {shown(scored.outcome, OUTCOME_CHARS)}, which no metric counts: name it in"
+                f" outcomes, which has {', '.join(self.outcomes)} ({location(self.score)})",
+            )
         return scored
 
     # --- evaluation and metrics -----------------------------------------------------------------------------------

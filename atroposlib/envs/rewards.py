@@ -17,7 +17,7 @@ parameters are read once, when the environment is built.
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsFloat, TypeVar, overload
 
 from atroposlib.envs.authors.author_checks import settled
@@ -62,15 +62,16 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
 
 def as_scored(value: object, method: Callable[..., object]) -> Scored:
     """Convert what `method` returned. Raises WrongReturn for what is not a number."""
-    if value is None or isinstance(value, Scored):
-        return Scored(None) if value is None else value
-    return Scored(_number(value, method, "a number, a Scored"))
+    scored = value if isinstance(value, Scored) else Scored(value)  # type: ignore[arg-type]  # which is checked now
+    if scored.reward is None:
+        return scored
+    return replace(scored, reward=_number(scored.reward, method, "a number, a Scored of one", value))
 
 
-def _number(value: object, method: Callable[..., object], wanted: str) -> float:
-    if not isinstance(value, SupportsFloat):
-        raise WrongReturn(method, value, f"{wanted}, or None if the answer cannot be scored")
-    return float(value)
+def _number(number: object, method: Callable[..., object], wanted: str, returned: object) -> float:
+    if not isinstance(number, SupportsFloat):
+        raise WrongReturn(method, returned, f"{wanted}, or None if the answer cannot be scored")
+    return float(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Rewards:
             if value is None:
                 raise Unscored(f"the reward {each.name} is None")
             method = getattr(env, each.name)
-            rewards[each.name] = _number(value, method, "a number")
+            rewards[each.name] = _number(value, method, "a number", value)
             if not math.isfinite(rewards[each.name]):
                 raise WrongReturn(method, value, "a finite number, or None if the answer cannot be scored")
         # in one rounding, so that 0.7 + 0.2 + 0.1 is 1

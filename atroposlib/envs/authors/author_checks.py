@@ -21,6 +21,7 @@ METHODS = {
     "training_item": ("async def training_item(self, number)", "question 0, 1, 2, ..."),
     "prompt": ("def prompt(self, item)", 'a list of messages, such as [{"role": "user", "content": "..."}]'),
     "score": ("async def score(self, item, answer)", "the reward of an answer, a number"),
+    "reference_answer": ("def reference_answer(self, item)", "the right answer as text, or None"),
     "rollouts": ("async def rollouts(self, item, n, split, temperature, top_p)", "a list of n Rollout"),
     "collect_trajectory": (
         "async def collect_trajectory(self, item)",
@@ -35,7 +36,7 @@ METHODS = {
 # An author who overrides one of these makes groups, or sends them, by it.
 MAKE_GROUPS = ("collect_trajectory", "collect_trajectories", "handle_env", "add_train_workers", "env_manager")
 MAKE_NONE = ("atroposlib.envs.run.environment", "atroposlib.envs.base")  # modules whose methods of these names do not
-PLAIN = ("prompt",)  # called without `await`, by authors too
+PLAIN = ("prompt", "reference_answer")  # called without `await`, by authors too
 CHECK_THEMSELVES = ("score",)  # its parameters may be more
 REQUIRED = ("tokens", "masks", "scores")
 
@@ -67,7 +68,7 @@ def check_class(env_cls: type, command: str) -> None:
         )
     for name, (signature, _) in METHODS.items():
         method = inspect.unwrap(getattr(env_cls, name, env_cls))
-        where = location(method)
+        where = location(method) if _is_called(env_cls, name) else ""
         if where and name in PLAIN and inspect.iscoroutinefunction(method):
             raise AuthorError(f"{where} is a coroutine, but is called without await; write `{signature}`")
         if where and (inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)):
@@ -77,6 +78,16 @@ def check_class(env_cls: type, command: str) -> None:
                 f"{where} has the parameters {inspect.signature(method)}, but is called with others; write"
                 f" {_rule(name)}"
             )
+
+
+def _is_called(env_cls: type, name: str) -> bool:
+    """Return whether the framework calls the method: a class of its own has one. Any other is the author's alone."""
+    return any(name in vars(owner) for owner in env_cls.__mro__ if is_ours(owner))
+
+
+def is_ours(owner: type) -> bool:
+    """Return whether a class is the framework's."""
+    return owner.__module__.startswith("atroposlib.")
 
 
 def _module_of(env_cls: type, name: str) -> str:

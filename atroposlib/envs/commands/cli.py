@@ -31,10 +31,10 @@ from typing import Any, ClassVar, NoReturn
 from pydantic import BaseModel, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
-from atroposlib.envs.authors import author_checks
-from atroposlib.envs.authors.author_errors import needed
+from atroposlib.envs.authors.author_checks import check_class, class_location, is_ours
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, needed
 from atroposlib.envs.commands import compat_mode
-from atroposlib.envs.config import LACKS
+from atroposlib.envs.config import LACKS, BaseEnvConfig
 from atroposlib.envs.errors import EnvError, WrongSetting
 from atroposlib.envs.files.records import the_only_evaluation
 from atroposlib.envs.run.environment import Environment
@@ -149,7 +149,7 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
         env_cls = with_teacher_if_given(env_cls, arguments)
     tree = load_tree(env_cls, command, arguments, prog)
     with one_line_errors(prog):
-        author_checks.check_class(env_cls, command)
+        check_class(env_cls, command)
         env_cls._check_installed()
     configure_logging(env_cls.name or env_cls.__name__)
     raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
@@ -227,7 +227,7 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
             # By position: environments out there have other names for the third.
             env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
         except (OSError, ValueError, NotImplementedError) as error:
-            raise EnvError(f"cannot build {author_checks.class_location(env_cls)}: {error}") from error
+            raise EnvError(f"cannot build {class_location(env_cls)}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions
     env.server.allows_text_only = isinstance(tree, SamplingFields)
     env.server.proxy_url = tree.proxy_url or env.server.proxy_url
@@ -249,7 +249,8 @@ def _command(arguments: list[str], default: str | None) -> str:
 
 def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
     """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
-    env_config, servers = env_cls.config_init()
+    with one_line_errors(f"{prog} {command}"), needed("config_init", env_cls.config_init):
+        env_config, servers = _initial(env_cls)
     further = env_cls._further_servers()
     base: type[EnvTree] = TeacherTree if further else EnvTree
     if command == "evaluate":
@@ -278,15 +279,16 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
             "include_messages": True,
             "data_path_to_save_groups": f"data/{env_cls.name or env_cls.__name__}.jsonl",
         }
-    tree: Any = load_config(
-        tree_cls,
-        arguments,
-        prog=f"{prog} {command}",
-        defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
-        epilog=COMMANDS_HELP,
-        content=content,
-        notes=notes_of,
-    )
+    with one_line_errors(f"{prog} {command}"), needed("the configuration", type(env_config)):
+        tree: Any = load_config(
+            tree_cls,
+            arguments,
+            prog=f"{prog} {command}",
+            defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
+            epilog=COMMANDS_HELP,
+            content=content,
+            notes=notes_of,
+        )
     with one_line_errors(f"{prog} {command}", ValueError):
         for name in further:
             setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, typed[name]))
@@ -294,6 +296,29 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
     )
+
+
+def _initial(env_cls: type[Environment]) -> tuple[BaseEnvConfig, Any]:
+    """The environment's configuration and its servers, as `config_init` gives them. Raises WrongReturn, and AuthorError
+    for settings of a class that the environment's base class cannot work with.
+    """
+    match returned := env_cls.config_init():
+        case (BaseModel() as config, None | ServerBaseline() as servers):
+            pass
+        case (BaseModel() as config, [*servers]) if all(isinstance(each, ServerBaseline) for each in servers):
+            pass
+        case _:
+            raise WrongReturn(
+                env_cls.config_init, returned, "its configuration and its server: `return config, server`"
+            )
+    base = next(owner for owner in env_cls.__mro__ if is_ours(owner) and "env_config_cls" in vars(owner))
+    wanted = vars(base)["env_config_cls"]
+    if not isinstance(config, wanted):
+        raise AuthorError(
+            f"{class_location(type(config))} has not the settings that a {base.__name__} needs; write `class"
+            f" {type(config).__name__}({wanted.__name__})`"
+        )
+    return config, servers
 
 
 def notes_of(tree: Any) -> list[str]:

@@ -76,6 +76,8 @@ REWARD_RETURN = (
 PROMPT_DEF, SCORE_DEF = "def prompt(self, item):", "async def score(self, item, answer):"
 PROMPT_RETURN, SCORE_RETURN = 'return [{"role": "user", "content": item}]', "return float(len(answer))"
 CANCELLED = "import asyncio; late = asyncio.ensure_future(asyncio.sleep(60)); late.cancel()"
+INIT_DEF = "@classmethod  # here\n    def config_init(cls):"
+NAME = '    name = "mine"\n'
 COLLECT_DEF, COLLECT_RETURN = "async def collect_trajectory(self, item):", 'return {**rollout, "scores": 1.0}, []'
 
 
@@ -175,6 +177,7 @@ PROCESS = ("process", "--env.total_steps", "2", "--env.max_failed_items", "2", "
 BUDGET = "3 of the last 3 items failed in the environment's own code (limit 2, --env.max_failed_items)"
 AGAIN = "(the same error 2 more times). Correct that line"
 PAIR = "a list of items for later: `return rollout, []`"
+RAISES = marked("return {}['level']")
 # name: (program, what its last line says of `# here`, what else it says)
 MISTAKES = {
     "no score": (
@@ -194,6 +197,51 @@ MISTAKES = {
         changed(QUESTION, (PROMPT_DEF, marked("async " + PROMPT_DEF))),
         "{} in prompt is a coroutine",
         ["write `def prompt(self, item)`"],
+    ),
+    "reference_answer is a coroutine": (
+        changed(
+            QUESTION,
+            (SCORE_DEF, f"async def reference_answer(self, item):  # here\n        return item\n\n    {SCORE_DEF}"),
+        ),
+        "{} in reference_answer is a coroutine",
+        ["write `def reference_answer(self, item)`"],
+    ),
+    "outcomes is a text": (
+        changed(
+            QUESTION, ("MyEnv(QuestionEnv):", marked("MyEnv(QuestionEnv):")), (NAME, f'{NAME}    outcomes = ("ok")\n')
+        ),
+        "MyEnv ({})",
+        ["outcomes is the text 'ok': write a tuple, such as (\"ok\",)"],
+    ),
+    "config_init raises": (
+        changed(
+            QUESTION,
+            (NAME, f"{NAME}\n    @classmethod\n    def config_init(cls):\n        {RAISES}\n"),
+        ),
+        "{} in config_init",
+        ["config_init failed: KeyError: 'level'", "Correct that line"],
+    ),
+    "config_init gives the configuration alone": (
+        changed(QUESTION, (NAME, f"{NAME}\n    {INIT_DEF}\n        return cls.env_config_cls()\n")),
+        "{} in config_init",
+        [
+            "config_init returned QuestionEnvConfig",
+            "instead of its configuration and its server: `return config, server`",
+        ],
+    ),
+    "a validator of the settings raises": (
+        changed(
+            QUESTION,
+            ("import QuestionEnv\n", "import QuestionEnv, QuestionEnvConfig\nfrom pydantic import model_validator\n"),
+            (
+                "class MyEnv",
+                'class MyConfig(QuestionEnvConfig):\n    @model_validator(mode="after")\n    def known(self):\n'
+                f"        {RAISES}\n\n\nclass MyEnv",
+            ),
+            (NAME, f"{NAME}    env_config_cls = MyConfig\n"),
+        ),
+        "{} in known",
+        ["the configuration failed: KeyError: 'level'", "Correct that line"],
     ),
     "prompt without its parameter": (
         changed(QUESTION, (PROMPT_DEF, marked("def prompt(self):"))),
@@ -350,6 +398,29 @@ MISTAKES = {
         "{} in rollouts",
         [BUDGET, 'instead of a Rollout with sequences, such as managed.get_state()["nodes"]', AGAIN],
     ),
+    "a Scored of a text": (
+        changed(
+            QUESTION,
+            (SCORE_DEF, marked(SCORE_DEF)),
+            (SCORE_RETURN, "return Scored('right', 1.0)"),
+            ("import QuestionEnv", "import QuestionEnv, Scored"),
+        ),
+        "{} in score",
+        [BUDGET, "score returned Scored Scored(reward='right', outcome=1.0, rewards={}) instead of a number", AGAIN],
+    ),
+    "settings of another kind of environment": (
+        changed(
+            QUESTION,
+            (
+                "\n\nclass",
+                "\nfrom atroposlib.envs.base import BaseEnvConfig\n\n"
+                "class MyConfig(BaseEnvConfig):  # here\n    pass\n\nclass",
+            ),
+            (NAME, f"{NAME}    env_config_cls = MyConfig\n"),
+        ),
+        "MyConfig ({})",
+        ["has not the settings that a QuestionEnv needs; write `class MyConfig(QuestionEnvConfig)`"],
+    ),
     "score returns NaN": (
         changed(QUESTION, (SCORE_DEF, marked(SCORE_DEF)), (SCORE_RETURN, "return float('nan')")),
         "{} in score",
@@ -430,6 +501,25 @@ def test_a_mistake_ends_in_a_line_that_names_its_place_the_rule_and_the_remedy(d
     assert ended.text.count("Traceback") <= 1
     assert ended.text.count(desk.here) <= 2 + ended.text.count("Traceback") + 3 * name.startswith("score forgets")
     assert all(path.stat().st_size for path in desk.program.parent.glob("data/*"))  # no empty file is left
+
+
+def test_a_method_that_only_the_authors_base_class_lacks_is_the_authors_alone(desk: Desk) -> None:
+    own = "async def prompt(self, one, two):\n        yield one\n\n    def rollouts(self):\n        return 7\n\n    "
+    assert desk.run(changed(GROUPS, (COLLECT_DEF, own + COLLECT_DEF)), *PROCESS).code == 0
+
+
+def test_an_outcome_that_is_not_declared_is_told_and_costs_no_answer(desk: Desk) -> None:
+    source = changed(
+        QUESTION,
+        ("import QuestionEnv", "import QuestionEnv, Scored"),
+        (NAME, f'{NAME}    outcomes = ("right", "wrong")\n'),
+        (SCORE_DEF, marked(SCORE_DEF)),
+        (SCORE_RETURN, 'return Scored(float(len(answer)), "rihgt")'),
+    )
+    ended = desk.run(source, *PROCESS)
+    assert ended.code == 0
+    told = "score gave the outcome 'rihgt', which no metric counts: name it in outcomes, which has right, wrong"
+    assert ended.text.count(f"{told} ({desk.here} in score)") == 1
 
 
 CLOSE = f"def close(self):\n        self.never_made.close()  # here\n\n    {SCORE_DEF}"
