@@ -373,7 +373,7 @@ class QuestionEnv(BaseEnv):
         questions = self.held_out if self._env_run.is_last else self.asked_always
         started = time.time()
         counter = _Evaluated(len(questions))
-        if not questions:
+        if not len(questions):  # of numpy, an array has no truth value
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
         results = await gather_or_cancel([self._evaluate_one(*each, counter) for each in enumerate(questions)])
         usual = results[: len(self.asked_always)]
@@ -499,7 +499,7 @@ class QuestionEnv(BaseEnv):
 
     async def _leave_out_long(self, data: LoadedData, limit: int, whose: str, *, held_out_too: bool) -> None:
         """See `prompt_limits.py`."""
-        if data.streams or self.held_out:
+        if data.streams or len(self.held_out):
             await leave_out_long(self, data, limit, whose, held_out_too=held_out_too)
 
     def _reference_of(self, item: Item) -> str | None:

@@ -46,6 +46,8 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
     metrics, `train/reward_NAME`; one of weight 0 has that alone.
     """
 
+    if isinstance(method, (int, float)):
+        raise ValueError(f"@reward({method!r}): write @reward(weight={method!r})")
     try:
         value = float(weight)
     except (TypeError, ValueError):
@@ -54,7 +56,7 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
         raise ValueError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
 
     def mark(function: F) -> F:
-        setattr(function, WEIGHT, value)
+        setattr(inspect.unwrap(function), WEIGHT, value)  # that of a static method, too
         return function
 
     return mark if method is None else mark(method)

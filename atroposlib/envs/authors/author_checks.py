@@ -44,10 +44,16 @@ REQUIRED = ("tokens", "masks", "scores")
 async def settled(value: object) -> Any:
     """Return the result of a method that an author writes as a coroutine or as a plain function:
     `await settled(env.setup())`. Raises a RuntimeError if something that the method waits for is cancelled: as a
-    CancelledError it would end this task, which nobody cancelled, without a word.
+    CancelledError it would end this task, which nobody cancelled, without a word. Of an ExceptionGroup, such as a
+    TaskGroup's, the first error is raised: what it means is told from its kind.
     """
     try:
         return await value if inspect.isawaitable(value) else value
+    except ExceptionGroup as group:
+        error = group.exceptions[0]
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from error.__cause__
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from atroposlib.envs.errors import EnvError
@@ -116,6 +117,12 @@ def blamed(error: BaseException, written: Mapping[str, str] | None = None) -> li
     elif not own and written and not isinstance(error, ServerError):
         own = [_worked_with(frames, written)]
     return own
+
+
+def authors_lines(*frames: FrameType) -> list[str]:
+    """List the author's lines in the stacks of frames, the innermost last."""
+    stack = [each for frame in frames for each in traceback.extract_stack(frame)]
+    return [_place(each) for each in stack if is_authors(each.filename)]
 
 
 def _place(frame: traceback.FrameSummary) -> str:

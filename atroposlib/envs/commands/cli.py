@@ -32,7 +32,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors.author_checks import check_class, class_location, is_ours
-from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, needed
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, authors_lines, needed
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.config import LACKS, BaseEnvConfig
 from atroposlib.envs.errors import EnvError, WrongSetting
@@ -52,6 +52,8 @@ from atroposlib.utils.tokenizers import NO_TOKENIZER
 log = get_logger(__name__)
 
 STOP_LIMIT_S = 4.5
+LASTING_TOLD_AFTER_S = 5.0
+OF_ASYNCIO = "(_do_shutdown)"  # in the name of its thread that waits for the others
 TEACHER = "teacher"
 CONFIG = "evaluate_config.yaml"  # of an evaluation, beside its results
 COMMANDS_HELP = """\
@@ -228,7 +230,7 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
             env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
         except (OSError, ValueError, NotImplementedError) as error:
             raise EnvError(f"cannot build {class_location(env_cls)}: {error}") from error
-    env.server.max_n_completions = tree.max_n_completions
+        env.server.max_n_completions = tree.max_n_completions  # without `super().__init__(...)` there is no server
     env.server.allows_text_only = isinstance(tree, SamplingFields)
     env.server.proxy_url = tree.proxy_url or env.server.proxy_url
     return env
@@ -292,6 +294,10 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     with one_line_errors(f"{prog} {command}", ValueError):
         for name in further:
             setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, typed[name]))
+    if not isinstance(tree.env, type(env_config)):
+        rule = f"{class_location(type(env_config))}: a validator gave {tree.env!r}; end it with `return self`"
+        with one_line_errors(f"{prog} {command}"):
+            raise AuthorError(rule)
     # Without SLURM, environments take one server as a list of it.
     return base(
         **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
@@ -426,16 +432,55 @@ def _end_in_time(number: int) -> None:
     os._exit(128 + number)
 
 
+def _tell_what_lasts(loop: asyncio.AbstractEventLoop, loop_ended: threading.Event) -> None:
+    """Warn of the author's work for which Python waits without a limit once a command is done: tasks and the threads of
+    the loop's executor, and then, when the process ends, all threads that are no daemons.
+    """
+    if not loop_ended.wait(LASTING_TOLD_AFTER_S):
+        tasks = {f"task {task.get_name()}": authors_lines(*task.get_stack(limit=1)) for task in asyncio.all_tasks(loop)}
+        _tell({task: lines for task, lines in tasks.items() if lines} | _lasting_threads())
+        loop_ended.wait()
+    time.sleep(LASTING_TOLD_AFTER_S)
+    if _process_ends():  # a command may have been called by another program
+        _tell(_lasting_threads())
+
+
+def _lasting_threads() -> dict[str, list[str]]:
+    """The author's lines by thread, of those that keep Python from ending."""
+    stacks = sys._current_frames()
+    return {
+        f"thread {thread.name}": authors_lines(stacks[thread.ident])
+        for thread in threading.enumerate()
+        if thread.ident in stacks and not thread.daemon and thread is not threading.main_thread()
+        if OF_ASYNCIO not in thread.name
+    }
+
+
+def _process_ends() -> bool:
+    """Return whether the main thread is at its end, where Python waits for the others."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename == threading.__file__
+
+
+def _tell(lasting: Mapping[str, Sequence[str]]) -> None:
+    if lasting:
+        shown = ", ".join(" at ".join([what, *lines[-1:]]) for what, lines in lasting.items())
+        log.warning("The command is done, but Python waits for %s: end that work; Ctrl-C ends all now", shown)
+
+
 def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
     """The exit code of `main_coroutine`; SIGINT and SIGTERM cancel it, and end the process when that takes too long."""
     stopped_by: list[int] = []
+    loop_ended = threading.Event()
 
     async def runner() -> int:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if stopped_by:
+            if stopped_by or loop_ended.is_set():
                 os._exit(128 + number)
             stopped_by.append(number)
             # in a thread: the signal may have come in the middle of a write to the log
@@ -444,9 +489,16 @@ def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
-        return await main_coroutine()
+        try:
+            return await main_coroutine()
+        finally:
+            threading.Thread(
+                target=_tell_what_lasts, args=[loop, loop_ended], name="LastingThreads", daemon=True
+            ).start()
 
     try:
         return asyncio.run(runner())
     except asyncio.CancelledError:
         return 128 + stopped_by[0]
+    finally:
+        loop_ended.set()

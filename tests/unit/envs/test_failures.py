@@ -39,6 +39,20 @@ async def test_an_error_has_its_cause(error: Exception, cause: str) -> None:
     assert (result.cause, result.error) == (cause, error)
 
 
+async def test_an_error_of_a_task_group_has_the_cause_of_what_was_raised_in_it() -> None:
+    async def sample(error: Exception) -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            outer.create_task(asyncio.sleep(60))
+            inner.create_task(raising(error))
+
+    for error, cause in ((ServerError("503"), "infrastructure"), (Unscored("no verdict"), "scorer")):
+        result = await attempt(sample(error), 60)
+        assert isinstance(result, Failure)
+        assert (result.cause, result.error) == (cause, error)
+    with pytest.raises(PeerError, match="no judge"):
+        await attempt(sample(PeerError("no judge")), 60)
+
+
 async def test_a_rollout_that_ends_the_process_has_failed() -> None:
     async def ends() -> None:
         raise SystemExit(3)

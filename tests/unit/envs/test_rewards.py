@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from atroposlib.envs.commands.process import process
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.question_env import QuestionEnvConfig, Rollout, Scored, Split, reward
+from atroposlib.envs.rewards import rewards_of
 from atroposlib.envs.server_handling.dispatching.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -280,3 +282,16 @@ async def test_the_rewards_of_a_group_stay_with_their_rollouts_of_several_sequen
 def test_a_weight_that_is_no_finite_number_is_refused_where_it_stands(weight: Any) -> None:
     with pytest.raises(ValueError, match=rf"@reward\(weight={weight!r}\): a weight is a finite number"):
         reward(weight=weight)
+
+
+def test_a_weight_without_its_name_is_told_how_to_write_it() -> None:
+    with pytest.raises(ValueError, match=re.escape("@reward(0.5): write @reward(weight=0.5)")):
+        reward(0.5)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("decorate", [lambda f: reward(staticmethod(f)), lambda f: staticmethod(reward(f))])
+def test_a_static_method_is_a_reward_in_either_order(decorate: Callable[[Any], Any]) -> None:
+    class Static(Asking):
+        good = decorate(lambda item, answer: 1.0)
+
+    assert [each.name for each in rewards_of(Static.__new__(Static), Asking, brings_its_own=False).named] == ["good"]

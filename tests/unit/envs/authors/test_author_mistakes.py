@@ -8,6 +8,7 @@ import io
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -480,6 +481,25 @@ MISTAKES = {
         "{} in setup",
         ["set held_out to <generator object", "make it a list"],
     ),
+    "__init__ without that of its base class": (
+        changed(QUESTION, (NAME, f"    def __init__(self, *given):  # here\n        self.mine = given\n\n{NAME}")),
+        "{} in __init__",
+        ["__init__ failed: AttributeError: 'MyEnv' object has no attribute 'server'", "Correct that line"],
+    ),
+    "a validator forgets return": (
+        changed(
+            QUESTION,
+            ("import QuestionEnv\n", "import QuestionEnv, QuestionEnvConfig\nfrom pydantic import model_validator\n"),
+            (
+                "class MyEnv",
+                'class MyConfig(QuestionEnvConfig):  # here\n    @model_validator(mode="after")\n    def known(self):\n'
+                "        assert self.seed >= 0\n\n\nclass MyEnv",
+            ),
+            (NAME, f"{NAME}    env_config_cls = MyConfig\n"),
+        ),
+        "MyConfig ({})",
+        ["a validator gave None; end it with `return self`"],
+    ),
     "__init__ with other parameters": (
         changed(
             QUESTION,
@@ -543,6 +563,54 @@ def test_a_close_that_does_not_return_is_ended(desk: Desk) -> None:
     assert ended.code == 0
     assert "close did not return within 0.1 s, and was ended: TimeoutError" in ended.text
     assert f"{desk.here} in close" in ended.text
+
+
+HELD = """
+import logging
+import threading
+from atroposlib.envs.commands import cli
+
+cli.LASTING_TOLD_AFTER_S = 0.1
+told = threading.Event()
+
+
+class Ear(logging.Handler):
+    def emit(self, record):
+        if "Python waits" in record.getMessage():
+            told.set()
+
+
+def hold():
+    told.wait(60)  # here
+
+
+logging.getLogger(cli.__name__).addHandler(Ear())
+"""
+
+
+def test_work_for_which_a_command_that_is_done_does_not_end_is_named(desk: Desk) -> None:
+    holds = f"import asyncio\n        asyncio.get_running_loop().run_in_executor(None, hold)\n        {SCORE_RETURN}"
+    ended = desk.run(HELD + changed(QUESTION, (SCORE_RETURN, holds)), *PROCESS)
+    assert ended.code == 0
+    assert f"thread asyncio_0 at {desk.here} in hold" in ended.text
+    assert "end that work; Ctrl-C ends all now" in ended.text
+
+
+@pytest.mark.services
+def test_so_is_a_thread_of_the_authors_and_ctrl_c_ends_it(desk: Desk) -> None:
+    kept = HELD.replace("told.wait(60)", "threading.Event().wait(60)")
+    start = 'self.held_out = ["a"]; threading.Thread(target=hold).start()'
+    desk.program.write_text(kept + changed(QUESTION, ('self.held_out = ["a", "b"]', start)))
+    flags = ["--openai.base_url", desk.url, "--env.tokenizer_name", desk.tokenizer, "--openai.server_type", "vllm"]
+    command = [sys.executable, str(desk.program), *PROCESS, *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        told = next(line for line in program.stderr if "Python waits" in line)
+        program.send_signal(signal.SIGINT)
+        rest = program.stderr.read()
+    assert f"hold) at {desk.here} in hold" in told
+    assert "closed" not in rest
+    assert program.returncode == 130
 
 
 @pytest.mark.parametrize("method", ["setup", "training_item", "score"])
@@ -615,6 +683,12 @@ def test_a_wrong_address_of_a_server_that_answers_is_not_waited_for(
     assert ended.code == 1
     assert f"did you forget /v1? Try --openai.base_url {desk.url}" in ended.last_line
     assert "Traceback" not in ended.text
+
+
+def test_held_out_questions_in_an_array_are_evaluated(desk: Desk) -> None:
+    array = "import numpy; self.held_out = numpy.array(['a', 'b'], object)"
+    source = changed(QUESTION, ('self.held_out = ["a", "b"]', array))
+    assert desk.run(source, "evaluate", "--openai.server_type", "vllm").code == 0
 
 
 def test_a_server_without_token_ids_is_one_line_that_names_the_flag(desk: Desk) -> None:
