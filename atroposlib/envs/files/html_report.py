@@ -64,7 +64,7 @@ def _write_page(out: IO[str], title: str, head: str, source: Path, groups: Numbe
     for place, (number, group) in enumerate(groups):
         try:
             out.write(group_html(group, number, is_open=place == 0))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{source}:{number + 1} is not a group with messages and scores ({error!r})") from error
 
 
@@ -87,14 +87,16 @@ def _is_sample(line: str) -> bool:
 
 def _questions(rows: Numbered) -> Numbered:
     """A group for each question. Of a sample that was taken again, the last line counts. Samples without a question are
-    one each.
+    one each, and those that their author did not number are all shown.
     """
     questions: dict[object, dict[object, tuple[int, Mapping[str, object]]]] = {}
     for number, row in rows:
         if "evaluation" in row and "score" not in row:
             continue
-        question = row.get("question", row.get("index", number))
-        questions.setdefault(question, {})[row.get("sample", 0)] = (number, row)
+        question, sample = row.get("question", row.get("index")), row.get("sample")
+        question = question if isinstance(question, (int, str)) else number
+        sample = sample if isinstance(sample, int) else (number,)
+        questions.setdefault(question, {})[sample] = (number, row)
     for question, samples in sorted(questions.items(), key=lambda each: each[0] if isinstance(each[0], int) else -1):
         found = [row for _, row in samples.values()]
         yield (
@@ -103,7 +105,7 @@ def _questions(rows: Numbered) -> Numbered:
                 "name": f"Question {question}",
                 "reference": found[0].get("reference"),
                 "messages": [row.get("messages") or [] for row in found],
-                "scores": [row["score"] for row in found],
+                "scores": [row.get("score") for row in found],
                 "rewards": [row.get("rewards") for row in found],
                 "errors": [row.get("error") for row in found],
             },

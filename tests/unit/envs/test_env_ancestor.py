@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+import msgspec
 import pytest
 
 from atroposlib.envs.base import (
@@ -20,6 +21,8 @@ from atroposlib.envs.base import (
     ScoredDataItem,
     ServerBaseline,
 )
+from atroposlib.envs.commands.evaluation_report import evaluate_once
+from atroposlib.envs.files.html_report import write_html
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -201,3 +204,41 @@ def test_baseline_configuration_is_accepted(tmp_path: Path) -> None:
         f"http://localhost:{port}/v1" for port in range(9004, 9008)
     ]
     assert env.max_num_workers == 32
+
+
+SAID = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("sample", "shown"),
+    [
+        ({"messages": SAID, "question": "2 + 2", "gold_answer": "4", "score": 1, "correct": True}, "✓ score 1"),
+        ({"messages": SAID, "question": {"text": "2 + 2"}, "sample": 1, "score": 0.5}, "◐ score 0.5"),
+        ({"problem": "2 + 2", "score": 1.0}, "✓ score 1"),
+        ({"messages": SAID, "is_correct": True}, "? no score: not scored"),
+        ("4", "? no score: not scored"),
+        ({"messages": ["2 + 2", "4"], "score": 1.0}, None),
+    ],
+)
+async def test_every_sample_of_the_ancestors_evaluate_log_is_on_the_page(
+    tmp_path: Path, sample: Any, shown: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Evaluated(OldStyleEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await self.evaluate_log({"eval/percent_correct": 0.5}, samples=[sample, sample])
+
+    config, servers = Evaluated.config_init()
+    config.tokenizer_name = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    config.data_dir_to_save_evals = str(tmp_path / "results")
+    env = Evaluated(config, servers, slurm=False, testing=False)
+    async with env._env_run as run:
+        await evaluate_once(env, run)
+    rows = (tmp_path / "results/samples.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(row) for row in rows] == [sample, sample]
+    assert ("No page: " in caplog.text) == (shown is None)
+    if shown is not None:
+        assert (tmp_path / "results/samples.html").read_text().count(shown) == 2
+    write = tmp_path / "author.html"
+    if "score" in sample and shown is not None:
+        write_html(tmp_path / "results/samples.jsonl", write)
+        assert write.read_text().count(shown) == 2
