@@ -29,6 +29,7 @@ from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 from atroposlib.yaml_text import read_yaml
 
 MAX_NAME = 128
+P = TypeVar("P", str, Path)
 
 
 def check_name(name: str) -> str:
@@ -40,10 +41,15 @@ def check_name(name: str) -> str:
     return name
 
 
+def _to_write(path: P) -> P:
+    """`path` with a home directory for `~`, which a shell leaves as it is behind `=`. Raises NotRegularFile."""
+    return expect_regular(type(path)(os.path.expanduser(path)))
+
+
 Name = Annotated[str, AfterValidator(check_name)]
 # fields that name a file to write: a device or a link is refused before anything starts
-OutputFile = Annotated[Path, AfterValidator(expect_regular)]
-OutputFileText = Annotated[str, AfterValidator(expect_regular)]
+OutputFile = Annotated[Path, AfterValidator(_to_write)]
+OutputFileText = Annotated[str, AfterValidator(_to_write)]
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,10 @@ def load_config(
             epilog=epilog,
             content=content,
         )
-    if dry_run:
-        print(config_yaml(config), end="")
-        print("".join(f"# {note}\n" for note in (notes(config) if notes else [])), end="")
-        raise SystemExit(0)
+        if dry_run:
+            print(config_yaml(config), end="")
+            print("".join(f"# {note}\n" for note in (notes(config) if notes else [])), end="")
+            raise SystemExit(0)
     return config
 
 

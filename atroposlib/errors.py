@@ -14,6 +14,10 @@ Every `main` runs inside `one_line_errors`, which prints the line and exits.
 """
 
 import errno
+import os
+import select
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
@@ -69,7 +73,7 @@ def loading(library: str, raises: MakeError, *, remedy: str = "") -> AbstractCon
 def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None = None) -> Iterator[None]:
     """Guard the body of a `main`: print an AtroposError (or one of `also`) as `PROG: error: LINE` and end the process
     with the error's exit status, or with `exit_status`; so does a path that is too long, with 2, and Ctrl-C
-    with 130.
+    with 130. A reader of the output that has gone ends it with 141, without a word, as it ends other programs.
     """
     kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
@@ -79,6 +83,8 @@ def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None =
         own = error.exit_status if isinstance(error, AtroposError) else 1
         raise SystemExit(own if exit_status is None else exit_status) from None
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if error.errno != errno.ENAMETOOLONG:  # a path that somebody gave; it may be looked for anywhere
             raise
         print_error(prog, f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
@@ -86,6 +92,22 @@ def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None =
     except KeyboardInterrupt:
         put(f"{prog}: interrupted", plain_stderr())
         raise SystemExit(130) from None
+
+
+def _is_unread() -> bool:
+    """Return whether the reader of stdout has gone, as `| head -1` does: nothing is wrong, and nobody to tell."""
+    try:
+        pipe = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # it is no file
+        return False
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # what is left, or Python complains of it at the end
+    os.dup2(nowhere, pipe)
+    os.close(nowhere)
+    return True
 
 
 def reason(error: BaseException, limit_s: float | None = None) -> str:

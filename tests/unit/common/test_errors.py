@@ -1,6 +1,8 @@
 """What people read when a peer, a file or a library fails: one line with the value, the reason and the remedy."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,21 @@ def test_ctrl_c_ends_main_with_130(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_error_without_text_is_named_by_its_type() -> None:
     assert reason(ValueError()) == "ValueError"
     assert reason(ValueError("\n  first\nsecond")) == "first"
+
+
+def test_a_reader_of_the_output_that_has_gone_ends_main_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        with pytest.raises(SystemExit) as ended, one_line_errors("atropos doctor"):
+            print("3 checks", flush=True)
+    assert ended.value.code == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_another_pipe_that_nobody_reads_is_no_broken_output() -> None:
+    with pytest.raises(BrokenPipeError), one_line_errors("grpo"):
+        raise BrokenPipeError
