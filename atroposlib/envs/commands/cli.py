@@ -32,7 +32,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors.author_checks import check_class, class_location, is_ours
-from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, authors_lines, needed
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, authors_lines, blamed, needed
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.config import LACKS, BaseEnvConfig
 from atroposlib.envs.errors import EnvError, WrongSetting
@@ -148,8 +148,9 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
     prog = Path(sys.argv[0]).name
     with one_line_errors(prog):
         command = _command(arguments, default_command)
-        env_cls = with_teacher_if_given(env_cls, arguments)
-    tree = load_tree(env_cls, command, arguments, prog)
+        content = read_config_file(arguments)  # once: it may be a pipe
+        env_cls = with_teacher_if_given(env_cls, arguments, content)
+    tree = load_tree(env_cls, command, arguments, prog, content)
     with one_line_errors(prog):
         check_class(env_cls, command)
         env_cls._check_installed()
@@ -190,12 +191,15 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     return 0
 
 
-def with_teacher_if_given(env_cls: type[Environment], arguments: Sequence[str]) -> type[Environment]:
-    """The class, or one that also asks a teacher where YAML or flags give one and it knows of none. Raises
-    ConfigError.
+def with_teacher_if_given(
+    env_cls: type[Environment], arguments: Sequence[str], content: Mapping[str, Any] | None = None
+) -> type[Environment]:
+    """The class, or one that also asks a teacher where YAML or flags give one and it knows of none. `content` is that
+    of the YAML file where it was read before. Raises ConfigError.
     """
+    content = read_config_file(arguments) if content is None else content
     if env_cls._further_servers() or not (
-        split(arguments, sections=(TEACHER,)).sections[TEACHER] or read_config_file(arguments).get(TEACHER)
+        split(arguments, sections=(TEACHER,)).sections[TEACHER] or content.get(TEACHER)
     ):
         return env_cls
     # by its name: it extends the class that has these commands
@@ -249,8 +253,16 @@ def _command(arguments: list[str], default: str | None) -> str:
 # --- configuration --------------------------------------------------------------------------------------------------
 
 
-def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
-    """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
+def load_tree(
+    env_cls: type[Environment],
+    command: str,
+    arguments: Sequence[str],
+    prog: str,
+    read: Mapping[str, Any] | None = None,
+) -> EnvTree:
+    """The resolved configuration, `env` and `openai` being of the environment's own classes. `read` is the content of
+    the YAML file where it was read before. Exits 2 on wrong input.
+    """
     with one_line_errors(f"{prog} {command}"), needed("config_init", env_cls.config_init):
         env_config, servers = _initial(env_cls)
     further = env_cls._further_servers()
@@ -258,7 +270,8 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     if command == "evaluate":
         base = EvaluateTeacherTree if further else EvaluateTree
     with one_line_errors(f"{prog} {command}"):
-        content, typed = read_config_file(arguments), split(arguments, sections=("openai", *further)).sections
+        content = dict(read_config_file(arguments) if read is None else read)
+        typed = split(arguments, sections=("openai", *further)).sections
         groups = {
             name: _server_group(name, given, content.get(name), bool(typed[name]))
             for name, given in ({"openai": servers} | further).items()
@@ -281,16 +294,22 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
             "include_messages": True,
             "data_path_to_save_groups": f"data/{env_cls.name or env_cls.__name__}.jsonl",
         }
-    with one_line_errors(f"{prog} {command}"), needed("the configuration", type(env_config)):
-        tree: Any = load_config(
-            tree_cls,
-            arguments,
-            prog=f"{prog} {command}",
-            defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
-            epilog=COMMANDS_HELP,
-            content=content,
-            notes=notes_of,
-        )
+    with one_line_errors(f"{prog} {command}"):
+        try:
+            tree: Any = load_config(
+                tree_cls,
+                arguments,
+                prog=f"{prog} {command}",
+                defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
+                epilog=COMMANDS_HELP,
+                content=content,
+                notes=notes_of,
+            )
+        except Exception as error:
+            if isinstance(error, OSError) and not blamed(error):  # of a dry run's output
+                raise
+            with needed("the configuration", type(env_config)):
+                raise
     with one_line_errors(f"{prog} {command}", ValueError):
         for name in further:
             setattr(tree, name, env_cls._resolved_servers(name, getattr(tree, name), content, typed[name]))

@@ -15,6 +15,8 @@ from atroposlib.envs.files.html_report import page_beside, write_html
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.server_handling.errors import ServerError
+from atroposlib.errors import reading
+from atroposlib.files import expect_regular
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -32,7 +34,12 @@ async def process(env: Environment) -> None:
             "process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0"
         )
     env.process_mode = True
-    page = page_beside(env.jsonl_writer.path)
+    rows = env.jsonl_writer.path
+    page = page_beside(rows)
+    with reading(
+        f"the page of the groups, {page}", ProcessError, remedy="choose another --env.data_path_to_save_groups"
+    ):
+        expect_regular(page)
     log.info("Sampling %d groups; the page to read will be %s", steps, page)
     async with env._env_run as run:
         await run.wait_for_inference()
@@ -50,8 +57,9 @@ async def process(env: Environment) -> None:
                 await _one_group(run, budget, fakes)
                 log.info("Group %d of %d is done", number + 1, steps)
         remarks.tell(steps)
-    write_html(env.jsonl_writer.path, page)
-    log.info("Wrote the groups to %s and the page to %s", env.jsonl_writer.path, page)
+    with reading(f"The groups are in {rows}, but their page is not in {page}", ProcessError):
+        write_html(rows, page)
+    log.info("Wrote the groups to %s and the page to %s", rows, page)
 
 
 async def _one_group(run: EnvRun[Environment], budget: ErrorBudget, fakes: FakeServers) -> None:

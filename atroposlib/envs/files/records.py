@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 
 from atroposlib.envs.errors import EnvError, RecordError
+from atroposlib.errors import reading
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from atroposlib.processes.lock_files import alone_in
@@ -27,11 +28,12 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         number, self.path = 0, expect_regular(path)
-        while not self._take():
-            number += 1
-            self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
+        with reading(f"cannot write groups to {path}", RecordError, remedy="choose another file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._take():
+                number += 1
+                self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
         self._base = path
         self._file = RecordFile(self.path)
         log.info("Writing groups to %s%s", self.path, f", as there is a {path} already" if number else "")

@@ -57,6 +57,7 @@ from atroposlib.envs.sampling.sampled_with import with_settings
 from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.sequences.sampling import Settings
 from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.row_files.record_file import RecordFile
 from atroposlib.wire.batching import Cause, GroupRequirements, WandbInfo
@@ -171,7 +172,8 @@ class EnvRun(Generic[E]):
         self.records: dict[Path, RecordFile] = {}
 
         path = env.config.metrics_path
-        self.sinks: list[JsonlSink | WandbSink] = [JsonlSink(Path(path))] if path else []
+        with reading(f"cannot write metrics to {path}", RecordError, remedy="choose another --env.metrics_path"):
+            self.sinks: list[JsonlSink | WandbSink] = [JsonlSink(Path(path))] if path else []
         self.wandb_is_open = False
 
     async def __aenter__(self) -> Self:

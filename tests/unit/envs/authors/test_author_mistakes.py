@@ -5,6 +5,7 @@ file, the line, the method, the rule and the remedy.
 import asyncio
 import contextlib
 import io
+import os
 import re
 import runpy
 import signal
@@ -708,6 +709,47 @@ def test_a_file_of_groups_that_is_named_as_a_page_is_not_replaced_by_it(desk: De
     assert desk.run(QUESTION, *PROCESS, "--env.data_path_to_save_groups", "groups.html").code == 0
     assert Path("groups.html").read_text().startswith("{")
     assert Path("groups.page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_place_where_nothing_can_be_written_is_told_before_anything_is_sampled(desk: Desk) -> None:
+    Path("file").touch()
+    Path("data/mine.html").mkdir(parents=True)
+    for flags, said in (
+        ([], "the page of the groups, data/mine.html: it is a directory, not a regular file"),
+        (["--env.data_path_to_save_groups", "file/a.jsonl"], "cannot write groups to file/a.jsonl: "),
+        (["--env.metrics_path", "file/a.jsonl"], "cannot write metrics to file/a.jsonl: "),
+    ):
+        ended = desk.run(QUESTION, *PROCESS, *flags)
+        assert ended.code in (1, 2)
+        assert said in ended.last_line
+        assert "choose another" in ended.last_line
+        assert "Traceback" not in ended.text
+        assert "Group 1 of" not in ended.text
+
+
+def test_a_page_that_cannot_be_written_at_the_end_is_one_line(desk: Desk) -> None:
+    breaks = "__import__('os').makedirs('data/mine.html', exist_ok=True); return float(len(answer))"
+    ended = desk.run(changed(QUESTION, (SCORE_RETURN, breaks)), *PROCESS)
+    assert ended.code == 1
+    assert "The groups are in data/mine.jsonl, but their page is not in data/mine.html: it is a" in ended.last_line
+    assert "Traceback" not in ended.text
+
+
+def test_a_configuration_from_a_pipe_counts(desk: Desk) -> None:
+    read, write = os.pipe()
+    os.write(write, b"env: {total_steps: 1, wandb_name: piped}\n")
+    os.close(write)
+    ended = desk.run(QUESTION, "process", "--config", f"/dev/fd/{read}")
+    os.close(read)
+    assert ended.code == 0
+    assert "Group 1 of 1 is done" in ended.text
+
+
+def test_a_home_directory_that_the_shell_left_is_one(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(desk.program.parent / "home"))
+    assert desk.run(QUESTION, *PROCESS, "--env.data_path_to_save_groups=~/groups.jsonl").code == 0
+    assert Path("home/groups.html").is_file()
+    assert not Path("~").exists()
 
 
 def test_a_second_process_says_where_it_writes(desk: Desk) -> None:
