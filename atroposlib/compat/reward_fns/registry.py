@@ -77,8 +77,10 @@ class RewardRegistry:
 
     def create(self, name_or_config: str | Mapping[str, Any] | PlainReward, **defaults: Any) -> RewardFunction:
         """A reward by name, by {"type": name, "weight": ..., "params": {...}}, or of a plain function; `defaults` hold
-        where the configuration says nothing.
+        where the configuration says nothing. One that is a reward already stays as it is.
         """
+        if isinstance(name_or_config, RewardFunction):
+            return name_or_config
         if callable(name_or_config):
             return FunctionReward(name_or_config, **defaults)
         config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)

@@ -155,3 +155,9 @@ def test_syllables_are_weighed_by_vowel_and_by_what_follows() -> None:
     assert syllables("dharmakṣetre kurukṣetre") == "GGGGLGGG"
     line = "syādindravajrā yadi tau jagau gaḥ"
     assert registry.create("chandas_meter", meter="indravajra")([line]) == [1.0]
+
+
+def test_a_reward_that_was_made_already_is_taken() -> None:
+    made = registry.create("length", target_words=2, weight=0.5)
+    assert registry.create(made) is made
+    assert registry.create({"type": "combined", "params": {"rewards": [made]}})(["two words"]) == [0.5]
