@@ -21,13 +21,13 @@ class Repeats:
         self.remembered = remembered
         self._asked: dict[str, int] = {}  # the numbers of questions whose answers are awaited
         self._variances: dict[str, tuple[int, float]] = {}  # number and variance, the last answered one at the end
-        self._credit = 0.0  # questions that may be asked again now, below 2
+        self._credit = 0.0  # questions that may be asked again now
 
     def next_number(self) -> int | None:
         """Return the number of a question to ask again, or None where a new one is due or none is remembered."""
         self._credit += self.share
         if not self._variances:  # no debt arises
-            self._credit = min(1.0, self._credit)
+            self._credit = min(1.0 - self.share, self._credit)
             return None
         if self._credit < 1.0:
             return None
