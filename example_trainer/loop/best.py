@@ -57,7 +57,7 @@ class BestPolicies:
         self._last: BestPolicy | None = None  # the newest result
         self._final: dict[int, HeldOut] = {}  # by policy version, with further questions
         self.highest = progress.highest  # of all results up to this step, kept or not
-        self.without_gain = progress.without_gain  # evaluations in a row that were not the best
+        self.without_gain = progress.without_gain  # evaluations in a row that were no higher
         if self._kept:  # a process may have ended before it did this
             self._point_to(self.folder(self._kept[0]))
 
@@ -76,7 +76,7 @@ class BestPolicies:
         """
         policy = self._last = BestPolicy(self._run, step, policy_version, msgspec.structs.replace(held_out, final=None))
         self.note_final(policy_version, held_out)
-        gains = self.highest is None or held_out.accuracy >= self.highest
+        gains = self.highest is None or held_out.accuracy > self.highest
         self.without_gain = 0 if gains else self.without_gain + 1
         self.highest = held_out.accuracy if gains else self.highest
         others = [each for each in self._kept if each.policy_version != policy_version]

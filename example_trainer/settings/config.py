@@ -341,7 +341,7 @@ class OutputSettings(Config):
         0,
         ge=0,
         description=(
-            "end the run one step after so many evaluations in a row without a new best policy; 0 does all"
+            "end the run one step after so many evaluations in a row without a higher accuracy; 0 does all"
             " --training-steps"
         ),
     )

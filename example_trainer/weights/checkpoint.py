@@ -60,7 +60,7 @@ class Progress:
     matrices (model/cpu_kernels.py); a checkpoint without is older than the choice. `share_prefixes` is how it computes,
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
     steps, where they can be repeated (output/step_chain.py). `highest` is the best held-out accuracy so far,
-    `without_gain` the evaluations in a row that did not reach it, `evaluated` the version of the last of them, and
+    `without_gain` the evaluations in a row that were no higher, `evaluated` the version of the last of them, and
     `ends_early_after` the last step of a run that was flat for so long.
     """
 

@@ -183,7 +183,8 @@ def test_nothing_is_served_again_that_tells_nothing(
     ("accuracies", "limit", "steps"),
     [
         ({1: 0.75, 2: 0.5, 3: 0.5, 4: 0.875}, 2, 4),
-        ({1: 0.75, 2: 0.5, 3: 0.75, 4: 0.5, 5: 0.5}, 2, 6),  # a tie is a new best policy
+        ({1: 0.75, 2: 0.5, 3: 0.75, 4: 0.5, 5: 0.5}, 2, 4),  # a tie is a new best policy, and no gain
+        ({step: 0.75 for step in range(1, 8)}, 2, 4),
         ({1: 0.75, 2: 0.5, 3: 0.5}, 0, 8),
         ({1: 0.75, 2: 0.5, 3: 0.5}, 3, 8),
         ({6: 0.75, 7: 0.5}, 1, 8),  # the next step is the last anyway
@@ -247,10 +248,10 @@ def raise_interrupt(saves: Saves) -> Path:
 
 def test_a_resumed_run_counts_gains_from_its_checkpoint_on(model: str, tmp_path: Path) -> None:
     flat: dict[str, Any] = {"stop_when_flat": 1, "training_steps": 8}
-    train(model, tmp_path, {1: 0.5, 2: 0.5, 3: 0.75}, stop_at=4, **flat)
+    train(model, tmp_path, {1: 0.5, 2: 0.625, 3: 0.75}, stop_at=4, **flat)
     again = str(tmp_path / "checkpoints/step_2")  # from where steps are made and evaluated a second time
     (tmp_path / "checkpoints/latest").write_text("step_2\n")
-    api, _ = train(model, tmp_path, {3: 0.75, 4: 0.75, 5: 0.5}, resume=again, **flat)
+    api, _ = train(model, tmp_path, {3: 0.75, 4: 0.875, 5: 0.5}, resume=again, **flat)
     assert api.steps[-1]["step"] == 6
 
 
@@ -400,7 +401,7 @@ def test_an_evaluation_that_was_lost_is_asked_for_when_the_run_resumes(
 def test_an_evaluation_that_was_counted_is_not_asked_for_again(model: str, tmp_path: Path) -> None:
     flat: dict[str, Any] = {"stop_when_flat": 2, "training_steps": 8}
     train(model, tmp_path, {1: 0.75, 2: 0.5}, stop_at=3, **flat)
-    api, _ = train(model, tmp_path, {2: 0.5, 3: 0.75, 4: 0.5, 5: 0.5}, resume="latest", **flat)
+    api, _ = train(model, tmp_path, {2: 0.5, 3: 0.875, 4: 0.5, 5: 0.5}, resume="latest", **flat)
     assert api.steps[-1]["step"] == 6
 
 
