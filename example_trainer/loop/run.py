@@ -338,7 +338,7 @@ class Run:
         self.stop_if_flat(step)
 
     def stop_if_flat(self, step: int) -> None:
-        """Make the next step the last one after --stop-when-flat evaluations without a new best policy."""
+        """Make the next step the last one after --stop-when-flat evaluations without a higher accuracy."""
         flat, limit = self.best.without_gain, self.config.stop_when_flat
         if limit and flat >= limit and step + 1 < self.last_step:
             self.progress = replace(self.progress, ends_early_after=step + 1)
