@@ -15,6 +15,7 @@ By POST /fake an environment names its tokenizer and, under `process`, the refer
 """
 
 import asyncio
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -431,7 +432,8 @@ async def _serve(config: FakeServerConfig, answer: Answer) -> None:
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Serve until SIGINT or SIGTERM, and remove the tokenizer that was made."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = load_config(FakeServerConfig, prog=PROG)
     with one_line_errors(PROG):
         answer = configured_answer(config)

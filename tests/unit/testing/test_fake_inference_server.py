@@ -1,11 +1,13 @@
 """The fake inference server as a process of its own; as a library it carries the other tests of this directory."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
@@ -14,7 +16,10 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 
 
 @pytest.mark.services
-def test_it_serves_from_the_command_line_until_interrupted() -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_from_the_command_line_until_it_is_ended_and_leaves_nothing(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
     command = [
         sys.executable,
         "-m",
@@ -24,7 +29,8 @@ def test_it_serves_from_the_command_line_until_interrupted() -> None:
         "--answer",
         "The answer is 4.",
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "listens on" in line)
@@ -37,9 +43,10 @@ def test_it_serves_from_the_command_line_until_interrupted() -> None:
         with urllib.request.urlopen(request, timeout=10) as reply:
             assert json.load(reply)["choices"][0]["message"]["content"] == "The answer is 4."
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ending)
         assert process.wait(10) == 0
         process.stderr.close()
+    assert list(tmp_path.glob("fake-inference-*")) == []
 
 
 @pytest.mark.services
