@@ -63,6 +63,7 @@ SHORT_ANSWER_TOKENS = 1024
 REWARD = "reward_"  # before the name of a reward in the metrics
 CLOSE_S = 60.0  # in which `close` must return
 OUTCOME_CHARS = 80  # of one that is not known
+COUNTED = frozenset({"accuracy", "mean_score", "correct", "total", "unscored"})  # and no outcomes
 REWARDS_TOLD = 4  # in the console's line, at most
 
 
@@ -169,6 +170,8 @@ class QuestionEnv(BaseEnv):
             )
         if isinstance(self.outcomes, str):
             raise ValueError(f'outcomes is the text {self.outcomes!r}: write a tuple, such as ("{self.outcomes}",)')
+        if taken := sorted(COUNTED & {*self.outcomes}):
+            raise ValueError(f"outcomes has {', '.join(taken)}, which every evaluation counts itself: rename it")
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`

@@ -215,6 +215,15 @@ MISTAKES = {
         "MyEnv ({})",
         ["outcomes is the text 'ok': write a tuple, such as (\"ok\",)"],
     ),
+    "outcomes is a metric": (
+        changed(
+            QUESTION,
+            ("MyEnv(QuestionEnv):", marked("MyEnv(QuestionEnv):")),
+            (NAME, f'{NAME}    outcomes = ("late", "total", "correct")\n'),
+        ),
+        "MyEnv ({})",
+        ["outcomes has correct, total, which every evaluation counts itself: rename it"],
+    ),
     "config_init raises": (
         changed(
             QUESTION,
