@@ -41,8 +41,7 @@ def main() -> None:
     tell("mypy, and pytest beside it (each test at most 300 s)")
     with tempfile.TemporaryFile("w+") as report:
         types = subprocess.Popen([sys.executable, "-m", "mypy", *TYPED], stdout=report, stderr=subprocess.STDOUT)
-        workers = "3" if "--fast" in sys.argv else "2"  # three with servers take 15 GB
-        words = ["pytest", "-n", workers, "--no-loadscope-reorder", *sys.argv[1:]]
+        words = ["pytest", "-n", "2", "--no-loadscope-reorder", *sys.argv[1:]]
         tests = subprocess.Popen([sys.executable, "-m", *words])
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
