@@ -2,180 +2,33 @@
 file, the line, the method, the rule and the remedy.
 """
 
-import asyncio
-import contextlib
-import io
-import os
-import re
-import runpy
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
-
-# `# here` marks the line that is to be named.
-QUESTION = """
-from atroposlib.envs.question_env import QuestionEnv
-
-
-class MyEnv(QuestionEnv):
-    name = "mine"
-
-    async def setup(self):
-        self.held_out = ["a", "b"]
-
-    async def training_item(self, number):
-        return f"word {number}"
-
-    def prompt(self, item):
-        return [{"role": "user", "content": item}]
-
-    async def score(self, item, answer):
-        return float(len(answer))
-
-
-if __name__ == "__main__":
-    MyEnv.cli()
-"""
-GROUPS = """
-from atroposlib.envs.base import BaseEnv
-from atroposlib.envs.payloads import group_items
-
-
-class MyEnv(BaseEnv):
-    name = "mine"
-
-    async def get_next_item(self):
-        return "word"
-
-    async def collect_trajectory(self, item):
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            await managed.chat_completion(messages=[{"role": "user", "content": item}], max_tokens=8)
-            node = managed.get_state()["nodes"][0]
-        rollout = {"tokens": node.tokens, "masks": node.masked_tokens, "inference_logprobs": node.logprobs}
-        return {**rollout, "scores": 1.0}, []
-
-    async def evaluate(self):
-        return {"accuracy": 0.5}
-
-
-if __name__ == "__main__":
-    MyEnv.cli()
-"""
-MESSAGES = 'instead of a list of messages, such as [{"role": "user", "content": "..."}]'
-REWARD_RETURN = (
-    ("return float(len(answer))", "return 'good'"),
-    ("import QuestionEnv", "import QuestionEnv, reward"),
+from tests.unit.envs.authors.desk import (
+    CANCELLED,
+    COLLECT_DEF,
+    COLLECT_RETURN,
+    GROUPS,
+    INIT_DEF,
+    MESSAGES,
+    NAME,
+    PROCESS,
+    PROMPT_DEF,
+    PROMPT_RETURN,
+    QUESTION,
+    REWARD_RETURN,
+    SCORE_DEF,
+    SCORE_RETURN,
+    Desk,
+    changed,
+    marked,
+    without,
 )
-PROMPT_DEF, SCORE_DEF = "def prompt(self, item):", "async def score(self, item, answer):"
-PROMPT_RETURN, SCORE_RETURN = 'return [{"role": "user", "content": item}]', "return float(len(answer))"
-CANCELLED = "import asyncio; late = asyncio.ensure_future(asyncio.sleep(60)); late.cancel()"
-INIT_DEF = "@classmethod  # here\n    def config_init(cls):"
-NAME = '    name = "mine"\n'
-COLLECT_DEF, COLLECT_RETURN = "async def collect_trajectory(self, item):", 'return {**rollout, "scores": 1.0}, []'
 
-
-def changed(program: str, *changes: tuple[str, str]) -> str:
-    """`program` with each first text in place of the second; a method that becomes nothing goes whole."""
-    for old, new in changes:
-        assert old in program, old
-        program = program.replace(old, new)
-    return program
-
-
-def without(program: str, method: str) -> str:
-    """`program` without a method; its class is to be named."""
-    kept, count = re.subn(rf"    (async )?def {method}\(.*?\n(?=\n)\n?", "", program, flags=re.DOTALL)
-    assert count == 1
-    return kept.replace("Env):", "Env):  # here")
-
-
-def marked(line: str) -> str:
-    return f"{line}  # here"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended, and what it wrote to stderr."""
-
-    code: int
-    text: str
-
-    @property
-    def last_line(self) -> str:
-        return self.text.splitlines()[-1]
-
-
-class Desk:
-    """Where an author's program lies and runs, beside an inference server that answers."""
-
-    def __init__(self, folder: Path, url: str, tokenizer: str) -> None:
-        self.program = folder / "my_env.py"
-        self.url = url
-        self.tokenizer = tokenizer
-
-    def run(self, source: str, *arguments: str, url: str = "") -> Ended:
-        """Run `source` as a program with `arguments`, and the flags without which nothing works."""
-        self.program.write_text(source)
-        flags = ["--openai.base_url", url or self.url]
-        if "--openai.server_type" not in arguments:
-            flags += ["--openai.server_type", "vllm"]
-        if not any("tokenizer_name" in argument for argument in arguments):
-            flags += ["--env.tokenizer_name", self.tokenizer]
-        written = io.StringIO()
-        sys.argv = [str(self.program), *arguments, *flags]
-        with contextlib.redirect_stderr(written), pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(self.program), run_name="__main__")
-        return Ended(int(ended.value.code or 0), written.getvalue())
-
-    @property
-    def here(self) -> str:
-        """`my_env.py:17`, where `# here` stands."""
-        (line,) = (at for at, text in enumerate(self.program.read_text().splitlines(), 1) if "# here" in text)
-        return f"{self.program}:{line}"
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Of a fake inference server in a thread, and the directory of its tokenizer."""
-    tokenizer = str(save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    loop, found, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    urls = []
-
-    async def serve() -> None:
-        async with FakeInferenceServer(lambda prompt: ["a", "bb", "ccc"], tokenizer_folder=tokenizer) as server:
-            urls.append(server.base_url)
-            found.set()
-            await done.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
-    thread.start()
-    assert found.wait(30)
-    yield urls[0], tokenizer
-    loop.call_soon_threadsafe(done.set)
-    thread.join(30)
-    loop.close()
-
-
-@pytest.fixture
-def desk(address: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield Desk(tmp_path, *address)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-PROCESS = ("process", "--env.total_steps", "2", "--env.max_failed_items", "2", "--env.max_fruitless_items", "3")
 BUDGET = "3 of the last 3 items failed in the environment's own code (limit 2, --env.max_failed_items)"
 AGAIN = "(the same error 2 more times). Correct that line"
 PAIR = "a list of items for later: `return rollout, []`"
@@ -652,134 +505,3 @@ def test_an_evaluation_that_fails_ends_in_one_line(desk: Desk, source: str, said
     assert said.format(desk.here) in ended.last_line
     assert ended.last_line.endswith("Correct that line")
     assert ended.text.count("Traceback") <= 1
-
-
-WRONG_INPUT = {
-    "flag": (["--env.grup_size", "2"], "unknown flag --env.grup_size; did you mean 'env.group_size'?"),
-    "no prefix": (["--group_size", "2"], "unknown flag --group_size; did you mean 'env.group_size'?"),
-    "value out of range": (["--env.group_size", "0"], "env.group_size: Input should be greater than or equal to 1"),
-    "type": (["--env.group_size", "two"], "(got 'two')"),
-    "key of YAML": (["--config", "typo.yaml"], "unknown key 'env.grup_size'; did you mean 'env.group_size'?"),
-    "level of YAML": (["--config", "level.yaml"], "the key 'group_size' belongs under env: in the --config file"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_INPUT)
-def test_wrong_input_is_one_line_that_says_what_was_meant(desk: Desk, name: str) -> None:
-    Path("typo.yaml").write_text("env: {grup_size: 2}\n")
-    Path("level.yaml").write_text("group_size: 2\n")
-    flags, said = WRONG_INPUT[name]
-    ended = desk.run(QUESTION, "process", *flags)
-    assert ended.code == 2
-    assert said in ended.text
-    assert ended.text.count("\n") == 1
-
-
-def test_a_tokenizer_that_is_not_there_is_one_line(desk: Desk) -> None:
-    ended = desk.run(QUESTION, *PROCESS, "--env.tokenizer_name", "./nowhere")
-    assert ended.code == 1
-    assert "no tokenizer for './nowhere'" in ended.last_line
-    assert "set tokenizer_name" in ended.last_line
-
-
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [(PROCESS, "vllm"), (("evaluate", "--openai.model_name", "fake"), "openai")],
-)
-def test_a_wrong_address_of_a_server_that_answers_is_not_waited_for(
-    desk: Desk, command: tuple[str, ...], kind: str
-) -> None:
-    ended = desk.run(QUESTION, *command, "--openai.server_type", kind, url=desk.url.removesuffix("/v1"))
-    assert ended.code == 1
-    assert f"did you forget /v1? Try --openai.base_url {desk.url}" in ended.last_line
-    assert "Traceback" not in ended.text
-
-
-def test_held_out_questions_in_an_array_are_evaluated(desk: Desk) -> None:
-    array = "import numpy; self.held_out = numpy.array(['a', 'b'], object)"
-    source = changed(QUESTION, ('self.held_out = ["a", "b"]', array))
-    assert desk.run(source, "evaluate", "--openai.server_type", "vllm").code == 0
-
-
-def test_a_server_without_token_ids_is_one_line_that_names_the_flag(desk: Desk) -> None:
-    ended = desk.run(GROUPS, *PROCESS, "--openai.server_type", "openai")
-    assert ended.code == 2
-    assert f"{desk.url} returns no token ids" in ended.last_line
-    assert "--openai.server_type vllm" in ended.last_line
-    assert "Traceback" not in ended.text
-
-
-def test_an_evaluation_of_no_questions_asks_for_them(desk: Desk) -> None:
-    source = changed(QUESTION, ("setup(self):", "setup(self):  # here"), ('self.held_out = ["a", "b"]', "pass"))
-    assert "held_out is empty; set it in `setup`" in desk.run(source, "evaluate", "--openai.server_type", "vllm").text
-
-
-def test_a_file_of_groups_that_is_named_as_a_page_is_not_replaced_by_it(desk: Desk) -> None:
-    assert desk.run(QUESTION, *PROCESS, "--env.data_path_to_save_groups", "groups.html").code == 0
-    assert Path("groups.html").read_text().startswith("{")
-    assert Path("groups.page.html").read_text().startswith("<!doctype html>")
-
-
-def test_a_place_where_nothing_can_be_written_is_told_before_anything_is_sampled(desk: Desk) -> None:
-    Path("file").touch()
-    Path("data/mine.html").mkdir(parents=True)
-    for flags, said in (
-        ([], "the page of the groups, data/mine.html: it is a directory, not a regular file"),
-        (["--env.data_path_to_save_groups", "file/a.jsonl"], "cannot write groups to file/a.jsonl: "),
-        (["--env.metrics_path", "file/a.jsonl"], "cannot write metrics to file/a.jsonl: "),
-    ):
-        ended = desk.run(QUESTION, *PROCESS, *flags)
-        assert ended.code in (1, 2)
-        assert said in ended.last_line
-        assert "choose another" in ended.last_line
-        assert "Traceback" not in ended.text
-        assert "Group 1 of" not in ended.text
-
-
-def test_a_page_that_cannot_be_written_at_the_end_is_one_line(desk: Desk) -> None:
-    breaks = "__import__('os').makedirs('data/mine.html', exist_ok=True); return float(len(answer))"
-    ended = desk.run(changed(QUESTION, (SCORE_RETURN, breaks)), *PROCESS)
-    assert ended.code == 1
-    assert "The groups are in data/mine.jsonl, but their page is not in data/mine.html: it is a" in ended.last_line
-    assert "Traceback" not in ended.text
-
-
-def test_a_configuration_from_a_pipe_counts(desk: Desk) -> None:
-    read, write = os.pipe()
-    os.write(write, b"env: {total_steps: 1, wandb_name: piped}\n")
-    os.close(write)
-    ended = desk.run(QUESTION, "process", "--config", f"/dev/fd/{read}")
-    os.close(read)
-    assert ended.code == 0
-    assert "Group 1 of 1 is done" in ended.text
-
-
-def test_a_home_directory_that_the_shell_left_is_one(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(desk.program.parent / "home"))
-    assert desk.run(QUESTION, *PROCESS, "--env.data_path_to_save_groups=~/groups.jsonl").code == 0
-    assert Path("home/groups.html").is_file()
-    assert not Path("~").exists()
-
-
-def test_a_second_process_says_where_it_writes(desk: Desk) -> None:
-    first, second = desk.run(QUESTION, *PROCESS), desk.run(QUESTION, *PROCESS)
-    assert first.last_line.endswith("Wrote the groups to data/mine.jsonl and the page to data/mine.html")
-    assert "Writing groups to data/mine_1.jsonl, as there is a data/mine.jsonl already" in second.text
-    assert "the page to read will be data/mine_1.html" in second.text
-    assert second.last_line.endswith("Wrote the groups to data/mine_1.jsonl and the page to data/mine_1.html")
-    assert Path("data/mine_1.jsonl").read_text().count("\n") == 2
-
-
-def test_rollouts_that_fail_say_why_themselves(desk: Desk) -> None:
-    fails = "raise RolloutFailed('the game server is gone')"
-    ended = desk.run(
-        changed(
-            QUESTION,
-            (SCORE_DEF, f"async def rollouts(self, item, n, *settings):\n        {fails}\n\n    {SCORE_DEF}"),
-            ("\n\nclass", "\nfrom atroposlib.envs.failures import RolloutFailed\n\nclass"),
-        ),
-        *PROCESS,
-    )
-    assert ended.code == 1
-    assert "The last one: 4 of its 4 rollouts failed" in ended.last_line
-    assert ended.last_line.endswith("the game server is gone")

@@ -161,7 +161,8 @@ def test_logits_of_equal_states_are_computed_once_by_one_process(
     vllm_layers.share_logits.__wrapped__()
     states, head = torch.randn(12, 5), torch.randn(5, 7)
     states[2:] = states[1]
-    logits: Any = LogitsProcessor.forward(LogitsProcessor.__new__(LogitsProcessor), head, states)  # type: ignore[arg-type]
+    compute: Any = LogitsProcessor.forward
+    logits = compute(LogitsProcessor.__new__(LogitsProcessor), head, states)
     assert heads == [computed]
     torch.testing.assert_close(logits, states @ head)
 
