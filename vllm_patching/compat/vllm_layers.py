@@ -251,7 +251,8 @@ def share_rows() -> None:
 @functools.cache
 def share_logits() -> None:
     """Compute the logits of equal hidden states once per pass, where one process has them all: states of several could
-    differ by a bit in one alone, which would then wait for others.
+    differ by a bit in one alone, which would then wait for others. With LoRA each row has an adapter of its own; vLLM
+    then calls this method for another class.
     """
     from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -259,7 +260,8 @@ def share_logits() -> None:
     compute = LogitsProcessor.forward
 
     def forward(self: Any, lm_head: Any, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        rows = equal_rows(hidden_states) if get_tensor_model_parallel_world_size() == 1 else None
+        alone = isinstance(self, LogitsProcessor) and get_tensor_model_parallel_world_size() == 1
+        rows = equal_rows(hidden_states) if alone else None
         if rows is None:
             return compute(self, lm_head, hidden_states, *more, **named)
         distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -146,9 +147,12 @@ def test_states_are_equal_whose_bits_are(dtype: torch.dtype) -> None:
     assert torch.equal(states[rows.distinct][rows.place], states)
 
 
-@pytest.mark.parametrize(("ranks", "computed"), [(1, 2), (2, 12)])
-def test_logits_of_equal_states_are_computed_once_by_one_process(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, computed: int
+@pytest.mark.parametrize(
+    ("kind", "ranks", "computed"),
+    [(LogitsProcessor, 1, 2), (LogitsProcessor, 2, 12), (LogitsProcessorWithLoRA, 1, 12)],
+)
+def test_logits_of_equal_states_are_computed_once_by_one_process_without_adapters(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, ranks: int, computed: int
 ) -> None:
     heads: list[int] = []
 
@@ -162,7 +166,7 @@ def test_logits_of_equal_states_are_computed_once_by_one_process(
     states, head = torch.randn(12, 5), torch.randn(5, 7)
     states[2:] = states[1]
     compute: Any = LogitsProcessor.forward
-    logits = compute(LogitsProcessor.__new__(LogitsProcessor), head, states)
+    logits = compute(kind.__new__(kind), head, states)
     assert heads == [computed]
     torch.testing.assert_close(logits, states @ head)
 
