@@ -1,11 +1,13 @@
 """vLLM's layers on CPUs: what they multiply by, so that new weights reach them, and which rows they compute."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from packaging.version import Version
 from vllm.logger import init_logger
@@ -217,35 +219,47 @@ def replace_adapter_products(
 def share_rows() -> None:
     """Compute rows that are alike once per pass, as shared_rows.py finds them, where all that mixes rows is attention.
 
-    The model runs on the distinct rows; attention, which also writes each request's keys and values, on all of them.
+    The model and its attention run on the distinct rows; each request's keys and values are written for all of them.
     """
+    from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    run, attend = GPUModelRunner._model_forward, Attention.forward
+    run, attend, schedule = GPUModelRunner._model_forward, Attention.forward, CPUAttentionMetadataBuilder.build
     sharing = RowSharing()
-    shared: list[tuple[torch.Tensor, torch.Tensor]] = []  # the pass under way: its distinct rows, the place of each row
+    schedules: dict[int, Callable[[SharedRows], object]] = {}  # by the identity of the coming pass's metadata
+    shared: list[torch.Tensor] = []  # the pass under way: the place of each row among the distinct ones
+
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> object:
+        every = schedule(self, common_prefix_len, common_attn_metadata, fast_build)
+        schedules[id(every)] = lambda rows: schedule(self, 0, _requests_of(rows, common_attn_metadata), fast_build)
+        return every
 
     def model_forward(self: vllm_types.ModelRunner, **inputs: Any) -> object:
-        rows = _alike(sharing, self, inputs)
-        if rows is None:
-            return run(self, **inputs)
-        distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)
-        shared.append((distinct, place))
+        context: Any = get_forward_context()
+        every, rows = context.attn_metadata, _alike(sharing, self, inputs)
         try:
+            if rows is None or not isinstance(every, dict):
+                return run(self, **inputs)
+            distinct, place = torch.from_numpy(rows.distinct), torch.from_numpy(rows.place)
+            of_rows = {number: schedules[number](rows) for number in {*map(id, every.values())}}
+            context.attn_metadata = {layer: of_rows[id(each)] for layer, each in every.items()}
+            shared.append(place)
             chosen = {name: inputs[name].index_select(0, distinct) for name in ROW_INPUTS}
             return cast(torch.Tensor, run(self, **inputs | chosen)).index_select(0, place)
         finally:
+            context.attn_metadata = every
             shared.clear()
+            schedules.clear()
 
     def attention_forward(self: Any, query: torch.Tensor, key: Any, value: Any, *more: Any, **named: Any) -> object:
-        if not shared:
-            return attend(self, query, key, value, *more, **named)
-        distinct, place = shared[0]
-        every = [None if each is None else each.index_select(0, place) for each in (query, key, value)]
-        return cast(Any, attend)(self, *every, *more, **named).index_select(0, distinct)
+        if shared:
+            key, value = (None if each is None else each.index_select(0, shared[0]) for each in (key, value))
+        return cast(Any, attend)(self, query, key, value, *more, **named)
 
     cast(Any, GPUModelRunner)._model_forward, cast(Any, Attention).forward = model_forward, attention_forward
+    cast(Any, CPUAttentionMetadataBuilder).build = build
 
 
 @functools.cache
@@ -299,6 +313,21 @@ def _alike(sharing: RowSharing, runner: vllm_types.ModelRunner, inputs: Mapping[
         table.get_numpy_array()[:requests],
         table.block_size,
     )
+
+
+def _requests_of(rows: SharedRows, metadata: vllm_types.AttentionMetadata) -> vllm_types.AttentionMetadata:
+    """vLLM's common attention metadata of the requests to which the distinct rows belong; the slots, into which keys
+    and values are written, remain those of all.
+    """
+    starts = metadata.query_start_loc.numpy()[: metadata.num_reqs + 1]
+    chosen = np.flatnonzero(np.isin(starts[:-1], rows.distinct))
+    requests, lengths = torch.from_numpy(chosen), np.diff(starts)[chosen]
+    of_rows = copy.copy(metadata)
+    of_rows.query_start_loc = torch.from_numpy(np.cumsum([0, *lengths], dtype=starts.dtype))
+    of_rows.seq_lens = metadata.seq_lens.index_select(0, requests)
+    of_rows.block_table_tensor = metadata.block_table_tensor.index_select(0, requests)
+    of_rows.num_reqs, of_rows.num_actual_tokens = len(chosen), len(rows.distinct)
+    return of_rows
 
 
 def _mixes_rows_by_attention_alone(runner: vllm_types.ModelRunner) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_patching.compat import vllm_engine, vllm_layers  # noqa: F401  # before a test's time limit begins
@@ -179,6 +180,7 @@ class Layer(torch.nn.Module):
         self.starts = starts
         self.attention = Attention.__new__(Attention)
         self.rows: list[int] = []
+        self.attended: list[tuple[int, int]] = []  # rows of queries, and of keys
 
     def forward(self, *, input_ids: torch.Tensor, positions: torch.Tensor, **more: object) -> torch.Tensor:
         assert set(more.values()) <= {None}
@@ -191,15 +193,40 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Layer:
+    """The requests of a pass write keys and values into slots of their own, whose number their block table tells."""
     model = Layer([0, 9, 10, 19, 28])
+    context: Any = SimpleNamespace()
 
     def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        spans = zip(model.starts, model.starts[1:], strict=False)
-        return torch.cat([query[a:b] + (key[a:b] * value[a:b]).cumsum(0) for a, b in spans])
+        metadata, mixed = context.attn_metadata["attention"].common, []
+        model.attended.append((len(query), len(key)))
+        assert metadata.num_actual_tokens == len(query)
+        for request, end in enumerate(metadata.seq_lens.tolist()):
+            slot = int(metadata.block_table_tensor[request])
+            first, last = metadata.query_start_loc[request : request + 2].tolist()
+            assert last - first == end
+            seen = key[slot : slot + end] * value[slot : slot + end]
+            mixed.append(query[first:last] + seen.cumsum(0))
+        return torch.cat(mixed)
 
+    def build(self: object, prefix: int, common: Any, fast: bool = False) -> Any:
+        return SimpleNamespace(common=common)
+
+    monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", build)
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
     monkeypatch.setattr(Attention, "forward", attend)
     monkeypatch.setattr(GPUModelRunner, "_model_forward", lambda self, **inputs: self.model(**inputs))
     vllm_layers.share_rows.__wrapped__()
+    starts = torch.tensor(model.starts, dtype=torch.int32)
+    common: Any = SimpleNamespace(
+        num_reqs=4,
+        num_actual_tokens=28,
+        query_start_loc=starts,
+        seq_lens=starts.diff(),
+        block_table_tensor=starts[:-1, None],
+    )
+    builder: Any = CPUAttentionMetadataBuilder
+    context.attn_metadata = {"attention": builder.build(None, 0, common)}
     return model
 
 
@@ -228,11 +255,12 @@ INPUTS: dict[str, Any] = {
 }
 
 
-def test_a_model_runs_on_distinct_rows_and_attention_on_all(patched: Layer) -> None:
+def test_a_model_runs_on_distinct_rows_and_writes_the_keys_of_all(patched: Layer) -> None:
     whole = patched(**INPUTS)
     shared: Any = GPUModelRunner._model_forward(runner(patched), **INPUTS)
     assert torch.equal(shared, whole)
     assert patched.rows == [28, 19]
+    assert patched.attended == [(28, 28)] * 2 + [(19, 28)] * 2
     assert torch.equal(patched(**INPUTS), whole)  # nothing is left of the pass
 
 
