@@ -140,11 +140,27 @@ def group_id(tokens: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
-def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
-    """Raise Untrainable unless a model can have sampled these tokens with these log-probabilities."""
-    _check_ids(_rows("token_ids", [token_ids], "q"), None)
+def check_ids(name: str, token_ids: list[int]) -> None:
+    """Raise Untrainable unless some vocabulary can have these ids."""
+    _check_ids(_rows(name, [token_ids], "q"), None)
+
+
+def check_sampled(
+    token_ids: list[int],
+    logprobs: list[float],
+    policy_versions: tuple[int, int] | None = None,
+    version_spans: list[tuple[int, int]] | None = None,
+) -> None:
+    """Raise Untrainable unless a model can have sampled these tokens with these log-probabilities, in these versions
+    as far as they are told.
+    """
+    check_ids("token_ids", token_ids)
     rows = _rows("logprobs", [logprobs], "d")
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
+    told = {"policy_versions": policy_versions, "version_spans": version_spans}
+    group = {name: [value] for name, value in told.items() if value is not None}
+    _check_versions(group, rows)
+    _check_spans(group, rows)
 
 
 def _check_trainable(group: Mapping[str, object], needs: GroupRequirements) -> None:

@@ -43,7 +43,7 @@ from atroposlib.envs.server_handling.sequences.sampling import (
 from atroposlib.envs.server_handling.sequences.sampling_ledger import SampledLedger
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import reading
-from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown
+from atroposlib.groups import NOT_REPLAYED, check_ids, check_sampled, not_replayed, shown
 from atroposlib.utils.tokenizers import Tokenizer
 
 if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
@@ -354,8 +354,9 @@ async def _sampled(server: APIServer, arguments: Arguments) -> SampledTokens:
     """Return what the server sampled. Raises PermanentServerError for what no model samples, the server's fault."""
     samples = await server.request_tokens(arguments)
     with reading(f"{server.name} returned what no model can sample", PermanentServerError):
+        check_ids("prompt_token_ids", samples.prompt_token_ids)
         for sequence in samples.sequences:
-            check_sampled(sequence.token_ids, sequence.logprobs)
+            check_sampled(sequence.token_ids, sequence.logprobs, sequence.policy_versions, sequence.version_spans)
     settings = server.settings_of(arguments)
     sequences = [replace(sequence, settings=settings) for sequence in samples.sequences]
     return SampledTokens(samples.prompt_token_ids, sequences)

@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sequences.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
+MOST_DIGITS = 15  # of a policy version
 # (log-probability, or None for the first token of a prompt; token id; text)
 TokenLogprob = tuple[float | None, int, str | None]
 
@@ -106,6 +107,10 @@ class SGLangServer(VLLMServer):
         if not info.output_token_logprobs:
             raise PermanentServerError(f"{self.generate_url} returned no output_token_logprobs; is that SGLang?")
         pairs = _known(info.output_token_logprobs)
+        if (missing := len(info.output_token_logprobs) - len(pairs)) > 0:  # NaN is null in its JSON
+            raise PermanentServerError(
+                f"{self.generate_url} returned {missing} sampled token(s) without a log-probability"
+            )
         reason = (
             info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"
         )
@@ -122,7 +127,7 @@ class SGLangServer(VLLMServer):
 def _spans(info: MetaInfo) -> list[tuple[int, int]] | None:
     """(start, policy version) of each run of tokens; None where the weights have no number."""
     spans = info.weight_versions or [WeightSpan(info.weight_version or "", 0)]
-    numbered = all(span.version.isdecimal() for span in spans)
+    numbered = all(span.version.isdecimal() and len(span.version) <= MOST_DIGITS for span in spans)
     return [(span.start, int(span.version)) for span in spans] if numbered else None
 
 

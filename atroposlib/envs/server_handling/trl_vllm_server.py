@@ -28,6 +28,7 @@ from atroposlib.envs.server_handling.sequences.sampling import (
     settings_of,
 )
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import encode_prompt
 
 DEFAULTS = {
@@ -107,13 +108,14 @@ class TrlVllmServer(VLLMServer):
             raise PermanentServerError(
                 f"{self.generate_url} tokenised the prompt as {len(reply.prompt_ids[0])} ids, here it has {len(ids)}"
             )
-        return SampledTokens(
-            ids,
-            [
-                SampledSequence(completion, logprobs, _reason(completion, tokenizer))
-                for completion, logprobs in zip(reply.completion_ids, reply.logprobs, strict=True)
-            ],
-        )
+        with reading(f"{self.generate_url} returned what no model can sample", PermanentServerError):
+            return SampledTokens(
+                ids,
+                [
+                    SampledSequence(completion, logprobs, _reason(completion, tokenizer))
+                    for completion, logprobs in zip(reply.completion_ids, reply.logprobs, strict=True)
+                ],
+            )
 
     def settings_of(self, arguments: Arguments) -> Settings:
         # no other argument is sent

@@ -152,3 +152,63 @@ async def test_trl_of_today_feeds_a_managed_server(tmp_path: Path) -> None:
     assert len(nodes) == 2
     assert nodes[0].logprobs[-1] == -0.25
     assert nodes[0].masked_tokens[-len(YES) :] == YES
+
+
+def odd_sglang(**told: Any) -> Handler:
+    def handler(body: dict[str, Any]) -> Any:
+        reply = sglang(body)
+        reply["meta_info"] |= told
+        return reply
+
+    return handler
+
+
+def odd_trl(**told: Any) -> Handler:
+    def handler(body: dict[str, Any]) -> Any:
+        ids = TOKENIZER.encode(body["prompts"][0])
+        return {"prompt_ids": [ids], "completion_ids": [YES], "logprobs": [[-0.5] * len(YES)]} | told
+
+    return handler
+
+
+def odd_vllm(**told: Any) -> Handler:
+    def handler(body: dict[str, Any]) -> Any:
+        logprobs = [[{str(token): -0.5}] for token in YES]
+        ids = body["prompt"]["prompt_token_ids"]
+        sampled = {"token_ids": [YES], "finish_reasons": ["stop"], "logprobs": [logprobs], "prompt_token_ids": ids}
+        return sampled | told
+
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("server_type", "handler", "words"),
+    [
+        ("sglang", odd_sglang(output_token_logprobs=[[-0.5, 5, None], [None, 6, None]]), "1 sampled token.s. without"),
+        ("sglang", odd_sglang(weight_versions=[{"version": "3", "start": 5}]), "version_spans"),
+        ("trl", odd_trl(logprobs=[[-0.5]]), "came with 1 log-probabilities"),
+        ("trl", odd_trl(logprobs=[]), "shorter"),
+        ("trl", odd_trl(completion_ids=[[]], logprobs=[[]]), "no tokens"),
+        ("vllm", odd_vllm(version_spans=[[]]), "version_spans"),
+        ("vllm", odd_vllm(version_spans=[[[0, 2], [0, 3]]]), "version_spans"),
+        ("vllm", odd_vllm(policy_versions=[[2**70, 2**70]]), "policy_versions"),
+        ("vllm", odd_vllm(prompt_token_ids=[2**70]), "prompt_token_ids"),
+        ("vllm", odd_vllm(prompt_token_ids=[-1]), "prompt_token_ids"),
+    ],
+)
+async def test_what_no_model_samples_is_one_line_about_the_server(
+    tmp_path: Path, server_type: str, handler: Handler, words: str
+) -> None:
+    path = "/generate/" if server_type == "trl" else "/generate"
+    async with manager(tmp_path, server_type, path, handler) as servers, servers.managed_server() as managed:
+        with pytest.raises(PermanentServerError, match=words) as refusal:
+            await managed.chat_completion(messages=[{"role": "user", "content": "?"}], max_tokens=8)
+        assert not managed.get_state()["nodes"]
+    assert str(refusal.value).startswith("http://127.0.0.1:")
+
+
+async def test_a_weight_version_that_is_no_policy_version_is_none(tmp_path: Path) -> None:
+    handler = odd_sglang(weight_version="9" * 5000)
+    async with manager(tmp_path, "sglang", "/generate", handler) as servers:
+        (sequence,) = (await servers.sample_tokens(prompt="?", max_tokens=8)).sequences
+    assert sequence.policy_versions is None
