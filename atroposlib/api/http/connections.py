@@ -4,6 +4,7 @@ uvicorn closes a connection that is idle after its first reply. This module hand
 
     nothing sent, or half a head     closed after `head_s`
     a head that does not end         400 after `MAX_HEAD_BYTES`
+    an upgrade to another protocol   left unheeded, so that the body is read; 400 where it came in pieces
     half a body                      408 after `body_s`, or after `stall_s` without a byte
     a reply that nobody reads        cut after `stall_s` without progress, once the connection would be closed
     more than `most` connections     those that wait for a request are closed, of the busiest address and oldest first
@@ -12,6 +13,7 @@ So the API still answers `/health` when one client opens more connections than t
 """
 
 import asyncio
+import re
 import resource
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from atroposlib.logs import get_logger
 RESERVED_FILES = 64  # descriptors for the journal, the log, the event loop
 LOG_EVERY_S = 10.0
 MAX_HEAD_BYTES = 65_536  # of a head, or of what follows a body; uvicorn keeps it all
+END_OF_HEAD = b"\r\n\r\n"
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)  # the JDK's client asks for h2c with each first request
 
 log = get_logger(__name__)
 
@@ -121,11 +125,15 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
         self._unframed += len(data)
-        super().data_received(data)
+        super().data_received(data if self._receiving == "body" else _without_upgrade(data))
         if self._unframed > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._connections.note(f"closed, because a request head had more than {MAX_HEAD_BYTES} bytes")
             self.send_400_response(f"The head of a request has at most {MAX_HEAD_BYTES} bytes.")
         self._watch()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser has skipped the body: what follows is not the next request."""
+        self.send_400_response("This server speaks HTTP/1.1 alone: send no Upgrade header.")
 
     def on_message_begin(self) -> None:
         self._receiving, self._since, self._unframed = "head", self._heard, 0
@@ -184,6 +192,12 @@ class Connection(HttpToolsProtocol):
         elif unsent:
             self._connections.note("cut, because the reply was not read")
             self.transport.abort()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    end = data.find(END_OF_HEAD)
+    head = data if end < 0 else data[: end + 2]
+    return UPGRADE.sub(b"", head) + data[len(head) :] if UPGRADE.search(head) else data
 
 
 def _too_slow(limits: Limits) -> bytes:

@@ -255,3 +255,31 @@ def test_as_many_connections_are_allowed_as_files_may_be_open(monkeypatch: pytes
         raised.clear()
         assert connections_allowed(4096) == allowed
         assert raised == set_to
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+
+
+def test_a_request_that_asks_for_another_protocol_has_a_body() -> None:
+    body = b'{"report": {"name": "a", "process": "b"}}'
+    head = b"POST /heartbeat HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (UPGRADE, len(body))
+    with serving(Limits()) as port, connect(port) as asking:
+        for sent in (head + body, head, body):  # at once, and the body behind its head
+            asking.sendall(sent)
+            if sent is not head:
+                assert asking.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_no_body_is_the_next_request() -> None:
+    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    head = b"POST /heartbeat HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (UPGRADE, len(inner))
+    at = head.index(b"Upgrade: h2c") + 4
+    for pieces, answers in (([head, inner, inner], 2), ([head[:at], head[at:], inner], 1)):
+        with serving(Limits()) as port, connect(port) as asking:
+            for piece in pieces:
+                with contextlib.suppress(ConnectionError):
+                    asking.sendall(piece)
+                time.sleep(0.1)
+            replies = read_all(asking)
+            assert replies.startswith(b"HTTP/1.1 4")
+            assert replies.count(b"server: uvicorn") == answers, replies
