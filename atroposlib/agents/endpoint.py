@@ -189,6 +189,7 @@ class Endpoint:
         if not call.stream:
             return JSONResponse(dialect.reply(call, await answering))
         # What fails at once gets its status; what takes longer is a stream that is kept alive, and may end in an error.
+        answering.add_done_callback(_told)
         await asyncio.wait([answering], timeout=self.settings.keep_alive_s)
         if answering.done():
             answering.result()
@@ -399,6 +400,12 @@ def _error(dialect: ModuleType, error: BaseException) -> tuple[int, Any]:
             return UNAVAILABLE, dialect.error(UNAVAILABLE, str(error))
     log.error("A request failed", exc_info=error)
     return INTERNAL, dialect.error(INTERNAL, f"the endpoint failed ({type(error).__name__}): see its log")
+
+
+def _told(answering: "asyncio.Task[ModelReply]") -> None:
+    """Look at the error of a call, which nobody is told whose agent has gone."""
+    if not answering.cancelled():
+        answering.exception()
 
 
 async def _stream(

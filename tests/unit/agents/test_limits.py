@@ -1,6 +1,7 @@
 """What a rollout may use, with all of its sub-agents: calls, tokens, seconds, bytes; and what happens beyond it."""
 
 import asyncio
+import gc
 import threading
 import time
 from pathlib import Path
@@ -162,6 +163,22 @@ async def test_a_call_of_a_session_that_is_deleted_meanwhile_is_refused() -> Non
         await until(has_begun)
         assert (await started.http.delete(f"/sessions/{session}")).status_code == 200
         assert (await asked).status_code == 403
+
+
+async def test_an_agent_that_has_left_its_stream_leaves_no_error_when_its_session_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(keep_alive_s=0.01) as run:
+        session, key = await run.session()
+        run.server.delay_s = 30.0
+        body = {**BODY, "stream": True}
+        async with run.http.stream("POST", CHAT, json=body, headers={"Authorization": f"Bearer {key}"}) as stream:
+            await anext(stream.aiter_lines())
+        assert (await run.http.delete(f"/sessions/{session}")).status_code == 200
+        while any("Session.answer" in str(task.get_coro()) for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_time_and_bytes_that_a_session_has_used_are_used_after_a_restart(tmp_path: Path) -> None:
