@@ -175,8 +175,11 @@ async def test_an_agent_that_has_left_its_stream_leaves_no_error_when_its_sessio
         async with run.http.stream("POST", CHAT, json=body, headers={"Authorization": f"Bearer {key}"}) as stream:
             await anext(stream.aiter_lines())
         assert (await run.http.delete(f"/sessions/{session}")).status_code == 200
-        while any("Session.answer" in str(task.get_coro()) for task in asyncio.all_tasks()):
-            await asyncio.sleep(0.01)
+
+        async def has_ended() -> bool:
+            return not any("Session.answer" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+        await until(has_ended)
         gc.collect()
     assert "never retrieved" not in caplog.text
 
