@@ -4,6 +4,7 @@ What a group holds per sequence stays `Raw` until somebody looks at that sequenc
 """
 
 import math
+import string
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -25,6 +26,7 @@ DROPPED, LEFT_OUT, WRONG, UNSCORED = 1, 2, 4, 8  # bits of `flags`
 RIGHT = 1.0  # the score from which a held-out answer is right, as in `accuracy` of most environments
 MAX_ENVIRONMENTS = 1000
 LARGEST = 1e38  # that a mean or a spread is stored as
+HEXADECIMAL = frozenset(string.hexdigits)
 MOST = 2**32 - 1  # that an entry's counts hold
 
 # One entry per row of samples*.jsonl and held_out*.jsonl; times are Unix seconds, NaN if unknown.
@@ -201,6 +203,7 @@ def decoded(raw: Raw | None, kind: Any) -> Any:
 def read_sample(line: bytes) -> Sample:
     """A row of samples.jsonl. Raises ValueError, RecursionError."""
     row = _SAMPLE_LINE.decode(line)
+    group_number(row.group)  # without one the index leaves it out, too
     return Sample(
         head=row,
         scores=decoded(row.scores, list[float | None]) or [],
@@ -266,7 +269,7 @@ def group_number(group: str | None) -> int:
     """The 16 hexadecimal digits as a number, 0 without any. Raises ValueError."""
     if not group:
         return 0
-    if len(group) != 16:
+    if len(group) != 16 or not HEXADECIMAL.issuperset(group):  # int() takes a sign, too
         raise ValueError("a group's id is 16 hexadecimal digits")
     return int(group, 16)
 

@@ -183,8 +183,11 @@ def test_rows_that_cannot_be_read_are_a_problem_of_the_run(tmp_path: Path) -> No
     run = make_run(tmp_path / "r")
     lines = (run / "samples.jsonl").read_text().splitlines()
     bad = ["not json", '{"step": "x"}', '{"step": 1e99}', '{"scores": [NaN]}', '{"group": "xyz"}', "[" * 100_000]
+    bad += ['{"group": "-00000000000000f"}']  # a number to int(), and none of an unsigned column
     (run / "samples.jsonl").write_text("\n".join([*lines[:2], *bad, *lines[2:], "\udcff" * 0]) + "\n")
     window = client(run)
     assert get(window, GROUPS)["total"] == 6
     (listed,) = get(window, "/api/runs")["runs"]
     assert listed["problems"] == [f"samples.jsonl: {len(bad)} damaged rows left out"]
+    places = [sum(len(line) + 1 for line in [*lines[:2], *bad[:number]]) for number in range(len(bad))]
+    assert {window.get(f"{GROUPS}/samples.{place}").status_code for place in places} == {404}
