@@ -37,6 +37,7 @@ MAX_TOKENS = 200_000  # of one reply: the sequences after that come without thei
 MAX_FAILED = 1000  # rollouts without a score
 MAX_PART = 200  # characters of a message part that is not text
 MAX_REWARDS = 20  # named ones of one rollout
+MAX_IMAGE_CHARACTERS = 64 << 20  # of one reply: the rollouts after that come without their images
 
 
 def listed(row: Sample | HeldOut) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def whole(
     """A group. `only` names the one rollout whose tokens are wanted."""
     budget, is_shortened = MAX_TOKENS, False
     rollouts, scores = [], of_rollouts(row.scores, row.rollouts)
+    images = _Images(row)
     for number, places in enumerate(_places(row)):
         sequences = []
         for place in places if only in (None, number) else []:
@@ -86,7 +88,7 @@ def whole(
                 "finish_reason": _at(row.finish_reasons, last),
                 "error": None,
                 "messages": _conversation(_at(row.messages, last)),
-                "images": _images(row, last),
+                "images": images.of(last),
                 "sequences": sequences,
             }
         )
@@ -144,19 +146,37 @@ def whole_held_out(row: HeldOut) -> dict[str, Any]:
     }
 
 
-def _images(row: Sample, place: int) -> list[str]:
-    """Return the images of a sequence. An entry of a list as long as there are sequences is its own, all else is
+class _Images:
+    """The images of each sequence. An entry of a list as long as there are sequences is its own, all else is
     everyone's.
     """
-    images = decoded(row.images, object)
-    if isinstance(images, list) and len(images) == max(len(row.tokens), len(row.scores), len(row.messages)):
-        images = images[place]
-    return [url for each in (images if isinstance(images, list) else [images]) if (url := image_url(each))]
+
+    def __init__(self, row: Sample) -> None:
+        self._left = MAX_IMAGE_CHARACTERS
+        found = decoded(row.images, object)
+        are_own = isinstance(found, list) and len(found) == _count(row)
+        self._own: list[object] | None = found if are_own else None
+        self._common = _urls(None if are_own else found)
+
+    def of(self, place: int) -> list[str]:
+        urls, size = self._common if self._own is None else _urls(self._own[place])
+        self._left -= size
+        return urls if self._left >= 0 else []
+
+
+def _urls(images: object) -> tuple[list[str], int]:
+    """Those that are images, and their characters."""
+    found = [url for each in (images if isinstance(images, list) else [images]) if (url := image_url(each))]
+    return found, sum(map(len, found))
+
+
+def _count(row: Sample) -> int:
+    return max(len(row.tokens), len(row.scores), len(row.messages))
 
 
 def _places(row: Sample) -> list[list[int]]:
     """The sequences of each rollout."""
-    count = max(len(row.tokens), len(row.scores), len(row.messages))
+    count = _count(row)
     if len(row.rollouts) != count:
         return [[place] for place in range(count)]
     found: dict[int, list[int]] = {}
@@ -209,10 +229,12 @@ def _versions(row: Sample, place: int, mask: list[int]) -> list[int | None]:
         pair = decoded(_at(row.policy_versions, place), tuple[int, int])
         spans = [(0, pair[0])] if pair is not None and pair[0] == pair[1] else []
     found: list[int | None] = [None] * len(mask)
+    done = 0  # a span that begins before another's end is somebody else's: each token is looked at once
     for number, (start, version) in enumerate(spans):
-        end = spans[number + 1][0] if number + 1 < len(spans) else len(mask)
-        for position in range(max(0, start), min(end, len(mask))):
+        end = min(spans[number + 1][0] if number + 1 < len(spans) else len(mask), len(mask))
+        for position in range(max(done, start), end):
             found[position] = version if mask[position] else None
+        done = max(done, end)
     return found
 
 

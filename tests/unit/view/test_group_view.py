@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from atroposlib.view import group_view
+from atroposlib.view.run_data.rows import read_sample
+from tests.unit.hostile_answers.hostile import assert_linear
 from tests.unit.view.support import client, get, held_out, sample, trained, write_rows
 
 GROUPS = "/api/runs/r/groups"
@@ -214,3 +217,30 @@ def test_a_held_out_answer_opens_as_a_group_of_one(run: Path) -> None:
     (rollout,) = found["rollouts"]
     assert (found["index"], found["reference"], rollout["score"], rollout["sequences"]) == (3, "3", 0.0, [])
     assert rollout["messages"][1]["content"] == "3!"
+
+
+def _spans_back_and_forth(count: int) -> object:
+    row = {
+        "scores": [1],
+        "tokens": [[1] * count],
+        "masks": [[1] * count],
+        "version_spans": [[[0, 1], [count, 1]] * count],
+    }
+    return group_view.whole(read_sample(json.dumps(row).encode()), None, None)
+
+
+def _images_of_everyone(count: int) -> object:
+    row = {"scores": [1] * count, "images": ["data:image/png;base64,AAAA"] * (count + 1)}
+    return group_view.whole(read_sample(json.dumps(row).encode()), None, None)
+
+
+@pytest.mark.parametrize("shown", [_spans_back_and_forth, _images_of_everyone])
+def test_a_group_of_somebody_else_opens_in_linear_time(shown: Callable[[int], object]) -> None:
+    assert_linear(lambda pieces: shown(len(pieces)), "x" * 3000)
+
+
+def test_images_that_every_rollout_has_do_not_fill_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "data:image/png;base64,AAAA"
+    monkeypatch.setattr(group_view, "MAX_IMAGE_CHARACTERS", 5 * len(url))
+    write_rows(run / "samples.jsonl", [{"scores": [1.0] * 4, "images": [url, url]}])
+    assert [len(rollout["images"]) for rollout in opened(client(run))["rollouts"]] == [2, 2, 0, 0]
