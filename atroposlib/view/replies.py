@@ -1,6 +1,7 @@
 """What each route of the window answers: a function of the runs and the request, whose value becomes JSON."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from atroposlib.wire.metric_words import CHARTS, METRIC_WORDS
 DEAD_LETTERS = "dead_letters"
 MAX_ROWS = 200  # of a list
 MAX_COMPARED = 20  # runs
+MAX_PIECES = 100_000  # of the samplers' times in a timeline: steps of somebody else's run may all last for ever
 MAX_TEXT = 200  # characters of a search
 DAMAGED = "this row cannot be read"
 
@@ -93,12 +95,16 @@ def timeline(runs: Runs, request: Request) -> dict[str, object]:
     steps = run.files.timeline(_whole(request, "from"), _whole(request, "to"))
     ends = [part[key] for step in steps for part in step["trainer"] for key in ("start", "end")]
     runs.use(run)
-    sampler = run.groups.sampling(min(ends), max(ends)) if ends else []
+    sampler = run.groups.sampling(min(ends), max(ends)) if ends else []  # in order, and none in another
+    until, left = [last for _, last in sampler], MAX_PIECES
     for step in steps:
         start = min((part["start"] for part in step["trainer"]), default=math.inf)
         end = max((part["end"] for part in step["trainer"]), default=-math.inf)
-        overlaps = ((max(first, start), min(last, end)) for first, last in sampler)
-        step["sampler"] = [[first, last] for first, last in overlaps if first < last]
+        found, at = [], bisect_right(until, start)
+        while at < len(sampler) and sampler[at][0] < end and len(found) < left:
+            found.append([max(sampler[at][0], start), min(sampler[at][1], end)])
+            at += 1
+        step["sampler"], left = found, left - len(found)
     return {"steps": steps}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from atropos_launcher.run_record import add_outcome
 from atroposlib.api.journal.journal_file import create
-from atroposlib.view import server
+from atroposlib.view import replies, server
 from atroposlib.view.run_data import metric_rows
 from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, sample, tokens_of, write_rows
 
@@ -170,6 +170,14 @@ def test_the_timeline_shows_trainer_and_sampler(run: Path) -> None:
     assert steps[0]["trainer"][-1]["end"] == end
     assert steps[0]["sampler"] == [[end - STEP_S + 1, end - STEP_S + 4]]
     assert len(get(client(run), "/api/runs/r/timeline", **{"from": 2, "to": 2})["steps"]) == 1
+
+
+def test_steps_that_last_for_ever_do_not_fill_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "MAX_PIECES", 100)
+    write_rows(run / "metrics.jsonl", [{"step": 1, "time": START, "train_s": 1e6}] * 50)
+    write_rows(run / "samples.jsonl", [{"started": START - 100 * at, "time": START - 100 * at + 1} for at in range(40)])
+    steps = get(client(run), "/api/runs/r/timeline")["steps"]
+    assert [len(step["sampler"]) for step in steps] == [40, 40, 20] + [0] * 47
 
 
 def test_settings_are_flat(run: Path) -> None:
