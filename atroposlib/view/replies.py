@@ -100,7 +100,8 @@ def timeline(runs: Runs, request: Request) -> dict[str, object]:
     for step in steps:
         start = min((part["start"] for part in step["trainer"]), default=math.inf)
         end = max((part["end"] for part in step["trainer"]), default=-math.inf)
-        found, at = [], bisect_right(until, start)
+        found: list[list[float]] = []
+        at = bisect_right(until, start)
         while at < len(sampler) and sampler[at][0] < end and len(found) < left:
             found.append([max(sampler[at][0], start), min(sampler[at][1], end)])
             at += 1

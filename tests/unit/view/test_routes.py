@@ -175,7 +175,9 @@ def test_the_timeline_shows_trainer_and_sampler(run: Path) -> None:
 def test_steps_that_last_for_ever_do_not_fill_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "MAX_PIECES", 100)
     write_rows(run / "metrics.jsonl", [{"step": 1, "time": START, "train_s": 1e6}] * 50)
-    write_rows(run / "samples.jsonl", [{"started": START - 100 * at, "time": START - 100 * at + 1} for at in range(40)])
+    write_rows(
+        run / "samples.jsonl", [{"started": START - 100 * at, "time": START - 100 * at + 1} for at in range(1, 41)]
+    )
     steps = get(client(run), "/api/runs/r/timeline")["steps"]
     assert [len(step["sampler"]) for step in steps] == [40, 40, 20] + [0] * 47
 
