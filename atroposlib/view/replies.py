@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -239,35 +239,31 @@ def _step(run: Run, trained_at: int | None, sampled_at: int | None) -> int | Non
     return sampled_at + 1
 
 
-def _rows(places: list[Place], source: str) -> list[Sample | HeldOut | None]:
-    """Each row; None if it cannot be read any more."""
+def _rows(places: list[Place], source: str) -> Iterator[Sample | HeldOut | None]:
+    """Each row, one in memory at a time; None if it cannot be read any more."""
     decode: Callable[[bytes], Sample | HeldOut] = HELD_OUT.decode if source == "held_out" else read_sample
-    found: list[Sample | HeldOut | None] = []
     for line in _lines(places):
         try:
-            found.append(None if line is None else decode(line))
+            yield None if line is None else decode(line)
         except (ValueError, RecursionError):
-            found.append(None)
-    return found
+            yield None
 
 
-def _lines(places: list[Place]) -> list[bytes | None]:
+def _lines(places: list[Place]) -> Iterator[bytes | None]:
     """The bytes of these rows."""
-    found: list[bytes | None] = []
     for place in places:
         where = [(int(place.entry["offset"]), int(place.entry["length"]))]
         try:
-            found += lines_at(place.path, where)
+            yield next(lines_at(place.path, where))
         except OSError:
-            found.append(None)
-    return found
+            yield None
 
 
-def _trained(run: Run, sampled: list[tuple[int, int]]) -> list[Trained | None]:
+def _trained(run: Run, sampled: list[tuple[int, int]]) -> Iterator[Trained | None]:
     """Find what the trainer wrote of each (group, step at which it was sampled)."""
     places = run.groups.trained(sampled)
-    lines = iter(_lines([place for place in places if place is not None]))
-    return [None if place is None else _trained_row(next(lines)) for place in places]
+    lines = _lines([place for place in places if place is not None])
+    return (None if place is None else _trained_row(next(lines)) for place in places)
 
 
 def _trained_row(line: bytes | None) -> Trained | None:

@@ -2,13 +2,16 @@
 
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from atroposlib.view import replies
 from atroposlib.view.run_data import group_files, jsonl_index
+from atroposlib.view.run_data.rows import read_sample
 from tests.unit.view.support import client, get, held_out, make_run, sample, trained, write_rows
 
 GROUPS = "/api/runs/r/groups"
@@ -191,3 +194,20 @@ def test_rows_that_cannot_be_read_are_a_problem_of_the_run(tmp_path: Path) -> No
     assert listed["problems"] == [f"samples.jsonl: {len(bad)} damaged rows left out"]
     places = [sum(len(line) + 1 for line in [*lines[:2], *bad[:number]]) for number in range(len(bad))]
     assert {window.get(f"{GROUPS}/samples.{place}").status_code for place in places} == {404}
+
+
+def test_one_row_of_a_page_is_in_memory_at_a_time(window: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def read(line: bytes) -> Any:
+        alive[:] = [ref for ref in alive if ref() is not None]
+        row = read_sample(line)
+        alive.append(weakref.ref(row))
+        most.append(len(alive))
+        return row
+
+    most: list[int] = []
+    monkeypatch.setattr(replies, "read_sample", read)
+    assert len(numbers(window)) == 6
+    assert len(most) == 6
+    assert max(most) <= 2  # the one that is read, and the one before it
