@@ -86,6 +86,7 @@ async def bounded(reply: Any) -> None:
     """httpx's hook for responses: reads the body of `reply` now. Raises ReplyTooLong."""
     # httpx keeps a body that was read whole here; it offers no other place for one that was read in pieces
     reply._content = await _gathered(reply.aiter_bytes(PIECE_BYTES), reply.status_code, str(reply.url))
+    reply.encoding = "utf-8"  # the server's charset may be a codec that makes no text, such as base64
 
 
 async def _gathered(pieces: AsyncIterator[bytes], status: int, url: str) -> bytes:

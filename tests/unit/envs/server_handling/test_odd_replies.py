@@ -157,6 +157,14 @@ async def test_what_can_be_read_is(reply: Any, content: str | None) -> None:
     assert found.usage is None
 
 
+async def test_an_error_in_a_charset_that_makes_no_text_is_one_line_that_names_the_server() -> None:
+    headers = {"Content-Type": "text/html; charset=base64"}
+    error, times = await asked([web.Response(body=b"no \xff", status=400, headers=headers)])
+    assert times == 1
+    assert type(error) is PermanentServerError, error
+    assert "replied 400: no" in str(error)
+
+
 async def test_a_text_completion_is_checked_too() -> None:
     assert (await asked([{"choices": None}], "completion"))[1] == 2
     error, _ = await asked([{"choices": [{"index": 0, "text": {"a": 1}}]}], "completion")
