@@ -17,7 +17,7 @@ import msgspec
 from atroposlib.agents.model_call import JsonObject, ModelReply
 from atroposlib.agents.tape import Tape
 from atroposlib.api.journal.journal import Journal
-from atroposlib.api.journal.journal_file import Body, JournalError
+from atroposlib.api.journal.journal_file import OR_ACCEPT_LOSS, Body, JournalDamaged, JournalError
 from atroposlib.errors import reading
 
 CHANGES_KEPT = 4096  # before a snapshot takes their place
@@ -91,10 +91,16 @@ class TurnJournal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(path)
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, list[Turn]] = {}
         self._number = self._written = 0
+        try:
+            self._open(path)
+        except JournalDamaged as damage:
+            raise JournalError(str(damage).removesuffix(OR_ACCEPT_LOSS)) from None  # run-api does not read it
+
+    def _open(self, path: Path) -> None:
+        self._journal = Journal(path)
         try:
             remedy = "another program wrote it, such as run-api; give another path"
             with reading(f"cannot read --journal {path}", JournalError, remedy=remedy, also=(msgspec.MsgspecError,)):
@@ -114,6 +120,8 @@ class TurnJournal:
         for body in self._journal.reader.bodies():
             if body.id in needed:
                 self._turns[needed[body.id]].append(msgspec.msgpack.decode(body.data, type=Turn))
+        if lost := len(needed) - sum(map(len, self._turns.values())):
+            raise self._journal.reader.damaged(f"{lost} turns have no body")
         return set(needed)
 
     def restored(self) -> list[tuple[SessionRecord, list[Turn]]]:
@@ -131,7 +139,12 @@ class TurnJournal:
     async def write_turn(self, session: str, turn: Turn) -> None:
         """Return once the turn is on disk. Raises JournalError."""
         number = self._number + 1
-        await self._write(TurnWritten(session, number), [Body(number, msgspec.msgpack.encode(turn), packed=True)])
+        try:
+            await self._write(TurnWritten(session, number), [Body(number, msgspec.msgpack.encode(turn), packed=True)])
+        except JournalError:
+            with suppress(KeyError, ValueError):  # the session has ended meanwhile
+                self._kept[session].bodies.remove(number)  # so that no snapshot names it
+            raise
 
     async def end(self, sessions: Iterable[str]) -> None:
         """Forget sessions and their turns. Raises JournalError, and keeps them."""

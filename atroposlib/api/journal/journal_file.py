@@ -36,6 +36,7 @@ LOCK_TIMEOUT_S = 5.0  # an API that is just ending still holds the file
 PAGE_BYTES = 16_384  # groups are large
 CHECKPOINT_PAGES = 512  # 8 MiB of log between checkpoints: writes wait while one runs, so it must be short
 BODY_CRC = struct.Struct("<QI")  # a body's id and CRC, in its change's row
+OR_ACCEPT_LOSS = "; run-api --journal-accept-loss keeps copies and continues with what can be read"  # of the API's own
 
 CHANGES = (
     "CREATE TABLE changes (number INTEGER PRIMARY KEY, snapshot INTEGER NOT NULL, crc INTEGER NOT NULL, "
@@ -174,7 +175,7 @@ def damaged(path: Path, what: str) -> JournalDamaged:
     """An error that says what is wrong, and what to do."""
     return JournalDamaged(
         f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a"
-        " backup, or give another path; run-api --journal-accept-loss keeps copies and continues with what can be read"
+        f" backup, or give another path{OR_ACCEPT_LOSS}"
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,9 @@ import msgspec
 import pytest
 
 from atroposlib.agents import turn_journal
-from atroposlib.agents.turn_journal import SessionRecord, TurnJournal
+from atroposlib.agents.model_call import ModelReply
+from atroposlib.agents.tape import Tape
+from atroposlib.agents.turn_journal import SessionRecord, Turn, TurnJournal
 from atroposlib.api.journal.journal import Journal
 from atroposlib.api.journal.journal_file import JournalError
 from atroposlib.envs.server_handling.errors import ServerError
@@ -295,6 +298,34 @@ async def test_a_journal_that_cannot_be_taken_up_is_refused_in_one_line_and_stay
     for _ in range(2):
         with pytest.raises(JournalError, match="another program wrote it"):
             TurnJournal(tmp_path / "api.db")
+
+
+async def test_a_turn_that_could_not_be_written_is_in_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = Turn(1, "key", "place", {}, [], Tape(), ModelReply("id", 1, "fake", [], 0, 0))
+    record = SessionRecord("mine", "key", {}, 1.0)
+    monkeypatch.setattr(turn_journal, "CHANGES_KEPT", 1)
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        await journal.write_session(record)
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", full)
+            with pytest.raises(JournalError):
+                await journal.write_turn("mine", turn)
+        await journal.write_turn("mine", turn)
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        assert journal.restored() == [(record, [turn])]
+
+
+async def test_a_turn_that_is_not_in_its_journal_is_damage_whose_remedies_are_the_endpoints(tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        _, key = await started.session()
+        await started.post(CHAT, body("a"), x_api_key=key)
+    with contextlib.closing(sqlite3.connect(journal)) as db, db:
+        db.execute("DELETE FROM bodies")
+    with pytest.raises(JournalError, match=r"1 turns have no body.*give another path$"):  # run-api does not read it
+        TurnJournal(journal)
 
 
 @pytest.mark.services
