@@ -9,11 +9,17 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = "localhost,127.0.0.1,::1"
-SERVER = re.compile(r"http://(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>\d{1,5})(/v1)?/?")
+LABEL = "[A-Za-z0-9_-]{1,63}"
+SERVER = re.compile(
+    rf"http://(?P<host>{LABEL}(\.{LABEL})*\.?|\[(?P<ipv6>[0-9A-Fa-f:.]{{2,45}})\]):(?P<port>\d{{1,5}})(/v1)?/?",
+    re.ASCII,
+)
+LONGEST_NAME = 253
 SHOWN_CHARACTERS = 200  # of where a redirect leads
 
 
@@ -27,9 +33,18 @@ def server_address(url: str) -> str:
     Raises ValueError for what is no such address.
     """
     match = SERVER.fullmatch(url)
-    if match is None or not 0 < int(match["port"]) < 1 << 16:
+    if match is None or not 0 < int(match["port"]) < 1 << 16 or not _is_host(match["host"], match["ipv6"]):
         raise ValueError(f"expected the address of a server, http://HOST:PORT, not {url[:SHOWN_CHARACTERS]!a}")
     return f"http://{'127.0.0.1' if match['host'] == 'localhost' else match['host'].lower()}:{int(match['port'])}"
+
+
+def _is_host(host: str, ipv6: str | None) -> bool:
+    if ipv6 is None:
+        return len(host) <= LONGEST_NAME
+    with suppress(ValueError):
+        ipaddress.IPv6Address(ipv6)
+        return True
+    return False
 
 
 def listening_socket(host: str, port: int, family: int = socket.AF_INET, backlog: int = 128) -> socket.socket:

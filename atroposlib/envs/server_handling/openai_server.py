@@ -58,7 +58,7 @@ async def replied(
             yield reply
     except ReplyTooLong as error:
         raise PermanentServerError(str(error)) from error
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:  # UnicodeError: a name that can be no host's
         raise ServerUnreachableError(f"{url}: {describe(error)}") from error
 
 
@@ -147,7 +147,7 @@ class OpenAIServer(APIServer):
                 return f"{self.health_url} replied {reply.status}: {reason_of(await reply.content.read(REASON_BYTES))}"
         except TimeoutError:
             return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, UnicodeError) as error:
             return f"{self.health_url}: {describe(error)}{self._via}"
 
     async def context_length(self) -> int | None:

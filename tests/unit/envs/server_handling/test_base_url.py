@@ -8,8 +8,14 @@ from aiohttp.test_utils import unused_port
 from atroposlib.envs.commands.discovery import served_model
 from atroposlib.envs.commands.reporting import StartUp
 from atroposlib.envs.errors import PeerError
-from atroposlib.envs.server_handling.errors import PermanentServerError, WrongAddress, status_error
+from atroposlib.envs.server_handling.errors import (
+    PermanentServerError,
+    ServerUnreachableError,
+    WrongAddress,
+    status_error,
+)
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 
 
@@ -45,3 +51,11 @@ def test_so_is_a_request_that_is_answered_404(url: str, hinted: str) -> None:
     assert isinstance(error, WrongAddress if hinted else PermanentServerError)
     assert hinted in str(error)
     assert isinstance(error, WrongAddress) == bool(hinted)
+
+
+async def test_a_name_that_can_be_no_hosts_is_what_is_wrong_with_the_server() -> None:
+    server = VLLMServer(APIServerConfig(server_type="vllm", base_url="http://gpu7..local:9001/v1", model_name="m"))
+    assert "http://gpu7..local:9001/health: " in str(await server.probe())
+    with pytest.raises(ServerUnreachableError, match=r"http://gpu7\.\.local:9001/generate: "):
+        await server.request_tokens({"input_ids": [1]})
+    await server.close()
