@@ -195,6 +195,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
+    if data.startswith((b"\r", b"\n")):  # perhaps the end of a head, before its body
+        return data
     end = data.find(END_OF_HEAD)
     head = data if end < 0 else data[: end + 2]
     return UPGRADE.sub(b"", head) + data[len(head) :] if UPGRADE.search(head) else data

@@ -270,6 +270,17 @@ def test_a_request_that_asks_for_another_protocol_has_a_body() -> None:
                 assert asking.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("of_the_end", [1, 2, 3])
+def test_a_body_that_comes_with_the_end_of_its_head_stays_whole(of_the_end: int) -> None:
+    body = b"no JSON\r\nUpgrade: it\r\n\r\n"
+    head = b"POST /heartbeat HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with serving(Limits()) as port, connect(port) as asking:
+        asking.sendall(head[:-of_the_end])
+        time.sleep(0.1)
+        asking.sendall(head[-of_the_end:] + body)
+        assert asking.recv(65_536).startswith(b"HTTP/1.1 422")
+
+
 def test_no_body_is_the_next_request() -> None:
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     head = b"POST /heartbeat HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (UPGRADE, len(inner))
