@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -74,9 +73,10 @@ def letter(run: Path, number: int) -> Letter | None:
         return None if row is None else _letter(*row)
 
 
-def _letter(number: Any, at: object, environment: object, reason: object, packed: object, body: object) -> Letter:
+def _letter(number: object, at: object, environment: object, reason: object, packed: object, body: object) -> Letter:
+    identity = number if isinstance(number, int) else 0  # of a table that somebody else has made
     seconds = float(at) if isinstance(at, int | float) and math.isfinite(at) else 0.0
-    return Letter(int(number), seconds, _text(environment), _text(reason)[:REASON], _group(bool(packed), body))
+    return Letter(identity, seconds, _text(environment), _text(reason)[:REASON], _group(bool(packed), body))
 
 
 def _group(packed: bool, body: object) -> Sample | None:

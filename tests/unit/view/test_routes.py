@@ -397,6 +397,18 @@ def test_dead_letters_are_read_from_the_journal_which_stays_as_it_is(run: Path) 
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.parametrize("number", ["'x'", "NULL", "1.5", "x'ff'"])
+def test_a_dead_letter_of_somebody_else_without_a_number_is_listed(run: Path, number: str) -> None:
+    import sqlite3
+
+    with sqlite3.connect(run / "rollouts.db") as db:
+        db.execute("CREATE TABLE dead_letters (id, at, env_id, environment, reason, packed, crc, body)")
+        db.execute(f"INSERT INTO dead_letters VALUES ({number}, 1.0, 1, 'gsm8k', 'why', 0, 0, x'7b7d')")
+    db.close()
+    found = get(client(run), "/api/runs/r/groups", source="dead_letters")
+    assert [(row["n"], row["error"]) for row in found["rows"]] == [("0", "why")]
+
+
 def test_a_journal_that_cannot_be_read_is_said(run: Path) -> None:
     (run / "rollouts.db").write_bytes(b"no database" * 1000)
     found = get(client(run), "/api/runs/r/groups", source="dead_letters")
