@@ -157,10 +157,11 @@ def check_sampled(
     check_ids("token_ids", token_ids)
     rows = _rows("logprobs", [logprobs], "d")
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
-    told = {"policy_versions": policy_versions, "version_spans": version_spans}
-    group = {name: [value] for name, value in told.items() if value is not None}
-    _check_versions(group, rows)
-    _check_spans(group, rows)
+    for version in policy_versions or ():  # which fall where a trainer resumes at an earlier step
+        if not _is_count(version):
+            raise Untrainable(f"{shown(version)} is not a policy version", "policy_versions")
+    if version_spans is not None:
+        _check_spans({"version_spans": [version_spans]}, rows)
 
 
 def _check_trainable(group: Mapping[str, object], needs: GroupRequirements) -> None:
