@@ -21,6 +21,7 @@ from example_trainer.loop.updates import Plan, Updates
 from example_trainer.optim.optimizer import learning_rate
 from example_trainer.output.metrics import Row, Sink, open_metrics
 from example_trainer.settings.config import TrainerConfig
+from example_trainer.weights.checkpoint import note_end
 
 log = get_logger(__name__)
 
@@ -48,6 +49,7 @@ def fine_tune(learner: Learner) -> None:
         for step in range(first, config.training_steps + 1):
             tuning.step(step)
         saves.write_final()
+        note_end(config.save_path, tuning.progress)
 
 
 def expect_no_penalties(config: TrainerConfig) -> None:
@@ -68,7 +70,7 @@ class FineTuning:
         self._saves = saves
         self._metrics = metrics
         self._config = learner.config
-        self._progress = learner.progress
+        self.progress = learner.progress
         self._bad_batches = BadBatches(self._config.on_bad_batch, self._config.max_bad_batches)
 
     def step(self, step: int) -> None:
@@ -83,18 +85,18 @@ class FineTuning:
             **updates.row(),
             "step_s": seconds,
             "train_s": seconds,
-            "updates": self._progress.updates,
+            "updates": self.progress.updates,
             "bad_batches": self._bad_batches.total,
         }
         for sink in self._metrics:
             sink.write(row)
         say(step_line(row, self._config.training_steps))
         if self._config.checkpoint_interval and step % self._config.checkpoint_interval == 0:
-            self._saves.save(self._progress)
+            self._saves.save(self.progress)
         self._saves.advance()
 
     def _updated(self, step: int) -> Updates:
-        config, done = self._config, self._progress
+        config, done = self._config, self.progress
         plan = Plan(
             config.updates_per_batch,
             config.epochs,
@@ -107,7 +109,7 @@ class FineTuning:
         updates.make()
         if config.ema_decay and step == config.training_steps:
             self._learner.take_average()
-        self._progress = replace(done, step=step, policy_version=step, updates=done.updates + updates.made)
+        self.progress = replace(done, step=step, policy_version=step, updates=done.updates + updates.made)
         return updates
 
 

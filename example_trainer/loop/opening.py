@@ -31,7 +31,7 @@ from example_trainer.loop.timeline import Timeline
 from example_trainer.output.metrics import open_batches, open_metrics, open_trained
 from example_trainer.ranks.ranks import Ranks
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint
+from example_trainer.weights.checkpoint import expect_same_model, find_checkpoint, has_ended
 from example_trainer.weights.written import remove_leftovers
 
 HELD_S = 20.0  # for a killed trainer, whose memory the kernel still takes back
@@ -137,15 +137,15 @@ def resolved(learner: Learner) -> str:
 
 
 def expect_work_left(learner: Learner, resumed: str) -> None:
-    """Raise TrainerError if the checkpoint has done all steps, and the trained model is on the disk. A process that
-    ended in between has left a run to finish.
+    """Raise TrainerError if the checkpoint has done all steps, and its run has noted its end, with the trained model on
+    the disk. A process that ended in between has left a run to finish.
     """
     config, done, early = learner.config, learner.progress.step, learner.progress.ends_early_after
     steps = min(early or config.training_steps, config.training_steps)
     if done < steps:
         return
-    final, checkpoint = config.save_path / learner.trained.form.final / MANIFEST, Path(resumed) / MANIFEST
-    if done > steps or (final.exists() and final.stat().st_mtime >= checkpoint.stat().st_mtime):
+    final = config.save_path / learner.trained.form.final / MANIFEST
+    if done > steps or (final.exists() and has_ended(config.save_path, learner.progress)):
         if early == steps:
             raise TrainerError(
                 f"{resumed} is of a run that ended at step {steps}, without a better policy: give --stop-when-flat 0 to"
@@ -155,7 +155,7 @@ def expect_work_left(learner: Learner, resumed: str) -> None:
             f"{resumed} has done {done} of {steps} steps: raise --training-steps (--steps of `atropos train`) to"
             " continue"
         )
-    log.info("%s has done all %d steps, and the trained model is not written yet", resumed, done)
+    log.info("%s has done all %d steps; what its run does at its end is left to do", resumed, done)
 
 
 @contextmanager

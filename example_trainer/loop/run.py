@@ -47,7 +47,7 @@ from example_trainer.output.step_chain import StepDigests, batch_digest, batch_r
 from example_trainer.output.step_file import StepFile
 from example_trainer.output.trained_rows import trained_rows
 from example_trainer.settings.config import TrainerConfig
-from example_trainer.weights.checkpoint import Progress
+from example_trainer.weights.checkpoint import Progress, note_end
 from example_trainer.weights.written import CheckpointError, TrainedModel
 
 log = get_logger(__name__)
@@ -187,6 +187,7 @@ class Run:
         for line in self.best.lines():
             say(line)
         self.api.acknowledge()
+        note_end(self.config.save_path, self.progress)
 
     def trainable_batch(self) -> Batch:
         """The next batch with a group that can be trained on; the others are rejected to the API.

@@ -7,6 +7,7 @@
                     manifest.json        size and SHA-256 of every file, written last
       latest        the name of the newest checkpoint directory
       .begun        beside an earlier run's checkpoints: the run that began last, which --resume auto means
+      .ended        the run whose end came last, and its step, until another one begins
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face directory alone, at the end of the run
 
@@ -46,6 +47,7 @@ from example_trainer.weights.written import CheckpointError, TrainedModel, remov
 
 STATE = "trainer_state.pt"
 BEGUN = ".begun"
+ENDED = ".ended"
 NAME = re.compile(r"\w{1,100}", re.ASCII)  # of a checkpoint that `latest` names
 
 log = get_logger(__name__)
@@ -152,6 +154,7 @@ def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> list[Pa
     with reading(f"{pointer} cannot be changed", CheckpointError, remedy="free space, then resume again"):
         if progress.step not in found and _whole(save_path):
             write_whole(save_path / BEGUN, b"" if progress.step else progress.run.encode())
+        (save_path / ENDED).unlink(missing_ok=True)
         if pointer.exists() and not _names_progress(pointer, progress):
             if progress.step in found:
                 write_whole(pointer, f"{found[progress.step].name}\n".encode())
@@ -161,6 +164,28 @@ def set_later_aside(save_path: Path, prefix: str, progress: Progress) -> list[Pa
     for folder in later:
         set_aside(folder, f"of a step after {progress.step}, from which this run continues")
     return [found[step] for step in sorted(found) if step <= progress.step]
+
+
+def note_end(save_path: Path, progress: Progress) -> None:
+    """Note that nothing is left to do for the run of `progress`. A disk without room costs a line in the log, and a
+    resume the work of the run's end.
+    """
+    path = save_path / ENDED
+    try:
+        write_whole(path, _end_of(progress))
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error)
+
+
+def has_ended(save_path: Path, progress: Progress) -> bool:
+    """Return whether the run of `progress` noted its end at this step, and no run has begun under `save_path` since."""
+    path = save_path / ENDED
+    with reading(f"{path} cannot be read", CheckpointError, remedy="remove it to write the trained model again"):
+        return path.is_file() and path.read_bytes() == _end_of(progress)
+
+
+def _end_of(progress: Progress) -> bytes:
+    return f"{progress.run} {progress.step}\n".encode()
 
 
 def _names_progress(pointer: Path, progress: Progress) -> bool:

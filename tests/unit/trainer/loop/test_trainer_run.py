@@ -308,7 +308,7 @@ def test_only_the_newest_checkpoints_of_the_run_are_kept(model: str, tmp_path: P
     leftover = save_path / ".step_9.partial-4194399"  # above the largest process id
     leftover.mkdir()
     train(model, tmp_path, checkpoint_interval=1, keep_checkpoints=2)
-    names = [".begun", "final_model", "latest", "step_3", "step_4", "step_77"]
+    names = [".begun", ".ended", "final_model", "latest", "step_3", "step_4", "step_77"]
     assert sorted(path.name for path in save_path.iterdir()) == names
     assert (save_path / "latest").read_text() == "step_4\n"
 
@@ -344,26 +344,44 @@ def test_a_run_that_resumes_often_keeps_no_more_checkpoints(
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == left
 
 
-@pytest.mark.parametrize("left", ["nothing", "the model of a shorter run"])
-def test_a_run_that_ended_between_its_last_step_and_the_trained_model_is_finished(
-    model: str, tmp_path: Path, left: str
+@pytest.mark.parametrize("left", ["nothing", "the model of a shorter run", "the trained model"])
+def test_a_run_that_was_killed_between_its_last_step_and_its_end_is_finished(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
-    train(model, tmp_path, training_steps=2, checkpoint_interval=1)
+    """Whatever the clock was meanwhile, and when files were copied."""
     checkpoints = tmp_path / "checkpoints"
-    made = weights(checkpoints / "final_model")
-    if left == "nothing":
-        shutil.rmtree(checkpoints / "final_model")
-    else:
-        (checkpoints / "final_model/model.safetensors").unlink()
-        os.utime(checkpoints / "final_model/manifest.json", (1, 1))
+    if left == "the model of a shorter run":
+        train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    last_act = "report" if left == "the trained model" else "finish"
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, last_act, killed_at_the_end(getattr(Run, last_act)))
+        with pytest.raises(KeyboardInterrupt):
+            train(model, tmp_path, training_steps=2, checkpoint_interval=1, resume="auto")
+    for file in checkpoints.rglob("manifest.json"):
+        os.utime(file, (1, 1) if "step" in file.parent.name else None)
     api = train(model, tmp_path, training_steps=2, checkpoint_interval=1, resume="latest")
     assert api.delivered == 0
     assert api.steps[-1] == {"step": 2, "policy_version": 2, "done": True}
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    found = weights(checkpoints / "final_model")
+    found, made = weights(checkpoints / "final_model"), weights(checkpoints / "step_2")
     assert all(torch.equal(found[name], made[name]) for name in made)
+    os.utime(checkpoints / "final_model/manifest.json", (1, 1))
     with pytest.raises(TrainerError, match="has done 2 of 2 steps"):
         train(model, tmp_path, training_steps=2, resume="latest")
+    shutil.rmtree(checkpoints / "final_model")
+    train(model, tmp_path, training_steps=2, resume="latest")
+    assert (checkpoints / "final_model").exists()
+
+
+def killed_at_the_end(method: Callable[..., None]) -> Callable[..., None]:
+    """The method of a run, until it is asked to end or to tell that all is done."""
+
+    def wrapped(run: Run, *told: TrainerStep) -> None:
+        if not told or told[0].done:
+            raise KeyboardInterrupt
+        method(run, *told)
+
+    return wrapped
 
 
 def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:
