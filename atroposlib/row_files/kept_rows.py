@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -80,7 +81,7 @@ class Parts:
         self._path, self._keep, self._base = path, keep, base or path
         self._since = time.time()
         stem, suffix = re.escape(self._base.stem), re.escape(path.suffix)
-        self._mine = re.compile(rf"{stem}(?:_\d+)?(?P<part>_s\d+-(?P<last>\d+))?{suffix}(?P<packed>\.gz)?")
+        self._mine = re.compile(rf"{stem}(?P<start>_\d+)?(?P<part>_s\d+-(?P<last>\d+))?{suffix}(?P<packed>\.gz)?")
         self._first: int | None = None  # step of the current part
         self._last = self._next = 0
         self._thread: threading.Thread | None = None
@@ -202,8 +203,16 @@ class Parts:
                     if entry.is_file(follow_symlinks=False) and (
                         named["part"] or named["packed"] or written < self._since
                     ):
-                        paths.append((written, entry.name))
-        return [self._path.with_name(name) for _, name in sorted(paths)]
+                        last = int(named["last"]) if named["part"] else sys.maxsize  # what no step names came last
+                        paths.append((named["start"] or "", last, written, entry.name))
+        oldest, of_start, by_age = 0.0, None, []
+        for start, last, written, name in sorted(
+            paths, reverse=True
+        ):  # a copy, or a clock, may have mixed the times up
+            oldest = min(oldest, written) if start == of_start else written
+            of_start = start
+            by_age.append((oldest, last, name))
+        return [self._path.with_name(name) for _, _, name in sorted(by_age)]
 
 
 class Removed(NamedTuple):

@@ -123,6 +123,15 @@ def test_files_of_earlier_starts_count_and_those_of_other_environments_do_not(tm
     assert (tmp_path / "samples_other_s000001-000009.jsonl").exists()
 
 
+def test_the_oldest_steps_go_first_whatever_the_times_of_files_are_after_a_copy(tmp_path: Path) -> None:
+    for first in range(1, 80, 10):
+        part = tmp_path / f"trained_s{first:06d}-{first + 9:06d}.jsonl"
+        part.write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in range(first, first + 10)))
+        os.utime(part, (1000 - first, 1000 - first))
+    Parts(tmp_path / "trained.jsonl", Keep(bytes=4_000)).settle()
+    assert steps_in(tmp_path, "trained_s*.jsonl") == list(range(51, 81))
+
+
 def test_the_trainers_rows_are_bounded_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "trained.jsonl"
     for first, last in ((1, 100), (90, 200)):  # from the checkpoint of step 89
