@@ -14,7 +14,6 @@ Every `main` runs inside `one_line_errors`, which prints the line and exits.
 """
 
 import errno
-import os
 import select
 import signal
 import sys
@@ -22,12 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
-from atroposlib.logs import print_error, put
+from atroposlib.logs import drop_output, flush_output, print_error, put
 from atroposlib.stderr_lines import plain_stderr
 
 # The exit status of a command that must be asked for otherwise; a launcher does not start such a service again.
 WRONG_USE = 2
 SHOWN = 80  # characters of a path that is too long
+TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a disk
 NOT_COMPARED = 2  # the exit status of a command whose 1 means "they differ", if it could not compare
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
@@ -72,26 +72,41 @@ def loading(library: str, raises: MakeError, *, remedy: str = "") -> AbstractCon
 @contextmanager
 def one_line_errors(prog: str, *also: type[Exception], exit_status: int | None = None) -> Iterator[None]:
     """Guard the body of a `main`: print an AtroposError (or one of `also`) as `PROG: error: LINE` and end the process
-    with the error's exit status, or with `exit_status`; so does a path that is too long, with 2, and Ctrl-C
-    with 130. A reader of the output that has gone ends it with 141, without a word, as it ends other programs.
+    with the error's exit status, or with `exit_status`; so does a path that is too long, with 2, a disk that takes no
+    more, with 1, and Ctrl-C with 130. A reader of the output that has gone ends it with 141, without a word, as it ends
+    other programs.
     """
     kinds: tuple[type[Exception], ...] = (AtroposError, *also)
+    caught: tuple[type[Exception], ...] = (*kinds, OSError)
     try:
-        yield
-    except kinds as error:
-        print_error(prog, error)
-        own = error.exit_status if isinstance(error, AtroposError) else 1
-        raise SystemExit(own if exit_status is None else exit_status) from None
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        if error.errno != errno.ENAMETOOLONG:  # a path that somebody gave; it may be looked for anywhere
-            raise
-        print_error(prog, f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
-        raise SystemExit(WRONG_USE) from None
+        try:
+            yield
+        finally:
+            flush_output()
+    except caught as error:
+        raise SystemExit(_told(prog, error, kinds, exit_status)) from None
     except KeyboardInterrupt:
         put(f"{prog}: interrupted", plain_stderr())
         raise SystemExit(130) from None
+
+
+def _told(prog: str, error: Exception, kinds: tuple[type[Exception], ...], exit_status: int | None) -> int:
+    """Print the line of an error, and return the exit status. Raises the error if it is a fault of the code."""
+    if isinstance(error, BrokenPipeError) and _is_unread():
+        return 128 + signal.SIGPIPE
+    drop_output()
+    own = error.exit_status if isinstance(error, AtroposError) else 1
+    line: object = error
+    if not isinstance(error, kinds):
+        assert isinstance(error, OSError)
+        if error.errno == errno.ENAMETOOLONG:  # a path that somebody gave; it may be looked for anywhere
+            print_error(prog, f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
+            return WRONG_USE
+        if error.errno not in TAKES_NO_MORE:
+            raise error
+        line = f"cannot write {error.filename or 'the output'}: {error.strerror}; free space"
+    print_error(prog, line)
+    return own if exit_status is None else exit_status
 
 
 def _is_unread() -> bool:
@@ -104,9 +119,7 @@ def _is_unread() -> bool:
     poll.register(pipe, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # what is left, or Python complains of it at the end
-    os.dup2(nowhere, pipe)
-    os.close(nowhere)
+    drop_output()
     return True
 
 

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -45,6 +46,7 @@ FIRST_EQUAL = 5  # equal lines that are written at once
 FIRST_ALIKE = 50  # lines that only differ in their values
 THEN_EVERY_S = 10.0  # one, with the number of those between
 LONGEST, HEAD = 1000, 500  # characters of an error's line that are printed, and those of them at its beginning
+_exit_status_is_kept = threading.Event()
 KEPT = 1000  # kinds of lines, and tracebacks, that are remembered
 
 
@@ -205,7 +207,23 @@ def put(text: str, file: TextIO | None = None) -> None:
 
 def keep_exit_status() -> None:
     """Have this process end as it would if its last lines cannot be written: Python would exit with 120 instead."""
+    _exit_status_is_kept.set()
     atexit.register(_end_streams)
+
+
+def flush_output() -> None:
+    """Write what was printed. Raises OSError where it is what the process is for, and not a log."""
+    if sys.stdout is not None and not _exit_status_is_kept.is_set():
+        sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Drop what stdout does not take, or Python complains of it at the end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _drop(sys.stdout)
 
 
 def _end_streams() -> None:
@@ -213,9 +231,13 @@ def _end_streams() -> None:
         try:
             stream.flush()
         except OSError:  # the rest is lost
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class QuietAccess(logging.Filter):

@@ -3,11 +3,14 @@
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from atroposlib import logs
 from atroposlib.errors import AtroposError, loading, one_line_errors, reaching, reading, reason
+from atroposlib.logs import drop_output, put
 
 
 class Missing(AtroposError):
@@ -101,6 +104,28 @@ def test_a_reader_of_the_output_that_has_gone_ends_main_without_a_word(
             print("3 checks", flush=True)
     assert ended.value.code == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+@pytest.mark.parametrize("is_log", [False, True])
+def test_output_that_a_full_disk_does_not_take_is_one_line_unless_it_is_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], buffering: int, is_log: bool
+) -> None:
+    monkeypatch.setattr(logs, "_exit_status_is_kept", kept := threading.Event())
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering)
+    monkeypatch.setattr(sys, "stdout", full)
+    if is_log:
+        kept.set()
+        with one_line_errors("grpo"):
+            put("Step 1/3")
+    else:
+        with pytest.raises(SystemExit) as ended, one_line_errors("grpo"):
+            print("usage: grpo")
+        assert ended.value.code == 1
+        shown = capsys.readouterr().err
+        assert shown == "grpo: error: cannot write the output: No space left on device; free space\n"
+    drop_output()
+    full.close()  # as Python does at the end
 
 
 def test_another_pipe_that_nobody_reads_is_no_broken_output() -> None:
