@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from atroposlib import flags
 from atroposlib.errors import one_line_errors
-from atroposlib.files import expect_regular
+from atroposlib.files import expect_readable, expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 from atroposlib.yaml_text import read_yaml
 
@@ -61,7 +61,14 @@ class Reads:
     names: Callable[[str], bool] = bool
 
 
-InputPathText = Annotated[str, Reads()]
+def to_read(path: P) -> P:
+    """`path`, unless something is there that has no end or may wait for ever. Raises NotRegularFile."""
+    if os.path.exists(expanded := os.path.expanduser(path)):
+        expect_readable(expanded)
+    return path
+
+
+InputPathText = Annotated[str, Reads(), AfterValidator(to_read)]
 
 
 class Config(BaseModel):

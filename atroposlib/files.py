@@ -27,13 +27,15 @@ P = TypeVar("P", str, Path)
 
 
 class NotRegularFile(OSError, ValueError):
-    """The path to write is something other than a regular file."""
+    """The path to write, or to read, is something other than a regular file."""
 
-    def __init__(self, path: str | Path, kind: str) -> None:
+    def __init__(self, path: str | Path, mode: int, what_for: str = "written") -> None:
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
         super().__init__(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+        self._what_for = what_for
 
     def __str__(self) -> str:
-        return f"{self.filename} cannot be written: {self.strerror}; choose another file"
+        return f"{self.filename} cannot be {self._what_for}: {self.strerror}; choose another file"
 
 
 def expect_regular(path: P) -> P:
@@ -41,7 +43,18 @@ def expect_regular(path: P) -> P:
     with suppress(FileNotFoundError, NotADirectoryError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
-            raise NotRegularFile(path, _KINDS.get(stat.S_IFMT(mode), "special file"))
+            raise NotRegularFile(path, mode)
+    return path
+
+
+def expect_readable(path: P) -> P:
+    """`path`, if a regular file or a directory is there, or a link to one, or nothing that can be seen: the reader of
+    anything else may wait for ever, or never come to its end. Raises NotRegularFile.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise NotRegularFile(path, mode, "read")
     return path
 
 

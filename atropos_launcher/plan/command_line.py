@@ -49,7 +49,7 @@ from atropos_launcher.run_file.teacher import TEACHER
 from atropos_launcher.runs import RUNS, find_run
 from atroposlib import flags as flag_parser
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.config import Config
+from atroposlib.config import Config, to_read
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, Key, keys_of, split
@@ -197,7 +197,7 @@ class RunFlags(Config):
     def _exists(cls, path: Path | None) -> Path | None:
         if path is not None and not os.path.exists(os.path.expanduser(path)):
             raise ValueError(f"--dataset-path {path} does not exist")
-        return None if path is None else Path(os.path.expanduser(path)).resolve()
+        return None if path is None else Path(os.path.expanduser(to_read(path))).resolve()
 
 
 class TrainFlags(MachineFlags, RunFlags):

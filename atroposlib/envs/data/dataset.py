@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from atroposlib.config import Config, InputPathText, Reads
+from atroposlib.config import Config, InputPathText, Reads, to_read
 from atroposlib.envs.data.data_report import DataReport, note_report, note_stream, question_key
 from atroposlib.envs.errors import DataError
 from atroposlib.errors import reading
+from atroposlib.files import expect_readable
 from atroposlib.logs import get_logger
 from atroposlib.processes.async_child import start_group
 
@@ -55,7 +56,7 @@ QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "mess
 class DatasetConfig(Config):
     """Settings of a dataset."""
 
-    source: Annotated[str, Reads(lambda source: is_local(source))] = Field(
+    source: Annotated[str, Reads(lambda source: is_local(source)), AfterValidator(to_read)] = Field(
         default="",
         description="Name of a hub dataset, a .jsonl, .json, .csv or .parquet file, or a directory of train and test.",
     )
@@ -357,7 +358,7 @@ def read_rows(path: Path) -> list[Row]:
     DataError.
     """
     with reading(f"cannot read {path}", DataError):
-        rows = list(READERS.get(path.suffix, _jsonl)(path))
+        rows = list(READERS.get(path.suffix, _jsonl)(expect_readable(path)))
     if not rows:
         raise DataError(f"{path} contains no rows")
     return rows

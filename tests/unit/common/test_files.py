@@ -1,4 +1,4 @@
-"""Files that a flag names are written only where there is a regular file, or nothing."""
+"""Files that a flag names are written only where there is a regular file, or nothing, and read only where there is one."""
 
 import os
 import socket
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.data.dataset import DatasetConfig, local_tables
+from atroposlib.envs.errors import DataError
 from atroposlib.envs.files.html_report import write_html
 from atroposlib.envs.files.records import JsonlWriter, append_jsonl
 from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
@@ -136,3 +138,17 @@ def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(
 def test_an_environment_refuses_a_device_when_it_is_configured(name: str) -> None:
     with pytest.raises(ValueError, match="/dev/null cannot be written: it is a device"):
         BaseEnvConfig(**{name: "/dev/null"})
+
+
+@pytest.mark.parametrize("obstacle", [a_socket, a_device, os.mkfifo], ids=lambda make: make.__name__)
+def test_what_waits_for_ever_or_has_no_end_is_not_read(tmp_path: Path, obstacle: Callable[[Path], None]) -> None:
+    refused = r"train.jsonl cannot be read: it is a \w+, not a regular file; choose another file"
+    obstacle(tmp_path / "train.jsonl")
+    (tmp_path / "link").symlink_to("train.jsonl")
+    with pytest.raises(ValueError, match=refused):
+        BaseEnvConfig(chat_template=str(tmp_path / "train.jsonl"))
+    with pytest.raises(ValueError, match=refused.replace("train.jsonl", "link")):
+        DatasetConfig(source=str(tmp_path / "link"))
+    with pytest.raises(DataError, match="it is a"):  # in a directory
+        local_tables(tmp_path)
+    assert DatasetConfig(source=str(tmp_path), test_source=str(tmp_path / "absent")).source
