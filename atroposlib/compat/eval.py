@@ -35,9 +35,13 @@ log = get_logger(__name__)
 
 def pass_at_k(m: int, c: float, k: int) -> float:
     """The chance that one of `k` samples is right, drawn from `m` of which `c` are. Chen et al. 2021, arXiv
-    2107.03374, equation 1.
+    2107.03374, equation 1. Raises ValueError for what cannot be drawn.
     """
-    return 1.0 - math.comb(m - round(c), k) / math.comb(m, k) if k <= m else 1.0
+    if not 1 <= k <= m or not 0 <= round(c) <= m:
+        raise ValueError(
+            f"pass@{k} of {m} samples with {c:g} right is not defined: draw k from 1 to the number of samples"
+        )
+    return 1.0 - math.comb(m - round(c), k) / math.comb(m, k)
 
 
 def evaluate_log(

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
+from atroposlib.config import MAX_NAME, check_name
 from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, is_authors, location, shown
 from atroposlib.envs.rollouts import Rollout
 from atroposlib.wire.typed import all_encodable
@@ -63,7 +64,10 @@ async def settled(value: object) -> Any:
 
 
 def check_class(env_cls: type, command: str) -> None:
-    """Raise AuthorError for a class of which a method is missing, or cannot be called as `command` calls it."""
+    """Raise AuthorError for a class of which a method is missing, or cannot be called as `command` calls it, or whose
+    name would not be one in logs and lists.
+    """
+    _check_name(env_cls)
     abstract: frozenset[str] = getattr(env_cls, "__abstractmethods__", frozenset())
     missing = [*(name for name in METHODS if name in abstract), *sorted(abstract - METHODS.keys())]
     if not missing and command != "evaluate" and all(_module_of(env_cls, name) in MAKE_NONE for name in MAKE_GROUPS):
@@ -84,6 +88,17 @@ def check_class(env_cls: type, command: str) -> None:
                 f"{where} has the parameters {inspect.signature(method)}, but is called with others; write"
                 f" {_rule(name)}"
             )
+
+
+def _check_name(env_cls: type) -> None:
+    name = getattr(env_cls, "name", None)
+    try:
+        check_name(name or "")
+    except (ValueError, TypeError, AttributeError):
+        raise AuthorError(
+            f"{class_location(env_cls)} has the name {shown(name, 80)}; write `name` as text of at most {MAX_NAME}"
+            " printable characters"
+        ) from None
 
 
 def _is_called(env_cls: type, name: str) -> bool:

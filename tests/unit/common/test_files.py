@@ -1,4 +1,4 @@
-"""Files that a flag names are written only where there is a regular file, or nothing, and read only where there is one."""
+"""Files that a flag names are written only where there is a regular file, or nothing; and read only where one is."""
 
 import os
 import socket

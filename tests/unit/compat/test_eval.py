@@ -17,6 +17,14 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_sample(m: int, c: int
     assert pass_at_k(m, float(c), k) == pass_at_k(m, c, k)  # a sum of rewards
 
 
+@pytest.mark.parametrize(
+    ("m", "c", "k"), [(4, 0, 5), (4, 4, 5), (4, 1, 0), (4, 1, -1), (0, 0, 1), (4, 5, 1), (4, -1, 1)]
+)
+def test_what_cannot_be_drawn_is_refused_and_does_not_count_as_right(m: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of {m} samples with {c} right is not defined"):
+        pass_at_k(m, c, k)
+
+
 class Doubling(EvalBase):
     factor = 2
 

@@ -61,6 +61,13 @@ MISTAKES = {
         "{} in reference_answer is a coroutine",
         ["write `def reference_answer(self, item)`"],
     ),
+    "the name has a line break": (
+        changed(
+            QUESTION, ("MyEnv(QuestionEnv):", marked("MyEnv(QuestionEnv):")), (NAME, '    name = "a\\nb\\x1b[31m"\n')
+        ),
+        "MyEnv ({}) has the name 'a\\nb\\x1b[31m'",
+        ["write `name` as text of at most 128 printable characters"],
+    ),
     "outcomes is a text": (
         changed(
             QUESTION, ("MyEnv(QuestionEnv):", marked("MyEnv(QuestionEnv):")), (NAME, f'{NAME}    outcomes = ("ok")\n')
