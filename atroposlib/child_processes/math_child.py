@@ -231,9 +231,10 @@ def _equations(statements: Sequence[object]) -> list[Any]:
 def _is_consistent(left: object, right: object, verify: Callable[..., object]) -> bool:
     """Return whether `left = right` can state `right`.
 
-    y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot.
+    y = 18, x + y = 18 and 17 + 1 = 18 can; 17 = 18, x^2 = x^3 and 2x = 18, x + 1 = 18, x^2 = 18, which are to be
+    solved, cannot.
     """
-    from sympy import Expr, Mul
+    from sympy import Add, Expr, Mul, Pow
     from sympy.core.function import AppliedUndef
 
     if not isinstance(left, Expr) or not isinstance(right, Expr) or isinstance(left, AppliedUndef) or left.is_Symbol:
@@ -244,7 +245,7 @@ def _is_consistent(left: object, right: object, verify: Callable[..., object]) -
             return abs(first - second) <= 0.01 * max(abs(first), abs(second))
     if left.free_symbols <= right.free_symbols:
         return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
-    return not (isinstance(left, Mul) and any(factor.is_number for factor in left.args))
+    return not (isinstance(left, (Add, Mul, Pow)) and any(part.is_number for part in left.args))
 
 
 def answer(request: dict[str, Any]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
-from atroposlib.grading.units import MAGNITUDES, SHORT_MAGNITUDES, is_unit, known_unit
+from atroposlib.grading.units import MAGNITUDES, SHORT_MAGNITUDES, are_other_units, is_unit, known_unit
 
 MAX_EXPONENT = 400  # of ten: what people write, and no number of a billion digits
 DECIMALS_APART = Fraction(1, 2 * 10**6)  # half a unit of the sixth decimal, to which math-verify compares decimals
@@ -105,7 +105,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
     28% equals 28 and 0.28. Two known units must be the same.
     """
-    if gold.unit and answer.unit and gold.unit != answer.unit:
+    if are_other_units(gold.unit, answer.unit):
         return False
     decimal = gold.decimal or answer.decimal
     if gold.percent == answer.percent:

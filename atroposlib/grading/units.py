@@ -82,6 +82,7 @@ PIECE = re.compile(
     r"(?P<power>\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|(?<=[a-z])[23](?!\d))?"
 )
 REST = re.compile(r"(?:\s|[).']|\^\\circ)*")
+POWER = re.compile(r"\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))|(?<=[a-z])([23])(?!\d)")
 DEGREES = re.compile(r"\s*\^\s*\\circ")
 
 
@@ -113,14 +114,25 @@ def is_unit(text: str, any_letter: bool = False, attached_letter: bool = True) -
 
 
 def known_unit(text: str) -> str:
-    """The one name of the unit that `text` names; an empty text for one that is not in the table, or for several."""
+    """The one name of the unit that `text` names, with its power, as in cm^2; an empty text for one that is not in the
+    table, or for several.
+    """
     words = re.findall(r"[^\W\d_]+|[$€£¥₹¢]", text)
     if len(words) != 1:
         return ""
+    power = POWER.search(text)
     for name in (words[0], words[0].lower(), words[0].lower().removesuffix("s"), words[0].lower().removesuffix("es")):
         if name in UNITS:
-            return UNITS[name]
+            return f"{UNITS[name]}^{next(filter(None, power.groups()))}" if power else UNITS[name]
     return ""
+
+
+def are_other_units(known: str, given: str) -> bool:
+    """Return whether an answer in the unit `given` is in another one than the known answer: 5 cm^2 is not 5 cm. Nothing
+    is told by a unit that is not known, or a power that is left out.
+    """
+    (known, _, known_power), (given, _, power) = known.partition("^"), given.partition("^")
+    return bool(known and given) and (known != given or power not in ("", known_power))
 
 
 def _is_word_of_unit(word: str, compound: bool, attached: bool, any_letter: bool, attached_letter: bool) -> bool:
