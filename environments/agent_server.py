@@ -41,6 +41,7 @@ from atroposlib.agents.flags import TOKEN
 from atroposlib.agents.harbor import AT_HOME, HarborTask, read_harbor_tasks
 from atroposlib.agents.program import ProgramLimits, Ran, area_of_programs, confinement, run_program, search_path
 from atroposlib.config import InputPathText
+from atroposlib.envs.data.data_report import question_key
 from atroposlib.envs.data.dataset import held_out_count, numbered_lines
 from atroposlib.envs.data.problems import Problem, arithmetic_problems
 from atroposlib.envs.errors import DataError
@@ -164,8 +165,12 @@ class AgentEnv(QuestionEnv):
         else:
             tasks = self._expect_scored(read_tasks(Path(config.tasks_path)))
             Random(config.seed).shuffle(tasks)
-            held = held_out_count(config.held_out_limit, len(tasks), config.tasks_path)
-            self.held_out, self.tasks = tasks[:held], tasks[held:]
+            asked = [asked_of(task) for task in tasks]
+            held = held_out_count(config.held_out_limit, len(set(asked)), config.tasks_path)
+            self.held_out = tasks[:held]
+            self.tasks = [task for task, key in zip(tasks, asked, strict=True) if key not in asked[:held]]
+            if copies := len(tasks) - held - len(self.tasks):
+                log.warning("%d copies of held-out tasks of %s are not trained on", copies, config.tasks_path)
         self._endpoint = await self._found_endpoint()
         log.info("Agents call the model at %s", self._endpoint.url)
         await self._endpoint.end(await self._endpoint.unended(self._prefix("eval")))
@@ -352,6 +357,12 @@ class AgentEnv(QuestionEnv):
     def reference_answer(self, item: AgentTask) -> str | None:
         """The answer, for people who read the samples."""
         return item.answer
+
+
+def asked_of(task: AgentTask) -> str:
+    """Return what a copy of the task asks, too: the same of the same files."""
+    files = task.files if task.harbor is None else task.harbor.digests()
+    return f"{question_key(task.task)} {hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()}"
 
 
 def words_of(command: str) -> list[str]:

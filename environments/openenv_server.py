@@ -15,9 +15,10 @@ session that is lost, or not answered in time, is a failed rollout and never a s
 
 import asyncio
 import json
+import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -432,7 +433,7 @@ class OpenEnv(QuestionEnv):
                 "the environment ended the episode without a reward; if its state has one, --env.reward state.FIELD",
                 "environment",
             )
-        total = as_number(sum(play.rewards) if rule == "sum" else [0.0, *play.rewards][-1])
+        total = as_number(sum_of(play.rewards) if rule == "sum" else [0.0, *play.rewards][-1])
         if total is None:
             raise RolloutFailed("the rewards of the episode add up to no finite number", "environment")
         return total
@@ -485,6 +486,14 @@ def without_thoughts(answer: str) -> str:
     if said is None:
         raise Unreadable("nothing follows the thoughts, which have no </think>")
     return said
+
+
+def sum_of(rewards: Sequence[float]) -> float:
+    """Return the sum as it is rounded once: ten times 0.1 is 1. Infinite where it is too large for a number."""
+    try:
+        return math.fsum(rewards)
+    except OverflowError:
+        return math.inf
 
 
 def read_resets(path: Path) -> list[Arguments]:

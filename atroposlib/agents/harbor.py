@@ -25,9 +25,11 @@ from atroposlib.child_processes.sandbox import NEW_NAMESPACES, bubblewrap, inter
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import RolloutFailed
 from atroposlib.files import read_regular
+from atroposlib.wire.folders import digest
 
 WORK, TESTS, LOGS = "/app", "/tests", "/logs/verifier"
 SETTINGS, INSTRUCTION, SCRIPT = "task.toml", "instruction.md", "test.sh"
+GIVEN = ("environment", "tests")
 IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 DEFAULT_S = 600.0
 REWARD_BYTES = 1 << 16
@@ -53,6 +55,11 @@ class HarborTask:
         given = self.folder / "environment"
         if given.is_dir():
             shutil.copytree(given, work, symlinks=True, dirs_exist_ok=True)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each file that the agent starts with, or that tests it. Raises OSError."""
+        given = [path for name in GIVEN for path in (self.folder / name).rglob("*") if path.is_file()]
+        return {str(path.relative_to(self.folder)): digest(path) for path in given}
 
     def around_agent(self, work: Path) -> list[str]:
         """The words before an agent's command, in whose view there is no file of a task."""

@@ -11,6 +11,9 @@ from atroposlib.agents.harbor import read_harbor_tasks
 from atroposlib.child_processes.sandbox import bubblewrap
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.failures import GroupLost
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from environments.agent_server import AgentEnv
+from tests.unit.environments.support import running_env
 from tests.unit.environments.test_agent_server import CALLS_ONCE, agent, group_of
 
 EXAMPLE = Path(__file__).with_name("harbor_tasks") / "add_numbers"
@@ -126,6 +129,27 @@ def test_a_task_that_cannot_run_is_refused_by_name(tmp_path: Path, name: str, te
     path.write_text(text) if text is not None else path.unlink()
     with pytest.raises(DataError, match=f"second.*{words}"):
         read_harbor_tasks(tasks)
+
+
+async def test_copies_of_held_out_tasks_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of one name and text whose files differ are other tasks."""
+    for number in range(8):
+        task = shutil.copytree(EXAMPLE, tmp_path / f"tasks/{number}")
+        (task / "environment/numbers.txt").write_text(f"{number // 2}\n")
+    async with (
+        FakeInferenceServer(lambda prompt: "4") as server,
+        running_env(
+            AgentEnv, tmp_path, server, command="true", tasks_path=str(tmp_path / "tasks"), heldout_size=2
+        ) as env,
+    ):
+        held_out, trained = (
+            {(task.harbor.folder / "environment/numbers.txt").read_text() for task in tasks if task.harbor is not None}
+            for tasks in (env.held_out, env.tasks)
+        )
+        await env.close()
+    assert len(held_out | trained) == 4
+    assert not held_out & trained
+    assert "copies of held-out tasks" in caplog.text
 
 
 def test_a_folder_is_one_task_or_has_some(tmp_path: Path) -> None:

@@ -78,11 +78,12 @@ async def test_observations_are_the_users_messages_and_every_turn_is_trained(tmp
         ("sum", (0.5, 2.0), 2.5),
         ("last", (0.5, 2.0), 2.0),
         ("sum", (None, True), 1.0),
+        ("sum", (0.7, 0.2, 0.1), 1.0),
         ("state.game.points", (None, None), 7.0),
     ],
 )
 async def test_the_score_is_the_environments(tmp_path: Path, reward: str, rewards: Any, score: float) -> None:
-    async with FakeOpenEnv(lambda action, turn: observation("on", rewards[turn - 1], turn == 2)) as openenv:
+    async with FakeOpenEnv(lambda action, turn: observation("on", rewards[turn - 1], turn == len(rewards))) as openenv:
         openenv.state_data = {"game": {"points": 7}}
         _, group = await group_of(tmp_path, openenv, lambda prompt: "1", reward=reward)
     assert group["scores"] == [score] * 4
