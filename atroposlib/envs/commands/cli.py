@@ -36,14 +36,13 @@ from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, auth
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.config import LACKS, BaseEnvConfig
 from atroposlib.envs.errors import EnvError, WrongSetting
-from atroposlib.envs.files.records import the_only_evaluation
+from atroposlib.envs.files.records import the_only_evaluation, write_result
 from atroposlib.envs.run.environment import Environment
 from atroposlib.envs.run.order import why_not_repeatable
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors
-from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError, early, keys_of, names, nearest, split
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.processes.utf8 import restart_in_utf8
@@ -134,7 +133,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
                 with env._keep_answers(output):
                     await evaluate_once(env, run)
         if results is not None:
-            write_whole(Path(results) / CONFIG, config_yaml(tree).encode())
+            write_result(Path(results) / CONFIG, config_yaml(tree).encode())
 
 
 COMMANDS = ("serve", "process", "evaluate")

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from atroposlib.envs.authors import author_checks
-from atroposlib.envs.errors import EnvError
+from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation.evaluation_metrics import TABLE, table
 from atroposlib.envs.files.html_report import write_samples_html
+from atroposlib.envs.files.records import WRITE_ELSEWHERE, write_result
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
-from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -35,9 +35,11 @@ async def evaluate_once(env: Environment, run: EnvRun[Environment]) -> None:
     metrics = {**run.eval_results, **(returned or {})}
     shown = table(title, {**metrics, "seconds": round(time.monotonic() - started, 1)})
     print(shown, flush=True)
+    if run.unwritten is not None:
+        raise run.unwritten
     if env.config.data_dir_to_save_evals is not None:
         folder = Path(env.config.data_dir_to_save_evals)
-        write_whole(folder / TABLE, shown.encode())
+        write_result(folder / TABLE, shown.encode())
         _write_page(run, folder / PAGE, title, shown)
     run.write_held_out(None)
     if failed:
@@ -48,6 +50,8 @@ def _write_page(run: EnvRun[Environment], page: Path, title: str, shown: str) ->
     """An author chooses what a sample is: one that cannot be shown costs the page, not the evaluation."""
     try:
         write_samples_html(run.held_out, page, title, shown)
+    except OSError as error:
+        raise RecordError(f"cannot write {page}: {error.strerror}; {WRITE_ELSEWHERE}") from error
     except ValueError as error:
         log.warning("No page: %s", error)
     else:

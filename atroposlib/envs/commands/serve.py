@@ -535,6 +535,8 @@ class ServeLoop:
         return Evaluation(version, self.run.policy_version, None, {}, 0.0)
 
     async def _evaluate_env(self) -> dict[str, float]:
-        self.run.eval_results, self.run.held_out = {}, []
+        self.run.eval_results, self.run.held_out, self.run.unwritten = {}, [], None
         returned = await author_checks.metrics(self.env.evaluate)
+        if self.run.unwritten is not None:
+            log.error("%s. The run continues", self.run.unwritten)
         return dict(returned if returned is not None else self.run.eval_results)

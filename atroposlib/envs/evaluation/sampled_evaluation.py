@@ -24,17 +24,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from atroposlib.envs.errors import DataError, EnvError
+from atroposlib.envs.errors import DataError, EnvError, RecordError
 from atroposlib.envs.evaluation.evaluation_metrics import SAMPLES, TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.files.html_report import page_beside, write_html
-from atroposlib.envs.files.records import append_jsonl, the_only_evaluation, write_eval_results
+from atroposlib.envs.files.records import (
+    WRITE_ELSEWHERE,
+    append_jsonl,
+    the_only_evaluation,
+    write_eval_results,
+    write_result,
+)
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
-from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.row_files.record_file import as_lines
 
@@ -143,7 +148,8 @@ def _report(
     shown = sampled_table(f"{name}, {env.server.model_name}", metrics)
     print(shown, flush=True)
     page = page_beside(path)
-    write_html(path, page, shown)
+    with reading(f"cannot write {page}", RecordError, remedy=WRITE_ELSEWHERE):
+        write_html(path, page, shown)
     print(f"Every sample: {page}", flush=True)
     log.info("Every sample is a line of %s", path)
     if env.config.data_dir_to_save_evals is not None:
@@ -157,7 +163,7 @@ def _report(
             end_time=times[1],
             generation_parameters=_settings(env, asked),
         )
-        write_whole(Path(env.config.data_dir_to_save_evals) / TABLE, shown.encode())
+        write_result(Path(env.config.data_dir_to_save_evals) / TABLE, shown.encode())
 
 
 async def _sampled(env: Questions, asked: SamplingFields, index: int, number: int) -> tuple[Sample, dict[str, Any]]:

@@ -21,6 +21,8 @@ from atroposlib.row_files.record_file import RecordFile, as_lines, write_lines
 
 log = get_logger(__name__)
 
+WRITE_ELSEWHERE = "free space, or write elsewhere"
+
 
 class JsonlWriter:
     """Appends JSON lines to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ... Raises
@@ -84,8 +86,14 @@ def append_line(file: IO[bytes], *records: Mapping[str, object]) -> None:
         write_lines(file, lines)
     except OSError as error:
         raise RecordError(
-            f"cannot write {len(lines)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere"
+            f"cannot write {len(lines)} bytes to {file.name}: {error.strerror}; {WRITE_ELSEWHERE}"
         ) from error
+
+
+def write_result(path: Path, content: bytes) -> None:
+    """Write `path` whole, which holds what was asked for. Raises RecordError."""
+    with reading(f"cannot write {path}", RecordError, remedy=WRITE_ELSEWHERE):
+        write_whole(path, content)
 
 
 def the_only_evaluation(path: Path, remedy: str, within: str = "") -> AbstractContextManager[None]:
@@ -133,7 +141,7 @@ def write_eval_results(
     generation_parameters: Mapping[str, object] | None,
 ) -> None:
     """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole. Times
-    are seconds, now if they are not given.
+    are seconds, now if they are not given. Raises RecordError.
     """
     now = time.time()
     begun, ended = start_time if start_time is not None else now, end_time if end_time is not None else now
@@ -147,9 +155,9 @@ def write_eval_results(
         },
         "results": {f"atropos|{task}|0": results, "all": results},
     }
-    write_whole(folder / "metrics.json", msgspec.json.format(encode(content), indent=2))
+    write_result(folder / "metrics.json", msgspec.json.format(encode(content), indent=2))
     if samples is not None:
-        write_whole(
+        write_result(
             folder / "samples.jsonl",
             b"".join(encode(sample, default=str) + b"\n" for sample in samples),
         )

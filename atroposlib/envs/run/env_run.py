@@ -167,6 +167,7 @@ class EnvRun(Generic[E]):
             self.order = Order(self.display_name, getattr(env.config, "seed", 0), env.config.startup_timeout)
         self.durations = Durations()
         self.eval_results: Metrics = {}
+        self.unwritten: RecordError | None = None  # of the files of an evaluation
         self.data = LoadedData()
         self.held_out: list[dict[str, Any]] = []  # answers of the evaluation that is under way, or over
         self.records: dict[Path, RecordFile] = {}

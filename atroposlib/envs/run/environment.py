@@ -24,6 +24,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.data.data_report import LoadedData
 from atroposlib.envs.errors import (
     GroupTooLargeError,
+    RecordError,
     WrongSetting,
 )
 from atroposlib.envs.evaluation.evaluation import held_out_row
@@ -379,16 +380,19 @@ class Environment(FormerAttributes, ABC):
         if self.config.data_dir_to_save_evals is None:
             log.warning("The evaluation is not written to files: data_dir_to_save_evals is not set")
             return
-        write_eval_results(
-            Path(self.config.data_dir_to_save_evals),
-            task_name or f"{run.display_name}_eval",
-            metrics,
-            samples,
-            model_name=model_name or self.server.model_name,
-            start_time=start_time,
-            end_time=end_time,
-            generation_parameters=generation_parameters,
-        )
+        try:
+            write_eval_results(
+                Path(self.config.data_dir_to_save_evals),
+                task_name or f"{run.display_name}_eval",
+                metrics,
+                samples,
+                model_name=model_name or self.server.model_name,
+                start_time=start_time,
+                end_time=end_time,
+                generation_parameters=generation_parameters,
+            )
+        except RecordError as error:  # what it found is told all the same
+            run.unwritten = error
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

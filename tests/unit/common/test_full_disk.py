@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from atropos_launcher.console.console import PlainConsole
+from atroposlib.envs.commands.evaluation_report import evaluate_once
 from atroposlib.envs.commands.serve import serve as serve_environment
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.files.records import JsonlWriter
@@ -199,6 +200,33 @@ async def test_an_environment_samples_posts_and_evaluates_on_a_full_disk(disk: P
     sent = {json.dumps(item["tokens"]) for batch in trainer.batches for item in batch}
     assert sent <= {json.dumps(group["tokens"]) for group in groups}
     assert (disk / "evaluations_path.jsonl").read_text()
+
+
+class Evaluated(CountingEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.evaluated.append(self._env_run.policy_version)
+        await self.evaluate_log({"eval/percent_correct": 0.75}, samples=[{"q": TEXT}], verbose=False)
+
+
+async def test_an_evaluation_whose_files_a_full_disk_does_not_take_is_not_lost(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with FakeInferenceServer() as server, running_api() as api:
+        settings = config(disk, api.url, data_dir_to_save_evals=str(disk / "evals"))
+        fill(disk)
+        env = Evaluated(settings, server_config(server))
+        trainer = Trainer(api.url, num_steps=1)
+        serving = asyncio.create_task(serve_environment(env))
+        await trainer.register()
+        await trainer.train(1)
+        await asyncio.wait_for(serving, 20)
+        assert env.evaluated == [*dict.fromkeys(env.evaluated)]  # no question is asked again
+        assert trainer.accuracies[1] == 0.75
+        alone = Evaluated(settings, server_config(server))
+        async with alone._env_run as run:
+            with pytest.raises(RecordError, match=r"cannot write .*evals/.*: No space left on device; free space"):
+                await evaluate_once(alone, run)
+    assert "eval/percent_correct" in capsys.readouterr().out
 
 
 PROGRAM = """
