@@ -91,6 +91,9 @@ def draw(files: dict[str, Path], evaluated: Path | None, out: Path, title: str) 
     evaluations = read_rows(evaluated) if evaluated else []
     if empty := [path for label, path in files.items() if not runs[label]]:
         raise CannotPlot(f"{empty[0]} has no rows yet; wait for the first step")
+    runs = {label: [row for row in rows if row.get("reward_mean") is not None] for label, rows in runs.items()}
+    if unrewarded := [path for label, path in files.items() if not runs[label]]:
+        raise CannotPlot(f"{unrewarded[0]} has no rewards: it is of a run that samples nothing; leave it out")
     if len(runs) == 1:
         (metrics,) = runs.values()
         evaluations = evaluations if evaluated else metrics

@@ -39,7 +39,14 @@ def test_without_evaluations_the_accuracies_of_the_metrics_are_drawn(tmp_path: P
     assert (tmp_path / "reward.png").exists()
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "does not exist"), ("", "has no rows yet")])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "does not exist"),
+        ("", "has no rows yet"),
+        ('{"step": 1, "policy_version": 1, "sft_loss": 0.5}\n', "has no rewards: it is of a run that samples nothing"),
+    ],
+)
 def test_nothing_to_draw_is_one_line(
     content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
