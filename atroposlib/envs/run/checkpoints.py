@@ -33,15 +33,14 @@ def save(checkpoint_dir: str, name: str, step: int, attributes: Mapping[str, obj
 
 
 def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[Path, dict[str, object]] | None:
-    """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a
-    restart gets.
+    """The newest whole checkpoint at or before `step`, of `name` or of the name with another number, which a restart
+    gets; of equally new ones that of `name`.
     """
-    root = _root(checkpoint_dir)
-    numbered = [
-        folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()
-    ]
-    folders = dict.fromkeys([root / name, *numbered])
-    for path in [path for folder in folders for saved, path in _newest_first(folder) if saved <= step]:
+    own, plain = _root(checkpoint_dir) / name, _root(checkpoint_dir) / display_name
+    # by no pattern: a name may have brackets, and begin as another one does
+    numbered = [folder for folder in sorted(plain.parent.glob("*")) if _is_numbered(folder.name, plain.name)]
+    found = [each for folder in dict.fromkeys([own, *numbered]) for each in _newest_first(folder) if each[0] <= step]
+    for _, path in sorted(found, key=lambda each: each[0], reverse=True):
         try:
             attributes = msgspec.json.decode(path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
@@ -51,6 +50,11 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
             return path, attributes
         log.warning("Skipping the checkpoint %s, which is damaged (it is not a JSON object)", path)
     return None
+
+
+def _is_numbered(name: str, display_name: str) -> bool:
+    start, _, number = name.rpartition("_")
+    return start == display_name and number.isdecimal()
 
 
 def _newest_first(folder: Path) -> list[tuple[int, Path]]:

@@ -41,6 +41,25 @@ def test_where_all_are_damaged_the_environment_starts_afresh(tmp_path: Path) -> 
     assert checkpoints.load(str(tmp_path), "echo_0", "echo", 9) is None
 
 
+def test_that_of_an_environment_whose_name_begins_alike_is_another_s(tmp_path: Path) -> None:
+    checkpoints.save(str(tmp_path), "math_hard_0", 2, {"level": 9})
+    assert checkpoints.load(str(tmp_path), "math_0", "math", 2) is None
+    for display_name in ("math[v2]", "math/v2", "math"):
+        checkpoints.save(str(tmp_path), f"{display_name}_1", 2, {"of": display_name})
+        found = checkpoints.load(str(tmp_path), f"{display_name}_0", display_name, 2)
+        assert found is not None
+        assert found[1] == {"of": display_name}
+
+
+@pytest.mark.parametrize("name", ["math_0", "math_1", "math_2"])
+def test_after_restarts_the_newest_step_is_taken_whatever_number_it_has(tmp_path: Path, name: str) -> None:
+    for number, step in ((0, 8), (1, 12), (0, 2)):
+        checkpoints.save(str(tmp_path), f"math_{number}", step, {"step": step})
+    for step, newest in ((12, 12), (11, 8), (1, None)):
+        found = checkpoints.load(str(tmp_path), name, "math", step)
+        assert (found and found[1]) == (newest and {"step": newest})
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(1, checkpoints.KEPT + 10):
         checkpoints.save(str(tmp_path), "echo_0", step, {"taken": step})
