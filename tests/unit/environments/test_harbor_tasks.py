@@ -132,7 +132,7 @@ def test_a_task_that_cannot_run_is_refused_by_name(tmp_path: Path, name: str, te
 
 
 async def test_copies_of_held_out_tasks_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of one name and text whose files differ are other tasks."""
+    """Those with the same text whose files differ are other tasks."""
     for number in range(8):
         task = shutil.copytree(EXAMPLE, tmp_path / f"tasks/{number}")
         (task / "environment/numbers.txt").write_text(f"{number // 2}\n")
