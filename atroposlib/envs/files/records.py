@@ -12,7 +12,7 @@ import msgspec
 
 from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.errors import reading
-from atroposlib.files import expect_regular, open_regular, write_whole
+from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from atroposlib.processes.lock_files import alone_in
 from atroposlib.row_files.json_text import encode
@@ -71,9 +71,17 @@ class JsonlWriter:
 
 
 def append_jsonl(path: Path, *records: Mapping[str, object]) -> None:
-    """Append a line for each record to `path`, which is made if need be: all of them or none. Raises RecordError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(path, "a+b", buffering=0) as file:
+    """Append a line for each record to `path`, which is made if need be: all of them or none. Raises RecordError, and
+    NotRegularFile for a device or a link.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = open_regular(path, "a+b", buffering=0)
+    except NotRegularFile:
+        raise
+    except OSError as error:
+        raise RecordError(f"cannot write to {path}: {error.strerror}; {WRITE_ELSEWHERE}") from error
+    with opened as file:
         append_line(file, *records)
 
 

@@ -191,3 +191,14 @@ async def test_missing_wandb_is_one_line(caplog: pytest.LogCaptureFixture, monke
     assert await open_wandb("env", None, "project", {}) is None
     assert "W&B is off: the package wandb is not installed" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_data_whose_directory_is_no_longer_written_to_is_one_line(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "groups/data.jsonl")
+    writer.write({"a": 1})
+    (tmp_path / "groups").rename(tmp_path / "moved")
+    writer.write({"a": 2})  # in a new directory
+    (tmp_path / "groups").rename(tmp_path / "moved again")
+    (tmp_path / "groups").touch()
+    with pytest.raises(RecordError, match=r"cannot write to .*data.jsonl: .*; free space, or write elsewhere"):
+        writer.write({"a": 3})
