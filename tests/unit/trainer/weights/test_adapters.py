@@ -189,7 +189,7 @@ def test_a_run_keeps_adapters_and_resumes_to_the_same_bits(
         train(llama, resumed, api_url(0), fail_at=4, lora_dropout=dropout)
     train(llama, resumed, api_url(2), resume="auto", lora_dropout=dropout)
     names = sorted(path.name for path in (resumed / "checkpoints").iterdir())
-    assert names == ["adapter_step_2", "adapter_step_4", "final_adapter", "latest"]
+    assert names == [".ended", "adapter_step_2", "adapter_step_4", "final_adapter", "latest"]
     for name in ("adapter_step_4", "final_adapter"):
         expected, found = (
             load_file(run / "checkpoints" / name / "adapter_model.safetensors") for run in (straight, resumed)
