@@ -12,10 +12,10 @@ from atroposlib.envs.errors import EnvError, RecordError
 from atroposlib.envs.evaluation.evaluation import EvaluationFailed
 from atroposlib.envs.evaluation.evaluation_metrics import TABLE, table
 from atroposlib.envs.files.html_report import write_samples_html
-from atroposlib.envs.files.records import WRITE_ELSEWHERE, write_result
+from atroposlib.envs.files.records import WRITE_ELSEWHERE, tell_result, write_result
 from atroposlib.envs.run.env_run import EnvRun
 from atroposlib.envs.run.environment import Environment
-from atroposlib.logs import get_logger
+from atroposlib.logs import get_logger, put
 
 log = get_logger(__name__)
 
@@ -34,14 +34,16 @@ async def evaluate_once(env: Environment, run: EnvRun[Environment]) -> None:
     title = f"{run.display_name}, {env.server.model_name}"
     metrics = {**run.eval_results, **(returned or {})}
     shown = table(title, {**metrics, "seconds": round(time.monotonic() - started, 1)})
-    print(shown, flush=True)
-    if run.unwritten is not None:
-        raise run.unwritten
-    if env.config.data_dir_to_save_evals is not None:
-        folder = Path(env.config.data_dir_to_save_evals)
-        write_result(folder / TABLE, shown.encode())
-        _write_page(run, folder / PAGE, title, shown)
-    run.write_held_out(None)
+    try:
+        tell_result(shown)
+        if run.unwritten is not None:
+            raise run.unwritten
+    finally:  # what was asked is not lost with a reader of the output
+        if env.config.data_dir_to_save_evals is not None:
+            folder = Path(env.config.data_dir_to_save_evals)
+            write_result(folder / TABLE, shown.encode())
+            _write_page(run, folder / PAGE, title, shown)
+        run.write_held_out(None)
     if failed:
         raise EnvError(f"the evaluation failed: {failed}")
 
@@ -55,4 +57,4 @@ def _write_page(run: EnvRun[Environment], page: Path, title: str, shown: str) ->
     except ValueError as error:
         log.warning("No page: %s", error)
     else:
-        print(f"Every answer: {page}", flush=True)
+        put(f"Every answer: {page}")

@@ -31,6 +31,7 @@ from atroposlib.envs.files.html_report import page_beside, write_html
 from atroposlib.envs.files.records import (
     WRITE_ELSEWHERE,
     append_jsonl,
+    tell_result,
     the_only_evaluation,
     write_eval_results,
     write_result,
@@ -40,7 +41,7 @@ from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatching.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
-from atroposlib.logs import get_logger
+from atroposlib.logs import get_logger, put
 from atroposlib.row_files.record_file import as_lines
 
 log = get_logger(__name__)
@@ -146,24 +147,26 @@ def _report(
     """Print the table, write the page beside the file of samples, and metrics.json where evaluations are saved."""
     name = env.name or "environment"
     shown = sampled_table(f"{name}, {env.server.model_name}", metrics)
-    print(shown, flush=True)
-    page = page_beside(path)
-    with reading(f"cannot write {page}", RecordError, remedy=WRITE_ELSEWHERE):
-        write_html(path, page, shown)
-    print(f"Every sample: {page}", flush=True)
-    log.info("Every sample is a line of %s", path)
-    if env.config.data_dir_to_save_evals is not None:
-        write_eval_results(
-            Path(env.config.data_dir_to_save_evals),
-            f"{name}_eval",
-            metrics,
-            None,
-            model_name=env.server.model_name,
-            start_time=times[0],
-            end_time=times[1],
-            generation_parameters=_settings(env, asked),
-        )
-        write_result(Path(env.config.data_dir_to_save_evals) / TABLE, shown.encode())
+    try:
+        tell_result(shown)
+    finally:  # what was asked is not lost with a reader of the output
+        page = page_beside(path)
+        with reading(f"cannot write {page}", RecordError, remedy=WRITE_ELSEWHERE):
+            write_html(path, page, shown)
+        put(f"Every sample: {page}")
+        log.info("Every sample is a line of %s", path)
+        if env.config.data_dir_to_save_evals is not None:
+            write_eval_results(
+                Path(env.config.data_dir_to_save_evals),
+                f"{name}_eval",
+                metrics,
+                None,
+                model_name=env.server.model_name,
+                start_time=times[0],
+                end_time=times[1],
+                generation_parameters=_settings(env, asked),
+            )
+            write_result(Path(env.config.data_dir_to_save_evals) / TABLE, shown.encode())
 
 
 async def _sampled(env: Questions, asked: SamplingFields, index: int, number: int) -> tuple[Sample, dict[str, Any]]:

@@ -104,6 +104,14 @@ def write_result(path: Path, content: bytes) -> None:
         write_whole(path, content)
 
 
+def tell_result(text: str) -> None:
+    """Print what was asked for. Raises RecordError where nobody takes it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise RecordError(f"cannot write the output: {error.strerror}; {WRITE_ELSEWHERE}") from error
+
+
 def the_only_evaluation(path: Path, remedy: str, within: str = "") -> AbstractContextManager[None]:
     """While this lasts, no other evaluation writes `path`, a file, or a directory by its file `within`: who may write
     there may not write beside it. Raises EnvError that names the process which does.

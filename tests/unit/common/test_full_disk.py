@@ -229,6 +229,19 @@ async def test_an_evaluation_whose_files_a_full_disk_does_not_take_is_not_lost(
     assert "eval/percent_correct" in capsys.readouterr().out
 
 
+async def test_a_table_that_nobody_takes_does_not_cost_the_files_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeInferenceServer() as server:
+        settings = config(tmp_path, "http://localhost:1", data_dir_to_save_evals=str(tmp_path / "evals"))
+        env = Evaluated(settings, server_config(server))
+        monkeypatch.setattr(sys, "stdout", Console(errno.ENOSPC))
+        async with env._env_run as run:
+            with pytest.raises(RecordError, match="cannot write the output: no; free space, or write elsewhere"):
+                await evaluate_once(env, run)
+    assert {"metrics.json", "table.txt", "samples.html"} <= {path.name for path in (tmp_path / "evals").iterdir()}
+
+
 PROGRAM = """
 import sys, warnings
 from atroposlib.logs import configure_logging, get_logger, say
