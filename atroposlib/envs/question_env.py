@@ -518,7 +518,8 @@ class QuestionEnv(BaseEnv):
         except Exception as error:  # such as that of a setup that failed half way; it must not hide why the run ended
             late = f"close did not return within {CLOSE_S:g} s, and was ended"
             self._env_run.errors.note(error, late if limit.expired() else "close failed")
-        await super()._release()
+        finally:
+            await super()._release()
 
 
 def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:

@@ -110,8 +110,9 @@ def blamed(error: BaseException, written: Mapping[str, str] | None = None) -> li
     """Lines of the author's that an error is put down to, the innermost last; none if it is a library's alone."""
     frames = list(traceback.extract_tb(error.__traceback__))
     own = [_place(frame) for frame in frames if is_authors(frame.filename)]
-    if not own and error.__cause__ is not None:  # one of the author's, which Python or a library raised as another
-        own = blamed(error.__cause__)
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if not own and before is not None:  # one of the author's, which Python or a library raised as another
+        own = blamed(before)
     if isinstance(error, WrongReturn) and error.where:
         own = [error.where]
     elif not own and written and not isinstance(error, ServerError):

@@ -30,6 +30,16 @@ HERMES_FORM = ("hermes", "qwen", "qwen25")  # parsers of the form between these 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
+class _Unlocated(str):
+    """A text in which a JSONDecodeError counts no lines: it would count those before each tag that opens no call."""
+
+    def count(self, *_: object) -> int:
+        return 0
+
+    def rfind(self, *_: object) -> int:
+        return -1
+
+
 def parse_hermes(text: str) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left
     open. JSON is read before tags, so that a call may have them in its arguments.
@@ -46,12 +56,14 @@ def hermes_bodies(text: str) -> Iterator[tuple[list[tuple[str, object]], int]]:
     """The calls behind each opening tag of `text`, and where they end; what stands inside of a call's JSON opens
     none.
     """
-    position = 0
+    text, position, closed = _Unlocated(text), 0, 0
     while (start := text.find(OPENING, position)) >= 0:
         start += len(OPENING)
         values, position = _json_values(text, start)
         calls = [call for value in values for call in _named(value)]
-        if not calls and (closed := text.find(CLOSING, start)) >= 0:
+        if not calls:
+            if 0 <= closed < start:
+                closed = text.find(CLOSING, start)
             position = max(position, closed)
         yield calls, position
 
