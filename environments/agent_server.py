@@ -168,7 +168,8 @@ class AgentEnv(QuestionEnv):
             asked = [asked_of(task) for task in tasks]
             held = held_out_count(config.held_out_limit, len(set(asked)), config.tasks_path)
             self.held_out = tasks[:held]
-            self.tasks = [task for task, key in zip(tasks, asked, strict=True) if key not in asked[:held]]
+            kept = set(asked[:held])
+            self.tasks = [task for task, key in zip(tasks, asked, strict=True) if key not in kept]
             if copies := len(tasks) - held - len(self.tasks):
                 log.warning("%d copies of held-out tasks of %s are not trained on", copies, config.tasks_path)
         self._endpoint = await self._found_endpoint()

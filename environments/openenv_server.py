@@ -489,11 +489,13 @@ def without_thoughts(answer: str) -> str:
 
 
 def sum_of(rewards: Sequence[float]) -> float:
-    """Return the sum as it is rounded once: ten times 0.1 is 1. Infinite where it is too large for a number."""
+    """Return the sum as it is rounded once: ten times 0.1 is 1. Not finite where it is too large for a number, or has
+    infinities of both signs.
+    """
     try:
         return math.fsum(rewards)
-    except OverflowError:
-        return math.inf
+    except (OverflowError, ValueError):
+        return sum(rewards)
 
 
 def read_resets(path: Path) -> list[Arguments]:

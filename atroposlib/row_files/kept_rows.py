@@ -205,10 +205,9 @@ class Parts:
                     ):
                         last = int(named["last"]) if named["part"] else sys.maxsize  # what no step names came last
                         paths.append((named["start"] or "", last, written, entry.name))
+        paths.sort(reverse=True)  # by steps: a copy, or a clock, may have mixed the times up
         oldest, of_start, by_age = 0.0, None, []
-        for start, last, written, name in sorted(
-            paths, reverse=True
-        ):  # a copy, or a clock, may have mixed the times up
+        for start, last, written, name in paths:
             oldest = min(oldest, written) if start == of_start else written
             of_start = start
             by_age.append((oldest, last, name))
