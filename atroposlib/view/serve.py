@@ -7,12 +7,14 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import uvicorn
 
 from atroposlib.addresses import listening_socket, netloc
+from atroposlib.api.http.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.errors import WRONG_USE, AtroposError, one_line_errors
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.view.flags import PORT, add_flags
@@ -42,7 +44,14 @@ def run(options: argparse.Namespace, runs: Runs, page: str = "") -> None:
         if options.open:
             webbrowser.open(url)
         app = create_app(runs, options.host, hosts)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            http=partial(Connection, Connections(Limits(most=connections_allowed(Limits.most)))),  # type: ignore[arg-type]
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
         uvicorn.Server(config).run(sockets=[listener])
 
 

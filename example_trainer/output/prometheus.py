@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from atroposlib.addresses import listening_socket
+from atroposlib.api.http.connections import Connection, Connections, Limits
 from atroposlib.errors import reading
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
@@ -29,6 +31,7 @@ from example_trainer.output.samples import Sample
 
 HOST = "127.0.0.1"
 STOP_S = 5.0
+MOST_CONNECTIONS = 32  # each takes one of the files that the trainer may open
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "atropos_trainer_"
 # metric, its text, the column of metrics.jsonl whose last value it is
@@ -99,7 +102,15 @@ class PrometheusSink:
         with reading(f"--metrics-port {port} cannot be listened on", TrainerError, remedy="give another, or 0"):
             listening = resources.enter_context(listening_socket(HOST, port))
         self.url = f"http://{HOST}:{listening.getsockname()[1]}/metrics"
-        server = uvicorn.Server(uvicorn.Config(metrics_app(self._collector), log_config=None, lifespan="off"))
+        limited = partial(Connection, Connections(Limits(most=MOST_CONNECTIONS)))
+        config = uvicorn.Config(
+            metrics_app(self._collector),
+            http=limited,  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            lifespan="off",
+        )
+        server = uvicorn.Server(config)
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [listening]}, name="TrainerMetrics", daemon=True
         )

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from example_trainer.errors import TrainerError
-from example_trainer.output.prometheus import PrometheusSink
+from example_trainer.output.prometheus import MOST_CONNECTIONS, PrometheusSink
 from tests.client import http
 
 PAGE = Path(__file__).parents[4] / "docs/run_directory.md"
@@ -83,3 +83,22 @@ def test_a_taken_port_is_one_line_that_names_the_flag() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(TrainerError, match=f"--metrics-port {port} cannot be listened on.*give another, or 0"):
             PrometheusSink(port, resources)
+
+
+def test_idle_connections_take_few_of_the_trainers_files() -> None:
+    with ExitStack() as resources:
+        url = PrometheusSink(0, resources).url
+        port = int(url.split(":")[2].partition("/")[0])
+        idle = [resources.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(100)]
+        samples(url)  # all before it have been accepted
+        assert sum(map(_is_open, idle)) <= MOST_CONNECTIONS
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False

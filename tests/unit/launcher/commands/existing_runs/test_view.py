@@ -2,11 +2,12 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,9 +25,9 @@ IDLE_S = 1.0
 
 
 @contextmanager
-def served(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(*words: str, within: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`atropos view` as a process, and the address that it prints."""
-    command = [sys.executable, "-m", "atropos_launcher", "view", *words]
+    command = [*within, sys.executable, "-m", "atropos_launcher", "view", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
@@ -55,6 +56,16 @@ def test_it_serves_a_run_at_the_address_that_it_prints_and_idles(tmp_path: Path)
         assert after.user + after.system - before.user - before.system < 0.05 * IDLE_S
         process.send_signal(signal.SIGINT)
         process.wait(20)
+
+
+@pytest.mark.services
+def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    few_files = ["sh", "-c", 'ulimit -n 128 && exec "$@"', "sh"]
+    with served("--runs", str(tmp_path), "--port", "0", within=few_files) as (_, url), ExitStack() as stack:
+        port = int(url.split(":")[2].partition("/")[0])
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        assert http.get(f"http://127.0.0.1:{port}/api/runs", timeout=20).json()["runs"] == []
 
 
 @pytest.mark.services
