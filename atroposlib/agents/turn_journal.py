@@ -8,7 +8,6 @@ file ends small: a session's turns leave it with the session, and a snapshot tak
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,42 +137,32 @@ class TurnJournal:
 
     async def write_turn(self, session: str, turn: Turn) -> None:
         """Return once the turn is on disk. Raises JournalError."""
-        number = self._number + 1
-        try:
-            await self._write(TurnWritten(session, number), [Body(number, msgspec.msgpack.encode(turn), packed=True)])
-        except JournalError:
-            with suppress(KeyError, ValueError):  # the session has ended meanwhile
-                self._kept[session].bodies.remove(number)  # so that no snapshot names it
-            raise
+        body = Body(self._number + 1, msgspec.msgpack.encode(turn), packed=True)
+        await self._write(TurnWritten(session, body.id), [body])
 
     async def end(self, sessions: Iterable[str]) -> None:
         """Forget sessions and their turns. Raises JournalError, and keeps them."""
         ended = {each: self._kept[each] for each in sessions if each in self._kept}
-        try:
-            await self._write(SessionsEnded([*ended]))
-        except JournalError:
-            self._kept |= ended
-            raise
+        await self._write(SessionsEnded([*ended]))
         self._journal.forget(body for kept in ended.values() for body in kept.bodies)
 
     def close(self) -> None:
         """Finish all writes and close the file."""
         self._journal.close()
 
-    async def _write(self, change: Change, bodies: Sequence[Body] = ()) -> None:
-        self._apply(change)
-        self._written += 1
-        await self._queue(change, bodies)
-        if self._written >= CHANGES_KEPT:
-            self._written = 0
-            with suppress(JournalError):  # the change itself is on disk; the next snapshot takes its place, too
-                await self._queue(self._snapshot(), replaces=True)
-
-    def _queue(self, change: Change, bodies: Sequence[Body] = (), replaces: bool = False) -> "asyncio.Future[None]":
+    def _write(self, change: Change, bodies: Sequence[Body] = ()) -> "asyncio.Future[None]":
+        """Queue a change, which counts once it is on disk: no snapshot names what may still fail."""
         loop = asyncio.get_running_loop()
         written: asyncio.Future[None] = loop.create_future()
+        self._number += 1
+        number = self._number
 
         def settle(error: JournalError | None) -> None:
+            if error is None:
+                self._apply(change)
+                self._written += 1
+                if self._written >= CHANGES_KEPT:
+                    self._compact(number)
             if written.done():
                 return
             if error is not None:
@@ -184,15 +173,13 @@ class TurnJournal:
         def done(error: JournalError | None) -> None:  # in the writer's thread
             loop.call_soon_threadsafe(settle, error)
 
-        self._number += 1
-        self._journal.write(
-            self._number,
-            msgspec.msgpack.encode(change),
-            bodies,
-            done,
-            replaces=replaces,
-        )
+        self._journal.write(number, msgspec.msgpack.encode(change), bodies, done)
         return written
+
+    def _compact(self, number: int) -> None:
+        """Have a snapshot take the place of all changes up to this one; if it cannot be written, the next one does."""
+        self._written = 0
+        self._journal.write(number, msgspec.msgpack.encode(self._snapshot()), (), lambda error: None, replaces=True)
 
     def _apply(self, change: Change) -> None:
         match change:

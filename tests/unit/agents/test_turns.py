@@ -317,6 +317,32 @@ async def test_a_turn_that_could_not_be_written_is_in_no_snapshot(
         assert journal.restored() == [(record, [turn])]
 
 
+async def test_a_turn_that_fails_beside_one_that_brings_a_snapshot_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes the small turn and the snapshot, and the large turn of another call not."""
+    small, large = (
+        Turn(order, f"key {order}", "place", {"text": text}, [], Tape(), ModelReply("id", 1, "fake", [], 0, 0))
+        for order, text in enumerate(("", "x" * 10_000))
+    )
+    record = SessionRecord("mine", "key", {}, 1.0)
+    insert = Journal._insert
+
+    def nearly_full(db: sqlite3.Connection, write: Any, newest: Any) -> Any:
+        if sum(len(body.data) for body in write.bodies) > 10_000:
+            raise sqlite3.OperationalError("database or disk is full")
+        return insert(db, write, newest)
+
+    monkeypatch.setattr(turn_journal, "CHANGES_KEPT", 2)
+    monkeypatch.setattr(Journal, "_insert", staticmethod(nearly_full))
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        await journal.write_session(record)
+        written = asyncio.gather(*(journal.write_turn("mine", each) for each in (small, large)), return_exceptions=True)
+        assert list(map(type, await written)) == [type(None), JournalError]
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        assert journal.restored() == [(record, [small])]
+
+
 async def test_a_turn_that_is_not_in_its_journal_is_damage_whose_remedies_are_the_endpoints(tmp_path: Path) -> None:
     journal = tmp_path / "turns.journal"
     async with running(journal=journal) as started:
