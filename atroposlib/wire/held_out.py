@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+MOST = 1e9  # as of a score: a larger number is no accuracy, and the sum of several might not be finite
 FINAL = "final_"  # before the names of metrics of an evaluation with further questions, at the end of a run
 
 
@@ -44,7 +45,7 @@ def held_out(results: Sequence[tuple[float | None, Mapping[str, float]]]) -> Hel
 
 def _mean(results: Sequence[tuple[float | None, float]]) -> HeldOut | None:
     """Of accuracies and numbers of questions (0: not known), one pair for each environment."""
-    measured = [(share, round(count)) for share, count in results if share is not None]
+    measured = [(share, round(count)) for share, count in results if share is not None and abs(share) <= MOST]
     if not measured:
         return None
     accuracy = math.fsum(share for share, _ in measured) / len(measured)

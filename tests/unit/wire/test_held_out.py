@@ -36,6 +36,9 @@ def result(accuracy: float | None, **metrics: float) -> Result:
         ([result(75.0, total=64.0)], HeldOut(75.0)),
         ([result(-0.25, total=8.0), result(0.75, total=8.0)], HeldOut(0.25)),
         ([result(0.5, total=-1.0)], HeldOut(0.5)),
+        # numbers whose sum is not finite: each could be posted, and together they ended the trainer
+        ([result(1.7e308), result(1.7e308), result(0.5)], HeldOut(0.5)),
+        ([result(0.5, final_accuracy=1.7e308), result(1.0, final_accuracy=1.7e308)], HeldOut(0.75)),
         (
             [result(0.5, final_accuracy=0.75, final_total=256.0), result(1.0)],
             HeldOut(0.75, final=HeldOut(0.75, standard_error(0.75, 256), 256)),
