@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 CANDIDATES = (128, 2048)  # likeliest tokens of a row among which the last that is kept is looked for, before all
+LEAST_SHARE = 1e-300  # in place of a top-p that is 0 in float32: the likeliest token is kept
 
 
 def without_excluded(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -31,7 +32,8 @@ def _of_candidates(logits: Tensor, top_k: Tensor, top_p: Tensor, count: int) -> 
     counts = ~limited | (values >= least)
     shares = torch.where(counts, logits.softmax(-1).gather(1, order).double(), 0.0)
     found = shares.sum(-1, keepdim=True)
-    needed = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None] * torch.where(limited, found, 1.0)
+    share = torch.where(top_p < 1, top_p.double().clamp(min=LEAST_SHARE), torch.inf)[:, None]
+    needed = share * torch.where(limited, found, 1.0)
     kept = counts & (shares.cumsum(-1) - shares < needed)
     result = torch.full_like(logits, -torch.inf).scatter_(1, order, torch.where(kept, values, -torch.inf))
     whole = ~limited & (top_p >= 1)[:, None]
