@@ -231,9 +231,12 @@ class RolloutService(JournalledState):
 
     async def change_server(self, url: str, state: State) -> None:
         """Record that an inference server joins, serves, leaves or has left. Raises TooManyServers."""
-        if url not in self.state.servers and len(self.state.servers) >= MOST:
-            raise TooManyServers(f"{MOST} servers have joined or left since the trainer registered: no more are listed")
-        await self._submit(changes.ServerChanged(url, state))
+        async with self._deciding:
+            if url not in self.state.servers and len(self.state.servers) >= MOST:
+                raise TooManyServers(
+                    f"{MOST} servers have joined or left since the trainer registered: no more are listed"
+                )
+            await self._submit(changes.ServerChanged(url, state))
 
     @asynccontextmanager
     async def _turn_of(self, trainer: int, unless_registered: Struct) -> AsyncIterator[None]:

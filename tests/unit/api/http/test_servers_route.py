@@ -1,11 +1,14 @@
 """Inference servers that join and leave a run: /servers."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
+from atroposlib.api.journal.journal import Journal
 from atroposlib.api.server import create_app
+from atroposlib.api.service import RolloutService, TooManyServers
 from atroposlib.wire.servers import MOST
 from tests.unit.api.support import api_settings, register
 
@@ -69,6 +72,15 @@ def test_the_list_is_bounded(client: TestClient) -> None:
     assert {change(client, f"http://gpu:{port}", "joining") for port in range(1, MOST + 1)} == {200}
     assert change(client, "http://gpu:60000", "joining") == 422
     assert change(client, "http://gpu:1", "left") == 200  # one that is listed
+
+
+async def test_the_list_is_bounded_for_changes_that_come_together(path: Path) -> None:
+    service = RolloutService(api_settings(), Journal(path))
+    urls = [f"http://gpu:{port}" for port in range(1, MOST + 9)]
+    done = await asyncio.gather(*(service.change_server(url, "joining") for url in urls), return_exceptions=True)
+    await service.close()
+    assert sum(isinstance(each, TooManyServers) for each in done) == 8
+    assert len(service.state.servers) == MOST
 
 
 @pytest.mark.parametrize("compacted", [False, True])
