@@ -22,10 +22,9 @@ rule first, so that no group which fits into some batch waits forever beside a f
 """
 
 import heapq
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
@@ -304,45 +303,23 @@ def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: 
     """The oldest groups that sum to `target` rollouts. Each lane comes with the number of groups already taken from
     it.
 
-    If the first n groups in order of arrival can be part of a solution, so can the first n-1: the longest such run
-    is found by bisection. The group that ends a run fits into no solution any more, nor does any other of its size:
-    that size is left, and the next run begins.
+    Groups in order of arrival, each that still fits, if these are exact; else each without which the older ones that
+    were taken are part of no solution. Of each size, no other than the oldest target // size can be in one.
     """
-    start = {lane: taken for lane, (_, taken) in contents.items()}
     counts: Counter[int] = Counter()
+    lanes: dict[int, list[Iterable[Group[R]]]] = {}
     for (_, size), (groups, taken) in contents.items():
         counts[size] += len(groups) - taken
+        lanes.setdefault(size, []).append(islice(groups, taken, None))
     if not can_sum(counts, target):
         return None
-    chosen: list[Group[R]] = []
-    while target:
-        streams = [islice(contents[lane][0], start[lane], None) for lane in start if counts[lane[1]]]
-        run = list(_while_fits(heapq.merge(*streams), target))
-        length = bisect_left(range(1, len(run) + 1), True, key=lambda n: not _completes(counts, run[:n], target))
-        chosen += run[:length]
-        target -= _total(run[:length])
-        counts.subtract(group.size for group in run[:length])
-        for group in run[:length]:
-            start[group.lane] += 1
-        if length < len(run):
-            counts[run[length].size] = 0
-        else:
-            counts = Counter({size: count for size, count in counts.items() if size <= target})
-    return chosen
-
-
-def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
-    for group in groups:
-        room -= group.size
-        if room < 0:
-            return
-        yield group
-
-
-def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bool:
-    left = counts.copy()
-    left.subtract(group.size for group in run)
-    return can_sum(left, target - _total(run))
+    oldest = [list(islice(heapq.merge(*same), target // size)) for size, same in lanes.items()]
+    fitting = _fill(map(_by_arrival, oldest), room=target)
+    if _total(fitting) == target:
+        return fitting
+    latest_first = sorted(chain(*oldest), reverse=True)
+    chosen = latest_summing_to([group.size for group in latest_first], target)
+    return [latest_first[index] for index in reversed(chosen)]
 
 
 def can_sum(counts: Mapping[int, int], target: int) -> bool:

@@ -2,9 +2,11 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.api.state import selection
 from atroposlib.api.state.selection import (
     Group,
     Lanes,
@@ -62,6 +64,22 @@ def test_the_exact_rule_finds_the_oldest_exact_batch_whenever_one_exists(sizes: 
     chosen = exact_batch(Lanes(queue_of(sizes, [None, 0])), batch_size)
     expected = oldest_by_the_book(sizes, batch_size)
     assert (None if chosen is None else [group.order for group in chosen]) == expected
+
+
+def test_the_exact_rule_sums_each_group_a_few_times_however_many_fit_into_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even sizes beside one group that fills an odd batch alone: each was tried for itself against all others."""
+    sums, with_one_more = itertools.count(), selection.with_one_more
+
+    def counting(*given: int) -> int:
+        next(sums)
+        return with_one_more(*given)
+
+    monkeypatch.setattr(selection, "with_one_more", counting)
+    groups = queue_of([*range(2, 512, 2), 513])
+    assert exact_batch(Lanes(groups), 513) == groups[-1:]
+    assert next(sums) <= 4 * len(groups)
 
 
 @given(SIZES, st.integers(1, 40), MINIMUMS, st.booleans())
