@@ -40,6 +40,8 @@ def still_runs(process: "Process") -> bool:
 
 def has_ended(process: "Process") -> bool:
     """Return whether `process`, of any machine and user, is known to have ended."""
+    if process.boot_id != boot_id():  # first, as it costs nothing: an API may know thousands of other machines'
+        return False
     if not process.same_place(this_process()) or still_runs(process):
         return False
     try:

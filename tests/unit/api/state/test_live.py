@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from atroposlib.api.server import create_app
 from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
+from atroposlib.processes import identity
 from atroposlib.processes.identity import this_process
 from atroposlib.wire.batching import MSGPACK
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
@@ -178,6 +179,19 @@ def test_an_environment_whose_process_has_ended_is_not_waited_for() -> None:
     clock.now = 2
     assert client.get("/evaluations?policy_version=1").json()["pending"] == ["math_1", "math_2"]
     assert client.get(f"/status-env?env_id={env_id}").json()["unallocated_fraction"] == pytest.approx(0.4)
+
+
+def test_for_environments_of_other_machines_no_process_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them would hold up everyone each second."""
+    client, clock = api()
+    register(client)
+    elsewhere = msgspec.to_builtins(msgspec.structs.replace(this_process(), boot_id="of another machine"))
+    env_id = register_env(client, process=elsewhere)
+    looked_at: list[int] = []
+    monkeypatch.setattr(identity, "_fields", looked_at.append)
+    clock.now = 2
+    assert client.get(f"/status-env?env_id={env_id}").status_code == 200
+    assert looked_at == []
 
 
 @pytest.mark.parametrize("sign", ["status", "post", "evaluation", "heartbeat"])
