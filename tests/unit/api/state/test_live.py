@@ -9,11 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
+from atroposlib.api.state.activity import MAX_REGISTERED, Reports
 from atroposlib.api.state.liveness import Liveness
 from atroposlib.groups import staleness_weight
 from atroposlib.processes import identity
 from atroposlib.processes.identity import this_process
-from atroposlib.wire.batching import MSGPACK
+from atroposlib.wire.batching import MSGPACK, EnvReport
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 from tests.waiting import Clock
 
@@ -179,6 +180,14 @@ def test_an_environment_whose_process_has_ended_is_not_waited_for() -> None:
     clock.now = 2
     assert client.get("/evaluations?policy_version=1").json()["pending"] == ["math_1", "math_2"]
     assert client.get(f"/status-env?env_id={env_id}").json()["unallocated_fraction"] == pytest.approx(0.4)
+
+
+def test_of_many_environments_the_reports_of_those_heard_last_are_kept() -> None:
+    """Each may have as many texts as it likes, and the API as many environments."""
+    reports = Reports(lambda: 0.0)
+    for env_id in (*range(MAX_REGISTERED), 0, MAX_REGISTERED):
+        reports.note(env_id, EnvReport("math", "process", posted=env_id))
+    assert [*reports.registered] == [*range(2, MAX_REGISTERED), 0, MAX_REGISTERED]
 
 
 def test_for_environments_of_other_machines_no_process_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
