@@ -142,9 +142,7 @@ class TurnJournal:
 
     async def end(self, sessions: Iterable[str]) -> None:
         """Forget sessions and their turns. Raises JournalError, and keeps them."""
-        ended = {each: self._kept[each] for each in sessions if each in self._kept}
-        await self._write(SessionsEnded([*ended]))
-        self._journal.forget(body for kept in ended.values() for body in kept.bodies)
+        await self._write(SessionsEnded([*sessions]))
 
     def close(self) -> None:
         """Finish all writes and close the file."""
@@ -159,7 +157,7 @@ class TurnJournal:
 
         def settle(error: JournalError | None) -> None:
             if error is None:
-                self._apply(change)
+                self._journal.forget(self._apply(change))
                 self._written += 1
                 if self._written >= CHANGES_KEPT:
                     self._compact(number)
@@ -181,20 +179,22 @@ class TurnJournal:
         self._written = 0
         self._journal.write(number, msgspec.msgpack.encode(self._snapshot()), (), lambda error: None, replaces=True)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change) -> list[int]:
+        """Take a change over, and return the bodies that nobody needs any more."""
         match change:
             case SessionWritten(record):
                 self._kept.setdefault(record.id, _Kept(record)).record = record
-            case TurnWritten(session, body):
-                if session in self._kept:
-                    self._kept[session].bodies.append(body)
+            case TurnWritten(session, body) if session in self._kept:
+                self._kept[session].bodies.append(body)
+            case TurnWritten(_, body):
+                return [body]
             case SessionsEnded(ids):
-                for each in ids:
-                    self._kept.pop(each, None)
+                return [body for each in ids if each in self._kept for body in self._kept.pop(each).bodies]
             case Snapshot(sessions, turns):
                 self._kept = {record.id: _Kept(record) for record in sessions}
                 for turn in turns:
                     self._apply(turn)
+        return []
 
     def _snapshot(self) -> Snapshot:
         turns = [TurnWritten(session, body) for session, kept in self._kept.items() for body in kept.bodies]

@@ -168,6 +168,8 @@ async def test_a_call_of_a_session_that_is_deleted_meanwhile_is_refused() -> Non
 async def test_an_agent_that_has_left_its_stream_leaves_no_error_when_its_session_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    gc.collect()  # what other tests have left
+    caplog.clear()
     async with running(keep_alive_s=0.01) as run:
         session, key = await run.session()
         run.server.delay_s = 30.0

@@ -343,6 +343,17 @@ async def test_a_turn_that_fails_beside_one_that_brings_a_snapshot_is_not_in_it(
         assert journal.restored() == [(record, [small])]
 
 
+async def test_a_session_that_is_ended_while_it_is_written_has_ended(tmp_path: Path) -> None:
+    turn = Turn(1, "key", "place", {}, [], Tape(), ModelReply("id", 1, "fake", [], 0, 0))
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        record = SessionRecord("mine", "key", {}, 1.0)
+        await asyncio.gather(
+            journal.write_session(record), journal.end(["mine"]), journal.write_turn("mine", turn), journal.end(["no"])
+        )
+    with contextlib.closing(TurnJournal(tmp_path / "turns.journal")) as journal:
+        assert journal.restored() == []
+
+
 async def test_a_turn_that_is_not_in_its_journal_is_damage_whose_remedies_are_the_endpoints(tmp_path: Path) -> None:
     journal = tmp_path / "turns.journal"
     async with running(journal=journal) as started:
