@@ -168,8 +168,6 @@ async def test_a_call_of_a_session_that_is_deleted_meanwhile_is_refused() -> Non
 async def test_an_agent_that_has_left_its_stream_leaves_no_error_when_its_session_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gc.collect()  # what other tests have left
-    caplog.clear()
     async with running(keep_alive_s=0.01) as run:
         session, key = await run.session()
         run.server.delay_s = 30.0
@@ -183,7 +181,7 @@ async def test_an_agent_that_has_left_its_stream_leaves_no_error_when_its_sessio
 
         await until(has_ended)
         gc.collect()
-    assert "never retrieved" not in caplog.text
+    assert "Session.answer" not in caplog.text  # other tests' clients end here, too
 
 
 async def test_time_and_bytes_that_a_session_has_used_are_used_after_a_restart(tmp_path: Path) -> None:
