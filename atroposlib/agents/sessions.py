@@ -353,14 +353,13 @@ class Session:
             raise
 
     async def written(self) -> None:
-        """Return once its record is on disk, where there is a journal. Raises JournalError."""
-        if self.journal is not None:
-            try:
-                await self.journal.write_session(self.record)
-            except JournalError:
-                self.is_written = False
-                raise
-        self.is_written = True
+        """Return once its record is on disk, where there is a journal. One that is being ended is not written again,
+        unless that fails: it would be there after a restart. Raises JournalError.
+        """
+        self.is_written = self.journal is None
+        if self.journal is not None and not self.is_ending:
+            await self.journal.write_session(self.record)
+            self.is_written = True
 
 
 @dataclass

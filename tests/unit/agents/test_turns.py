@@ -256,6 +256,16 @@ async def test_an_end_that_could_not_be_written_is_none(tmp_path: Path, monkeypa
         assert [*started.endpoint.sessions.by_id] == []
 
 
+async def test_a_reward_that_comes_while_its_session_ends_does_not_bring_it_back(tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+    async with running(journal=journal) as started:
+        sessions = started.endpoint.sessions
+        session = sessions.by_id[(await started.session())[0]]
+        await asyncio.gather(sessions.end([session]), session.reward(1.0))
+    async with running(journal=journal) as started:
+        assert [*started.endpoint.sessions.by_id] == []
+
+
 async def test_a_call_that_fails_after_it_was_sampled_leaves_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent tries again, and what it gets then is all that is trained."""
     async with running(lambda prompt: CALL) as started:
