@@ -35,7 +35,9 @@ def tokenize_for_trainer(
     masks = [NOT_TRAINED] * len(tokens)
     for turn in trained if train_on_all_assistant_turns else [last]:
         start = 0  # of what the message says itself, behind its role header
-        if turn > 0:
+        if turn == 0 and chat[0]["role"] in TRAINED_ROLES:
+            start = _behind_header(tokenizer, tokens)
+        elif turn > 0:
             before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES)
             start = _shared_length(before, tokens)
         end = len(tokens) if turn == last else _end(chat_ids(tokenizer, chat[: turn + 1]), start, tokens)
@@ -44,6 +46,17 @@ def tokenize_for_trainer(
         tokens, masks = _without_ending(tokenizer, tokens, masks)
     result: dict[str, object] = {"tokens": tokens, "masks": masks}
     return result | {"messages": chat} if include_messages else result
+
+
+def _behind_header(tokenizer: Any, tokens: list[int]) -> int:
+    """Return where a first message of the model's begins. Nothing that comes before it tells, so its header, which may
+    stand behind the template's own system prompt, is that of a reply to another message.
+    """
+    asked = [{"role": "user", "content": "?"}]
+    header = chat_ids(tokenizer, asked, add_generation_prompt=True)[len(chat_ids(tokenizer, asked)) :]
+    places = ((_shared_length(header, tokens[at : at + len(header)]), -at) for at in range(len(tokens)))
+    length, before = max(places, default=(0, 0))
+    return length - before if length else 0
 
 
 def _end(until: list[int], start: int, tokens: list[int]) -> int:

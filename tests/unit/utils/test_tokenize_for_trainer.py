@@ -58,6 +58,16 @@ def test_a_turn_that_the_template_shortens_once_others_follow_is_trained_as_far_
     assert trained_text(result) == f"{opens}a2<|im_end|>\n"
 
 
+@pytest.mark.parametrize("system", ["", "<|im_start|>system\nYou help.<|im_end|>\n"])
+def test_of_a_chat_that_the_model_begins_its_words_alone_are_trained(system: str) -> None:
+    """Neither the header nor the system prompt that a template adds."""
+    tokenizer = make_tiny_tokenizer(chat_template=repr(system).join(("{{ ", " }}")) + str(TOKENIZER.chat_template))
+    chat: list[Message] = CHAT[2:]
+    result = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True)
+    assert TOKENIZER.decode(result["tokens"]).startswith(f"{system}<|im_start|>assistant\na1")
+    assert trained_text(result) == "a1<|im_end|>\na2<|im_end|>\n"
+
+
 def test_messages_come_along_on_request() -> None:
     assert tokenize_for_trainer(TOKENIZER, CHAT, include_messages=True)["messages"] == CHAT
 
