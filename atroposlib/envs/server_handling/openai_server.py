@@ -219,7 +219,9 @@ class OpenAIServer(APIServer):
             raise PermanentServerError(f"{self.name}: {error}") from error
         except (ValueError, RecursionError) as error:  # of the SDK's own decoding
             raise RetryableServerError(f"{self.name} replied 200 with what is not JSON: {describe(error)}") from error
-        return checked_reply(reply, self.name)
+        checked_reply(reply, self.name)
+        del reply.choices[arguments.get("n") or 1 :]  # each caller counts on as many as it asked for
+        return reply
 
 
 def _repeated(arguments: Arguments) -> int:

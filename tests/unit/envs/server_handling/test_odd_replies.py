@@ -105,6 +105,16 @@ async def test_what_does_not_pass_ends_in_one_line_that_names_the_server(name: s
     assert "\n" not in str(error)
 
 
+@pytest.mark.parametrize(("n", "given"), [(1, 3), (2, 3)])
+async def test_of_more_choices_than_were_asked_for_the_first_are_taken(n: int, given: int) -> None:
+    many = {"choices": [answer(f"answer {at}")["choices"][0] | {"index": at} for at in range(given)]}
+    async with serving(Odd([many]).routes) as url:
+        server = client(url)
+        reply = await server.chat_completion(messages=CHAT, n=n)
+        await server.close()
+    assert [choice.message.content for choice in reply.choices] == [f"answer {at}" for at in range(n)]
+
+
 def _copy(reply: Any) -> Any:
     """A response can be sent once."""
     return web.Response(body=reply.body, content_type=reply.content_type) if isinstance(reply, web.Response) else reply
