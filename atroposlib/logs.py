@@ -13,6 +13,7 @@ Of similar lines only the first few are written at once (`Repeats`). What librar
 """
 
 import atexit
+import codecs
 import copy
 import json
 import logging
@@ -256,7 +257,8 @@ class QuietAccess(logging.Filter):
 
 def escape(text: str) -> str:
     """`text` on one line, control characters as Python writes them (\\n, \\x1b); letters of all scripts stay."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    # by the codec itself: looking it up opens a file, of which a process in trouble may have too many open
+    return _CONTROL.sub(lambda match: codecs.unicode_escape_encode(match[0])[0].decode(), text)
 
 
 def escape_records() -> None:

@@ -37,6 +37,24 @@ def test_control_characters_are_written_as_python_writes_them_and_letters_stay()
 
 
 @pytest.mark.services
+def test_a_process_with_too_many_open_files_can_log_it() -> None:
+    program = """
+import resource
+from atroposlib.logs import configure_logging, get_logger
+configure_logging("api")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError as error:
+    get_logger("test").error("It is at its limit\\n%s", error)
+"""
+    (line,) = run(program)
+    assert re.fullmatch(rf"{AT} ERROR   \[api\] It is at its limit\\n\[Errno 24\] Too many open files: .*", line)
+
+
+@pytest.mark.services
 @pytest.mark.parametrize(
     "call",
     ["log.info(EVIL)", "log.info('%s', EVIL)", "log.info('%s', Exception(EVIL))", "log.info('%(a)s', {'a': EVIL})"],
