@@ -26,7 +26,7 @@ from atroposlib import flags
 from atroposlib.errors import one_line_errors
 from atroposlib.files import expect_readable, expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
-from atroposlib.yaml_text import read_yaml
+from atroposlib.yaml_text import read_yaml, text_of
 
 MAX_NAME = 128
 P = TypeVar("P", str, Path)
@@ -180,7 +180,7 @@ def read_config_file(argv: Sequence[str]) -> Tree:
     if not path:
         return {}
     try:
-        content = read_yaml(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(text_of(Path(os.path.expanduser(path))))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -1,9 +1,12 @@
 """Reads YAML that people write, or somebody sent: whatever is wrong with it is a YAMLError."""
 
+import errno
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+MOST_BYTES = 2**22  # of a file; one that people write has thousands, and /dev/zero has no end
 MOST_LEVELS = 64  # of nesting
 MOST_VALUES = 100_000  # with those that aliases stand for
 
@@ -66,3 +69,12 @@ class Loader(yaml.SafeLoader):
 def read_yaml(text: str | bytes) -> Any:
     """What a text holds as YAML. Raises YAMLError."""
     return yaml.load(text, Loader)
+
+
+def text_of(path: Path) -> str:
+    """Read a text that people write, of a file or a pipe. Raises UnicodeDecodeError, and OSError, also if it is longer."""
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes, which no configuration has", str(path))
+    return content.decode()

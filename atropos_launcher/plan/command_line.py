@@ -54,6 +54,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.errors import reading
 from atroposlib.flags import ConfigError, Key, keys_of, split
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
+from atroposlib.yaml_text import text_of
 from example_trainer.memory.plan import GB
 from example_trainer.settings.bridges import LAUNCHED
 from example_trainer.settings.config import TrainerConfig
@@ -429,7 +430,7 @@ def _about(words: Sequence[str], prog: str) -> str:
 def description(path: Path) -> str:
     """The comment at the top of a run file."""
     with reading(f"cannot read {path}", ConfigError, remedy="give a text file in UTF-8"):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text_of(path).splitlines()
     count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
 

@@ -45,7 +45,7 @@ from atropos_launcher.service import LAUNCHER, NAME, is_trainer
 from atroposlib.config import Config, merged_trees
 from atroposlib.flags import ConfigError, keys_of, nearest
 from atroposlib.row_files.kept_rows import DEFAULT, KeepText
-from atroposlib.yaml_text import Loader
+from atroposlib.yaml_text import Loader, text_of
 from example_trainer.settings.bridges import LAUNCHED, MODES
 from example_trainer.settings.distillation import DistillationSettings
 from vllm_patching.kv_cache import ON_SYNC
@@ -390,7 +390,7 @@ class _EachKeyOnce(Loader):
 def read_yaml(path: Path) -> Tree:
     """A file's content. Raises ConfigError."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
+        content = yaml.load(text_of(path), _EachKeyOnce)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     except yaml.YAMLError as error:

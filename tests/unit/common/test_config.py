@@ -114,6 +114,7 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
         (["--env.steps"], "expects a value"),
         (["stray"], "unexpected argument 'stray'"),
         (["--config", "/nonexistent.yaml"], "No such file"),
+        (["--config", "/dev/zero"], "it has more than 4,194,304 bytes, which no configuration has"),
     ],
 )
 def test_wrong_input_names_value_and_remedy(argv: list[str], fragment: str) -> None:
@@ -128,6 +129,14 @@ def test_a_file_that_is_no_yaml_is_one_line(tmp_path: Path, text: bytes) -> None
     (tmp_path / "c.yaml").write_bytes(text)
     with pytest.raises(ConfigError, match=r"^--config .*/c\.yaml is not YAML: [^\n]*$"):
         resolve("--config", str(tmp_path / "c.yaml"))
+
+
+def test_a_file_behind_an_equals_sign_may_be_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("env: {group_size: 3}\n")
+    assert resolve("--config=~/c.yaml").env.group_size == 3
 
 
 def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:

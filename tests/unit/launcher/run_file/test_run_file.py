@@ -113,6 +113,7 @@ def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None
         ("environments: {mine: {group_size: 3}}", "environments.mine.file is required"),
         ("- 1", "expected keys and values, found list"),
         ("a: [", "is not YAML: "),
+        (f"#{' ' * 2**22}", "it has more than 4,194,304 bytes, which no configuration has"),
         (f"a: {'[' * 900}{']' * 900}", "is not YAML: more than 64 levels of nesting"),
         (f"a: {'{a: ' * 300}1{'}' * 300}", "is not YAML: more than 64 levels of nesting"),
         ("trainer: &mine {lr: *mine}", "is not YAML: an alias stands within what it names"),
