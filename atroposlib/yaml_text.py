@@ -72,7 +72,7 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def text_of(path: Path) -> str:
-    """Read a text that people write, of a file or a pipe. Raises UnicodeDecodeError, and OSError, also if it is longer."""
+    """Read what people write, from a file or a pipe. Raises UnicodeDecodeError, and OSError, also for a longer one."""
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:

@@ -152,14 +152,14 @@ class Served:
 
 class Exactness:
     """The configured check of one run. `served` is how its server computes with --batch-invariant, which the learner
-    has to follow; None without. Raises TrainerError if the server does not.
+    has to follow; None without. `mismatch` tells of the last Mismatch as long as no batch has agreed with the sampler,
+    also before a resume; None once one has. Raises TrainerError if the server does not compute as configured.
     """
 
-    def __init__(self, config: TrainerConfig, served_dtype: str, kernels: str) -> None:
+    def __init__(self, config: TrainerConfig, served_dtype: str, kernels: str, mismatch: str | None = "") -> None:
         self._config = config
         self.served: Served | None = None
-        self._agreed = False
-        self._mismatch: Mismatch | None = None
+        self.mismatch = mismatch
         coarse = "bfloat16" in (kernels, config.compute_dtype) or served_dtype != "float32"
         self._rounding = ROUNDING["bfloat16" if coarse else "float32"]
         self._warned_at: int | None = None  # the step
@@ -208,14 +208,16 @@ class Exactness:
                     )
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:
-            self._mismatch = Mismatch(
+            error = Mismatch(
                 f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average"
                 f" (--mismatch-limit {self._config.mismatch_limit}): vLLM serves other weights, or samples under "
                 "settings that the batch does not report"
             )
-            raise self._mismatch
+            self.mismatch = None if self.mismatch is None else str(error)
+            raise error
         self._warn_of_more_than_rounding(mean, step, batch)
-        self._agreed = self._agreed or row["bit_exact/tokens"] > 0
+        if row["bit_exact/tokens"] > 0:
+            self.mismatch = None
         return row
 
     def _warn_of_more_than_rounding(self, mean: float, step: int, batch: Batch) -> None:
@@ -237,8 +239,8 @@ class Exactness:
 
     def expect_agreement(self) -> None:
         """At the end of a run: raise its last Mismatch if no batch agreed with the sampler."""
-        if self._mismatch is not None and not self._agreed:
-            raise self._mismatch
+        if self.mismatch:
+            raise Mismatch(self.mismatch)
 
     def _keep(self, served: Served, step: int, batch: Batch, model: PreTrainedModel) -> Path:
         folder = self._config.log_dir / f"bit_exact_step_{step}"

@@ -59,7 +59,7 @@ def open_run(learner: Learner, prepare: Callable[[TrainerConfig], Prepare]) -> I
         watched.append(bridge)
         learner.begin(resumed, bridge.served_dtype)
         done, model = learner.progress, learner.trained.model
-        exactness = Exactness(config, bridge.served_dtype, done.kernels)
+        exactness = Exactness(config, bridge.served_dtype, done.kernels, done.mismatch)
         if exactness.served is not None:
             learner.compute_as(exactness.served)
         expect_work_left(learner, resumed)

@@ -281,6 +281,7 @@ class Run:
             step=step,
             policy_version=self.progress.policy_version + 1,
             leases=list(self.api.holding),
+            mismatch=self.exactness.mismatch,
         )
         if self.config.bridge.owns_vllm:
             self.timeline.look()

@@ -63,7 +63,7 @@ class Progress:
     since another way rounds differently; None in a checkpoint of before there was a choice. `chain` is that of its
     steps, where they can be repeated (output/step_chain.py). `highest` is the best held-out accuracy so far,
     `without_gain` the evaluations in a row that were no higher, `evaluated` the version of the last of them, and
-    `ends_early_after` the last step of a run that was flat for so long.
+    `ends_early_after` the last step of a run that was flat for so long. `mismatch` is that of exact/check.py.
     """
 
     step: int = 0
@@ -78,6 +78,7 @@ class Progress:
     highest: float | None = field(default=None, compare=False)
     evaluated: int | None = field(default=None, compare=False)  # None in a checkpoint of before this was kept
     ends_early_after: int | None = field(default=None, compare=False)
+    mismatch: str | None = field(default="", compare=False)
 
 
 class Checkpoints:

@@ -278,8 +278,8 @@ def test_a_run_that_agreed_once_ends_well_after_a_batch_without_tokens(model: st
     config = TrainerConfig.model_validate(settings)
     loaded, batch = load_model(model, torch.device("cpu")), batch_of([item([1.0, 0.0])])
 
-    def judged(*differences: float) -> Exactness:
-        exactness = Exactness(config, "float32", config.kernels)
+    def judged(*differences: float, before: str | None = "") -> Exactness:
+        exactness = Exactness(config, "float32", config.kernels, before)
         for step, difference in enumerate(differences):
             comparison = Comparison()
             if difference >= 0:  # else nothing is compared
@@ -291,6 +291,11 @@ def test_a_run_that_agreed_once_ends_well_after_a_batch_without_tokens(model: st
     judged(0.0, -1.0, 1.0).expect_agreement()
     with pytest.raises(Mismatch, match="step 1"):
         judged(-1.0, 1.0).expect_agreement()
+
+    judged(1.0, before=judged(0.0).mismatch).expect_agreement()  # resumed
+    judged(0.0, before=judged(1.0).mismatch).expect_agreement()
+    with pytest.raises(Mismatch, match="step 0"):
+        judged(before=judged(1.0).mismatch).expect_agreement()
 
 
 def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> None:
