@@ -299,15 +299,16 @@ def _lost(reason: str) -> GroupLost:
     return GroupLost(reason, TEACHER_FAILED, "groups_lost")
 
 
-def with_teacher(env_cls: type[Environment]) -> type[Environment]:
-    """An environment that knows of no teacher, with one: what `--teacher.*` makes of it."""
-    given, _ = env_cls.config_init()
-    of_env, ours = type(given), TeacherDistillationConfig
+def with_teacher(env_cls: type[Environment], of_env: type[BaseEnvConfig]) -> type[Environment]:
+    """An environment that knows of no teacher, with one: what `--teacher.*` makes of it. `of_env` is the class of its
+    configuration.
+    """
+    ours = TeacherDistillationConfig
     bases = (ours,) if issubclass(ours, of_env) else (of_env, ours)
     config_cls = create_model(of_env.__name__, __base__=bases, __doc__=of_env.__doc__)
 
     def config_init(cls: type[Environment]) -> tuple[BaseEnvConfig, ServerConfigs]:
-        config, servers = env_cls.config_init.__func__(cls)  # type: ignore[attr-defined]
+        config, servers = super(made, cls).config_init()  # type: ignore[misc]
         given = {name: getattr(config, name) for name in config.model_fields_set}
         return cast(BaseEnvConfig, config_cls.model_construct(**given)), servers
 

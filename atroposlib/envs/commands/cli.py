@@ -194,15 +194,18 @@ def with_teacher_if_given(
     env_cls: type[Environment], arguments: Sequence[str], content: Mapping[str, Any] | None = None
 ) -> type[Environment]:
     """The class, or one that also asks a teacher where YAML or flags give one and it knows of none. `content` is that
-    of the YAML file where it was read before. Raises ConfigError.
+    of the YAML file where it was read before. Raises ConfigError, AuthorError.
     """
     content = read_config_file(arguments) if content is None else content
     if env_cls._further_servers() or not (
         split(arguments, sections=(TEACHER,)).sections[TEACHER] or content.get(TEACHER)
     ):
         return env_cls
+    with needed("config_init", env_cls.config_init):
+        config, _ = _initial(env_cls)
     # by its name: it extends the class that has these commands
-    made: type[Environment] = pkgutil.resolve_name("atroposlib.envs.teacher_distillation_env:with_teacher")(env_cls)
+    with_teacher = pkgutil.resolve_name("atroposlib.envs.teacher_distillation_env:with_teacher")
+    made: type[Environment] = with_teacher(env_cls, type(config))
     return made
 
 

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from atroposlib.clients.activity import TEACHER_FAILED
-from atroposlib.envs.authors.author_errors import MalformedGroup
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.authors.author_errors import AuthorError, MalformedGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.commands.cli import TeacherTree, build, load_tree, with_teacher_if_given
 from atroposlib.envs.commands.serve import serve
 from atroposlib.envs.errors import OtherTokenizer, WrongSetting
@@ -380,6 +380,24 @@ async def test_a_teacher_with_another_chat_template_is_refused_unless_it_is_said
             TeacherlessEnv(taught(tmp_path), server_config(server), teacher_server_configs=servers)
         settings = taught(tmp_path, teacher_other_template=True)
         TeacherlessEnv(settings, server_config(server), teacher_server_configs=servers)
+
+
+def test_a_teacher_finds_what_is_wrong_with_config_init_as_a_run_without_one_does() -> None:
+    class StaticEnv(CountingEnv):
+        @staticmethod
+        def config_init() -> Any:  # legal, too
+            return BaseEnvConfig(), APIServerConfig()
+
+    class BrokenEnv(CountingEnv):
+        @classmethod
+        def config_init(cls) -> Any:
+            return BaseEnvConfig()
+
+    flags = ["--teacher.base_url", "http://teacher/v1"]
+    taught_config, _ = with_teacher_if_given(StaticEnv, flags).config_init()
+    assert isinstance(taught_config, TeacherDistillationConfig)
+    with pytest.raises(AuthorError, match="config_init returned BaseEnvConfig"):
+        with_teacher_if_given(BrokenEnv, flags)
 
 
 async def test_any_environment_can_be_given_a_teacher(tmp_path: Path) -> None:
