@@ -48,7 +48,7 @@ from atroposlib.agents.model_call import (
     checked,
     require,
 )
-from atroposlib.agents.sessions import Session, Sessions, SessionSettings, nodes_as_json
+from atroposlib.agents.sessions import NAME_CHARS, Session, Sessions, SessionSettings, nodes_as_json
 from atroposlib.api.journal.journal_file import JournalError
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.http_guard import HostGuard, OwnHosts
@@ -90,7 +90,7 @@ class SessionRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = Field(default=None, pattern=r"^[^/\s\x00-\x1f]{0,200}$")  # a part of an address
+    id: str | None = Field(default=None, pattern=rf"^[^/\s\x00-\x1f]{{0,{NAME_CHARS}}}$")  # a part of an address
     reopen: bool = False  # the session of this id, if it has not ended
     settings: SessionSettings = SessionSettings()
 

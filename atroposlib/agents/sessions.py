@@ -47,6 +47,7 @@ log = get_logger(__name__)
 
 CONFLICT = 409
 INLINE_BYTES = 1 << 16
+NAME_CHARS = 200  # of a session's id, or a sub-agent's name, at most
 NOT_TRAINED_ON = "nobody trains on it"
 
 
@@ -380,15 +381,23 @@ class Sessions:
             ManagedServer(nowhere, self.tokenizer).prompt_length([{"role": "user", "content": ""}])
 
     async def restore(self) -> None:
-        """Make the journal's sessions again, at the endpoint's start. Raises JournalError."""
+        """Make the journal's sessions again, at the endpoint's start. One whose server is not there has failed until a
+        start at which it is. Raises JournalError.
+        """
         for record, turns in self.journal.restored() if self.journal is not None else []:
             try:
-                await self._add(record).replay(turns)
+                settings = SessionSettings.model_validate(record.settings)
+                if gone := self._gone(settings):
+                    settings = settings.model_copy(update={"base_url": None})
+                    log.warning("Session %s cannot go on: %s", record.id, gone)
+                await self._add(record, settings).replay(turns)
             except (ValueError, TemplateError) as error:
                 raise JournalError(
                     f"session {record.id} of the journal cannot be made again ({error}): start with the --server,"
                     " tokenizer and chat template with which it was written, or give another --journal"
                 ) from error
+            if gone and record.reward is None:
+                record.failed = record.failed or gone
             log.info("Session %s is restored with %d turns", record.id, len(turns))
 
     async def create(
@@ -410,7 +419,7 @@ class Sessions:
             time.time(),
             parent.record.id if parent else None,
         )
-        session = self._add(record)
+        session = self._add(record, settings)
         try:
             await session.written()
         except JournalError:
@@ -424,6 +433,8 @@ class Sessions:
         known = self.by_id.get(identity)
         if known is not None and known.parent is not parent:
             raise Refused(FORBIDDEN, f"{identity!r:.80} is no session of {parent.record.id}: name another")
+        if known is None and len(name) > NAME_CHARS:
+            raise Refused(BAD_REQUEST, f"a sub-agent's name has at most {NAME_CHARS} characters, not {len(name)}")
         return known or await self.create(parent.settings, identity, parent)
 
     def get(self, identity: str) -> Session:
@@ -478,8 +489,16 @@ class Sessions:
         if (parent := self.by_id.get(session.record.parent or "")) is not None:
             parent.children.remove(session)
 
-    def _add(self, record: SessionRecord) -> Session:
-        settings = SessionSettings.model_validate(record.settings)
+    def _gone(self, settings: SessionSettings) -> str:
+        """Tell that the one server of a session is not there, if so."""
+        try:
+            if settings.base_url:
+                self.manager.servers_at(settings.base_url)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _add(self, record: SessionRecord, settings: SessionSettings) -> Session:
         servers = self.manager.servers_at(settings.base_url) if settings.base_url else self.manager.servers
         managed = ManagedServer(
             TapedRoute(

@@ -242,6 +242,14 @@ async def test_names_of_an_agents_own_stay_inside_of_its_session() -> None:
         assert (await started.post(CHAT, said("c"), x_api_key=sessions[1][1], **stolen)).status_code == 403
 
 
+async def test_the_name_of_a_sub_agent_is_no_longer_than_a_sessions_id() -> None:
+    async with running() as started:
+        session, key = await started.session()
+        for name, status in ("x" * 200, 200), ("x" * 60_000, 400):
+            reply = await started.post(CHAT, BODY, x_api_key=key, x_session_id=name, x_parent_session_id=session)
+            assert reply.status_code == status, reply.text
+
+
 async def test_no_name_of_a_sub_agent_is_another_rollouts_session() -> None:
     async with running() as started:
         key, _ = [(await started.post("/sessions", {"id": name})).json()["key"] for name in ("job", "job:1")]

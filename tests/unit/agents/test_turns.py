@@ -283,6 +283,21 @@ async def test_a_call_that_fails_after_it_was_sampled_leaves_no_sequence(monkeyp
         assert len(await started.nodes(session)) == 1
 
 
+async def test_a_session_whose_one_server_has_left_has_failed_alone_after_a_restart(tmp_path: Path) -> None:
+    journal = tmp_path / "turns.journal"
+    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as joined:
+        async with running(journal=journal) as started:
+            await started.manager.follow({joined.base_url.removesuffix("/v1"): "serving"})
+            pinned, key = await started.session(base_url=joined.base_url)
+            _, other_key = await started.session()
+            await started.post(CHAT, body("a"), x_api_key=key)
+        async with running(journal=journal) as started:
+            refused = await started.post(CHAT, body("b"), x_api_key=key)
+            assert (refused.status_code, "no inference server at" in refused.text) == (403, True)
+            assert len(await started.nodes(pinned)) == 1
+            assert (await started.post(CHAT, body("b"), x_api_key=other_key)).status_code == 200
+
+
 async def test_a_journal_that_cannot_be_taken_up_is_refused_in_one_line_and_stays_as_it_is(tmp_path: Path) -> None:
     journal = tmp_path / "turns.journal"
     async with running(journal=journal) as started:
@@ -292,13 +307,6 @@ async def test_a_journal_that_cannot_be_taken_up_is_refused_in_one_line_and_stay
     with pytest.raises(JournalError, match=r"no such role.*tokenizer and chat template"):
         async with running(journal=journal, tokenizer=refusing):
             pass
-    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as joined:
-        async with running(journal=journal) as started:
-            await started.manager.follow({joined.base_url.removesuffix("/v1"): "serving"})
-            await started.session(base_url=joined.base_url)
-        with pytest.raises(JournalError, match=r"session .*no inference server at .*start with the --server"):
-            async with running(journal=journal):
-                pass
     other = Journal(tmp_path / "api.db")
     other.keep_only(set())
     written = threading.Event()
