@@ -19,6 +19,7 @@ from atroposlib.flags import ConfigError
 NEW = "new"  # in place of a FILE
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STARTS = ("cli", "main", "run")  # functions whose result a program may keep
+PREPARES = ("print(", "logging.", "warnings.", "random.", "os.environ.", "sys.path.", "load_dotenv(")
 
 
 def parser() -> ArgumentParser:
@@ -47,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
     if program is None:
         raise ConfigError(no_program(options.file))
     if len(program) == 1 and defines_alone(Path(program[0])):
-        raise ConfigError(f"{options.file} defines an environment and runs none: {END_IT}")
+        raise ConfigError(f"{options.file} runs no environment: {END_IT}")
     os.execv(sys.executable, [sys.executable, "-u", *program, *options.arguments])
 
 
 def defines_alone(file: Path) -> bool:
-    """Return whether a program only defines classes: Python would run it, do nothing, and call that a success."""
+    """Return whether a program defines classes or nothing, and runs none: Python would call that a success."""
     try:
         with catch_warnings(action="ignore"):  # Python's to tell, too
             tree = ast.parse(file.read_bytes())
@@ -60,7 +61,8 @@ def defines_alone(file: Path) -> bool:
         return False
     statements = [*_statements(tree.body)]
     has_class = any(isinstance(each, ast.ClassDef) for each in statements)
-    return has_class and not any(map(_does_something, statements))
+    may_run_another = any(isinstance(each, (ast.Import, ast.ImportFrom)) for each in statements)
+    return (has_class or not may_run_another) and not any(map(_does_something, statements))
 
 
 def _statements(body: Sequence[ast.AST]) -> Iterator[ast.stmt]:
@@ -77,6 +79,6 @@ def _does_something(statement: ast.stmt) -> bool:
     if isinstance(statement, DEFINITIONS):
         return False
     called = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    if isinstance(statement, (ast.Expr, ast.Raise)):
+    if isinstance(statement, (ast.Expr, ast.Raise)) and not ast.unparse(statement).startswith(PREPARES):
         return bool(called)
     return any(getattr(each, "attr", getattr(each, "id", "")) in STARTS for each in called)

@@ -267,6 +267,8 @@ DEFINES = f'"""Mine."""\n{NAMES_NOTHING}class MyEnv:\n    def cli(self):\n      
         (f"{DEFINES}if __name__ == '__main__':\n    MyEnv.cli\n", True),
         (f"{DEFINES}def main():\n    MyEnv.cli()\n", True),
         (f"{DEFINES}if __name__ == '__main__':\n    MyEnv.cli()\n", False),
+        (f"{DEFINES}print(3)\nlogging.basicConfig(level=3)\nsys.path.insert(0, str(3))\n", True),
+        (f"{DEFINES}print(MyEnv.cli())\n", False),
         (f"{DEFINES}try:\n    import torch\nfinally:\n    main()\n", False),
         (f"{DEFINES}raise SystemExit(MyEnv.cli())\n", False),
         (f"{DEFINES}status = MyEnv.cli()\n", False),
@@ -274,6 +276,7 @@ DEFINES = f'"""Mine."""\n{NAMES_NOTHING}class MyEnv:\n    def cli(self):\n      
         (f"{NAMES_NOTHING}from my_env import *\n", False),
         (f"{DEFINES}class\n", False),
         ("\0", False),
+        ("", True),
     ],
 )
 def test_a_program_that_defines_an_environment_and_runs_none_is_told_from_others(
@@ -290,7 +293,7 @@ def test_an_environment_that_its_program_does_not_run_is_no_success(
     with pytest.raises(SystemExit) as ended:
         main(["env", str(tmp_path / "mine.py"), "process"])
     assert ended.value.code == 2
-    said = 'mine.py defines an environment and runs none: end it with `MyEnv.cli(default_command="serve")`\n'
+    said = 'mine.py runs no environment: end it with `MyEnv.cli(default_command="serve")`\n'
     assert capsys.readouterr().err == f"atropos env: error: {tmp_path}/{said}"
 
 
