@@ -8,11 +8,11 @@ pairs a sequence).
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, scores_differ, size_of
+from atroposlib.groups import NEUTRAL, Untrainable, check, rollouts_of, scores_differ, shown, size_of
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, Cause, GroupRequirements, PostedData
 from atroposlib.wire.typed import all_encodable
@@ -166,21 +166,41 @@ def defect(group: Mapping[str, Any], needs: GroupRequirements) -> str | None:
     missing = [key for key in REQUIRED if group.get(key) is None]
     if missing:
         return f"it has no {', '.join(missing)}"
-    count = len(group["tokens"])
-    for key in ("masks", "scores", "inference_logprobs", "policy_versions", "version_spans", "finish_reasons"):
-        if group.get(key) is not None and len(group[key]) != count:
-            return f"{len(group[key])} {key} for {count} sequences"
-    for key in ("masks", "inference_logprobs"):
-        for index, (tokens, values) in enumerate(zip(group["tokens"], group.get(key) or [], strict=False)):
-            if len(values) != len(tokens):
-                return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
-    if not all(math.isfinite(score) for score in group["scores"]):
-        return f"scores {group['scores']} are not all finite"
+    if (found := _miscounted(group)) is not None:
+        return found
+    for index, score in enumerate(group["scores"]):
+        if not _is_finite(score):
+            return f"scores[{index}]: {shown(score)} is not a finite number"
     try:
         check(group, needs)
     except Untrainable as error:
         return str(error)
     return None
+
+
+def _miscounted(group: Mapping[str, Any]) -> str | None:
+    """Return which of a group's lists is none, or has another length than the tokens have."""
+    lists = ("tokens", "masks", "scores", "inference_logprobs")
+    if wrong := [key for key in lists if group.get(key) is not None and not isinstance(group[key], Sized)]:
+        return f"{wrong[0]}: {shown(group[wrong[0]])} is not a list"
+    count = len(group["tokens"])
+    for key in ("masks", "scores", "inference_logprobs", "policy_versions", "version_spans", "finish_reasons"):
+        lengths = (count, 0) if key == "inference_logprobs" else (count,)  # environments send [] for "none"
+        if group.get(key) is not None and len(group[key]) not in lengths:
+            return f"{len(group[key])} {key} for {count} sequences"
+    for key in ("masks", "inference_logprobs"):
+        rows = group[key] if group.get(key) is not None else []
+        for index, (tokens, values) in enumerate(zip(group["tokens"], rows, strict=False)):
+            if len(values) != len(tokens):
+                return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
+    return None
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return math.isfinite(score)
+    except (TypeError, ValueError, OverflowError):  # None, a text, an integer larger than every float
+        return False
 
 
 class Rejection(NamedTuple):

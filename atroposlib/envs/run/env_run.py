@@ -518,7 +518,6 @@ class EnvRun(Generic[E]):
 
     def _remember(self, sampled: Sampled) -> None:
         env, group = self.env, sampled.group
-        self.counts["groups_accepted"] += 1
         self.on_group(group, sampled.item)
         env.completion_lengths.extend(completion_lengths(group))
         del env.completion_lengths[:-LENGTHS_KEPT]
@@ -527,6 +526,7 @@ class EnvRun(Generic[E]):
                 [{"role": "user", "content": env.tokenizer.decode(tokens)}] for tokens in group["tokens"]
             ]
         self.samples.write(sampled)
+        self.counts["groups_accepted"] += 1
 
     async def _send(self, kept: list[Sampled]) -> None:
         from atroposlib.clients.batching_api import ApiRefused  # `--help` does not need it

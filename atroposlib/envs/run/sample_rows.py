@@ -22,8 +22,9 @@ from atroposlib.envs.files.records import JsonlWriter
 from atroposlib.envs.payloads import Item, Rejection, ScoredDataGroup, completion_lengths
 from atroposlib.groups import group_id
 from atroposlib.logs import get_logger
+from atroposlib.row_files.json_text import encode
 from atroposlib.type_definitions import Messages
-from atroposlib.wire.typed import encodable
+from atroposlib.wire.typed import all_encodable, encodable
 
 log = get_logger(__name__)
 
@@ -131,10 +132,7 @@ class SampleRows:
             return
         sampled = self.sampled(group, item)
         row = self._head(sampled.started, sampled.ended, item, sampled.failures, dropped)
-        try:
-            self._append(row, group, {})
-        except TypeError as error:  # of what is not JSON
-            self._append(row | {"scores": None, "unwritable": str(error)}, {}, {})
+        self._append(row, group, {})
 
     def write_lost(self, item: Item, dropped: str) -> None:
         """Append a row for the current item, unless it gave groups, which have rows of their own."""
@@ -189,17 +187,37 @@ class SampleRows:
         }
 
     def _append(self, row: dict[str, Any], group: Any, texts: Mapping[str, object]) -> None:
-        """Our fields first, so that a reader finds them without reading the lists behind them."""
+        """Our fields first, so that a reader finds them without reading the lists behind them. One that is not JSON
+        costs the row that field, and no group its place in a batch.
+        """
         assert self._run.env.jsonl_writer is not None
         lists = {name: value for name, value in group.items() if name in EMPTY or name not in (*row, *UNWRITTEN)}
+        if "messages" in lists:
+            lists["messages"] = all_encodable(lists["messages"])
         step = None if self._run.link is None else int(row["step"])  # what `process` writes is data: all of it is kept
-        self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts}, step)
+        whole = {**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts}
+        try:
+            self._run.env.jsonl_writer.write(whole, step)
+        except TypeError as error:
+            unwritable = [str(name) for name, value in whole.items() if not _is_json({name: value})]
+            log.warning("A row goes without %s, of which no JSON can be made: %s", ", ".join(unwritable), error)
+            known = {name: value for name, value in whole.items() if name not in unwritable}
+            left = {**dict.fromkeys(ALWAYS | row.keys()), "tokens": [], "masks": [], "scores": None, **known}
+            self._run.env.jsonl_writer.write({**left, "unwritable": str(error)}, step)
 
     def _texts(self, group: ScoredDataGroup) -> dict[str, object]:
         """Return the text of the tokens where there are no messages."""
         if group.get("messages"):
             return {}
         return {"texts": [self._run.env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
+
+
+def _is_json(value: object) -> bool:
+    try:
+        encode(value)
+    except TypeError:
+        return False
+    return True
 
 
 UNWRITTEN = ("routed_experts",)  # nobody reads them, and they are several times as large as all the rest

@@ -62,7 +62,11 @@ def test_good_group_is_accepted_also_with_null_overrides() -> None:
     ("candidate", "reason"),
     [
         ({"tokens": [[1]], "scores": [1.0], "masks": None}, "it has no masks"),
-        (group(scores=[1.0, float("nan")]), "not all finite"),
+        (group(scores=[1.0, float("nan")]), "scores[1]: nan is not a finite number"),
+        (group(scores=[None, 1.0]), "scores[0]: None is not a finite number"),
+        (group(scores=["right", 1.0]), "scores[0]: 'right' is not a finite number"),
+        (group(scores=[10**400, 1.0]), "scores[0]: an integer of more than 256 bits is not a finite number"),
+        (group(scores=iter([1.0, 0.0])), "_iterator object at "),
         (group(scores=[1.0]), "1 scores for 2 sequences"),
         (group(masks=[[1, 2, 3], [1, 2]]), "sequence 1: 2 masks for 3 tokens"),
         (group(inference_logprobs=[[1.0], [1.0, -1.0, -2.0]]), "sequence 0: 1 inference_logprobs for 3 tokens"),
@@ -81,6 +85,11 @@ def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], re
 def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: str) -> None:
     assert defect(candidate, GroupRequirements()) is None
     assert reason in (reject(candidate) or "")
+
+
+def test_an_empty_list_of_log_probabilities_is_none() -> None:
+    assert defect(group(inference_logprobs=[]), GroupRequirements()) is None
+    assert defect(group(scores=[]), GroupRequirements()) == "0 scores for 2 sequences"
 
 
 def test_a_sequence_as_long_as_the_limit_is_sent_and_the_limit_can_be_off() -> None:

@@ -295,7 +295,7 @@ MISTAKES = {
     "score returns NaN": (
         changed(QUESTION, (SCORE_DEF, marked(SCORE_DEF)), (SCORE_RETURN, "return float('nan')")),
         "{} in score",
-        [BUDGET, "scores [nan, nan, nan, nan] are not all finite", AGAIN],
+        [BUDGET, "scores[0]: nan is not a finite number", AGAIN],
     ),
     "rollouts returns texts": (
         changed(

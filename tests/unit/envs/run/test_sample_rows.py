@@ -152,6 +152,21 @@ async def test_a_group_that_no_trainer_can_use_has_a_row_whatever_it_holds(tmp_p
     assert (found[1]["tokens"], bool(found[1]["unwritable"])) == ([], True)
 
 
+async def test_what_an_author_adds_that_is_not_json_costs_its_row_that_field_and_no_group(tmp_path: Path) -> None:
+    class Adding(EchoEnv):
+        async def postprocess_histories(self, trajectories: Any) -> Any:
+            messages = [[{"role": "user", "content": "half \ud83d"}]] * 4
+            return {**trajectories, "messages": messages, "made_by": Path("mine"), "also": 3}
+
+    async with served(tmp_path, ["7", "8"], Adding) as env:
+        await env.handle_env("7")
+        assert env._env_run.counts["groups_accepted"] == 1
+    (row,) = rows(tmp_path)
+    assert (row["dropped"], row["also"], row["messages"][0][0]["content"]) == (None, 3, "half \\ud83d")
+    assert "made_by" not in row
+    assert "PosixPath" in row["unwritable"]
+
+
 async def test_a_group_that_the_api_refused_has_a_second_row_that_says_so(tmp_path: Path) -> None:
     async with served(tmp_path, ["7", "8"], refusal="no such trainer") as env:
         with pytest.raises(MalformedGroup):
