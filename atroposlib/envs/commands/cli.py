@@ -32,7 +32,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.authors.author_checks import check_class, class_location, is_ours
-from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, authors_lines, blamed, needed
+from atroposlib.envs.authors.author_errors import AuthorError, WrongReturn, authors_lines, blamed, needed, origin
 from atroposlib.envs.commands import compat_mode
 from atroposlib.envs.config import LACKS, BaseEnvConfig
 from atroposlib.envs.errors import EnvError, WrongSetting
@@ -521,5 +521,8 @@ def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
         return asyncio.run(runner())
     except asyncio.CancelledError:
         return 128 + stopped_by[0]
+    except SystemExit as error:  # of an author's `exit()`: what was asked for is not done
+        log.error("The environment ended its own process (%s): raise an error instead", origin(error))
+        return error.code if isinstance(error.code, int) and error.code else 1
     finally:
         loop_ended.set()

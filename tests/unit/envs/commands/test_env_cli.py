@@ -1,3 +1,5 @@
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +8,7 @@ from pydantic import Field
 
 from atroposlib.config import config_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
-from atroposlib.envs.commands.cli import EnvTree, build, load_tree, main, run
+from atroposlib.envs.commands.cli import EnvTree, _run_until_stopped, build, load_tree, main, run
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.envs.fakes import CountingEnv
@@ -241,6 +243,17 @@ async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(
     assert len(errors) == 1
     assert errors[0].exc_info is None
     assert "set tokenizer_name" in errors[0].message
+
+
+def test_an_environment_that_ends_its_own_process_has_not_done_what_was_asked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked() -> int:
+        sys.exit(0)
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert _run_until_stopped(asked) == 1
+    assert "The environment ended its own process (SystemExit: 0 at " in caplog.text
 
 
 def test_documented_defaults_hold() -> None:
