@@ -27,16 +27,17 @@ Metrics = dict[str, Any]
 
 
 class JsonlSink:
-    """One line per step: `{"step", "time", ...numbers}`; what is not a number is left out."""
+    """One line per step: `{"step", "time", ...numbers}`, also those of numpy and torch; what is none is left out."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = RecordFile(path)
 
     def write(self, metrics: Mapping[str, object], step: int) -> None:
+        plain = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in metrics.items()}
         self._file.append(
             {"step": step, "time": time.time()}
-            | {key: value for key, value in metrics.items() if isinstance(value, (int, float))},
+            | {key: value for key, value in plain.items() if isinstance(value, (int, float))},
         )
 
     def close(self) -> None:

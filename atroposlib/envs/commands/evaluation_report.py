@@ -33,6 +33,8 @@ async def evaluate_once(env: Environment, run: EnvRun[Environment]) -> None:
         returned, failed = error.metrics, str(error)
     title = f"{run.display_name}, {env.server.model_name}"
     metrics = {**run.eval_results, **(returned or {})}
+    if not metrics:
+        log.warning("evaluate gave no metrics: return them, such as {'accuracy': 0.5}, or give them to evaluate_log")
     shown = table(title, {**metrics, "seconds": round(time.monotonic() - started, 1)})
     try:
         tell_result(shown)

@@ -459,7 +459,7 @@ class ServeLoop:
             env.max_num_workers = allowed_workers(env.config, len(env.server.servers))
 
     def _save_checkpoint(self, step: int) -> None:
-        """Save a checkpoint by the author's method; on a full disk the previous one stays."""
+        """Save a checkpoint by the author's method; where it fails, as on a full disk, the previous one stays."""
         try:
             self.env.save_checkpoint(step)
         except OSError as error:
@@ -470,6 +470,11 @@ class ServeLoop:
                 error,
                 self.env.checkpoint_dir,
             )
+        except EnvError:
+            raise
+        except Exception as error:
+            failed = f"save_checkpoint of step {step} failed; the run continues with the previous checkpoint"
+            self.run.errors.note(error, failed)
 
     async def _finish_evaluations(self) -> None:
         while self.run.evaluation is not None:
@@ -500,7 +505,7 @@ class ServeLoop:
         await self.link.post_evaluation(
             version, evaluation.accuracy, evaluation.metrics | {"served_version": float(evaluation.served_version)}
         )
-        await env.wandb_log(
+        await self.run.log_metrics(
             {key if key.startswith("eval/") else f"eval/{key}": value for key, value in evaluation.metrics.items()}
         )
 

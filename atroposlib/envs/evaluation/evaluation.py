@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import msgspec
 from atroposlib.envs.failures import Failure
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.rollouts import Rollout, Scored
+from atroposlib.logs import get_logger
 from atroposlib.row_files.json_text import encode
 from atroposlib.wire.batching import CAUSES, Cause
 from atroposlib.wire.held_out import FINAL
+
+log = get_logger(__name__)
 
 UNSCORED = "unscored"  # the metric that counts held-out questions without a score; with "_CAUSE" after it, by cause
 # Where the environments of the ancestor put their accuracy.
@@ -142,8 +146,11 @@ async def evaluate_version(
 ) -> Evaluation:
     """Run `evaluate`, which gives its metrics, and read the accuracy (0..1) among them."""
     start = time.monotonic()
-    metrics = finite_numbers(await evaluate())
+    given = await evaluate()
+    metrics = finite_numbers(given)
     accuracy = next((metrics[key] for key in ACCURACY_KEYS if key in metrics), None)
+    for key in (key for key in ACCURACY_KEYS if key in given and not 0 <= metrics.get(key, -1) <= 1):
+        log.warning("evaluate gave %s %r: give a number from 0 to 1, the share of right answers", key, given[key])
     return Evaluation(policy_version, served_version, accuracy, metrics, time.monotonic() - start)
 
 
@@ -153,8 +160,9 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     for key, value in metrics.items():
         if isinstance(value, str) or (not isinstance(value, (int, float)) and getattr(value, "ndim", None) != 0):
             continue
-        if math.isfinite(float(value)):
-            numbers[key] = float(value)
+        with suppress(OverflowError, TypeError, ValueError):  # an integer above every float, an array of an object
+            if math.isfinite(float(value)):
+                numbers[str(key)] = float(value)
     return numbers
 
 

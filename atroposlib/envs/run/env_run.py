@@ -110,6 +110,8 @@ class Author(sample_rows.Author, Protocol):
 
     async def cleanup(self) -> None: ...
 
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None: ...
+
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup: ...
 
     def _awaits_teacher(self, group: ScoredDataGroup) -> bool: ...
@@ -228,6 +230,15 @@ class EnvRun(Generic[E]):
             except RecordError as error:  # a record of what was just logged
                 log.error("%s", error)
 
+    async def log_metrics(self, metrics: Metrics) -> None:
+        """Have the author's `wandb_log` write metrics. What it raises costs these, and no run."""
+        try:
+            await settled(self.env.wandb_log(metrics))
+        except EnvError:
+            raise
+        except Exception as error:
+            self.errors.note(error, "wandb_log failed, and its metrics are missing; the run continues")
+
     # --- one item -------------------------------------------------------------------------------------------------
 
     async def handle(self, item: Item) -> None:
@@ -282,7 +293,7 @@ class EnvRun(Generic[E]):
             groups, more = await self._collected(item)
             self.env.backlog.extend(more or [])
             if groups:
-                groups = await self.env.postprocess_histories(groups)
+                groups = await settled(self.env.postprocess_histories(groups))
             if groups:
                 await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
                 self.last_completed_item = item
@@ -309,7 +320,7 @@ class EnvRun(Generic[E]):
             self._decided.append(item)
             raise
         finally:
-            await self.env.cleanup()
+            await settled(self.env.cleanup())
 
     def _note_without_group(self, item: Item, kind: str, why: str) -> None:
         """Count an item of which no group is left, and write its row."""

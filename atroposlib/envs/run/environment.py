@@ -294,7 +294,7 @@ class Environment(FormerAttributes, ABC):
         """
         self.curr_step = self.status_dict["current_step"]
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
-            await self.wandb_log({})
+            await self._env_run.log_metrics({})
             self.items_sent_this_step = 0
 
     # --- metrics --------------------------------------------------------------------------------------------------

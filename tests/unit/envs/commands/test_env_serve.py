@@ -444,6 +444,30 @@ async def test_ancestor_style_evaluation_reports_what_it_logged(stage: Stage) ->
     assert len((stage.folder / "evals/evaluations.jsonl").read_text().splitlines()) == 1
 
 
+async def test_metrics_and_checkpoints_that_fail_cost_themselves_alone(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(CountingEnv):
+        async def wandb_log(self, wandb_metrics: Any = None) -> None:
+            await super().wandb_log({"mean": sum([]) / len([])})
+
+        def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+            super().save_checkpoint(step, {"taken": object()})
+
+        def postprocess_histories(self, trajectories: Any) -> Any:  # as plain functions
+            return trajectories
+
+        def cleanup(self) -> None:  # type: ignore[override]
+            return
+
+    trainer = Trainer(stage.api.url, num_steps=2)
+    trainer.registration |= {"checkpoint_dir": str(stage.folder / "run"), "save_checkpoint_interval": 1}
+    await served(stage.env(Failing), trainer, 2)
+    assert trainer.accuracies == {1: None, 2: 0.5}
+    assert "wandb_log failed, and its metrics are missing; the run continues: ZeroDivisionError" in caplog.text
+    assert "save_checkpoint of step 1 failed; the run continues with the previous checkpoint: TypeError" in caplog.text
+
+
 async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(stage: Stage) -> None:
     class Remembering(CountingEnv):
         def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:

@@ -135,6 +135,15 @@ async def test_accuracy_is_read_where_environments_put_it() -> None:
     assert evaluation.line().startswith("Held-out accuracy 25.0 % at policy version 4 (with version 5 served) (")
 
 
+@pytest.mark.parametrize("accuracy", ["50%", 50.0, -0.1, float("nan")])
+async def test_an_accuracy_that_is_no_share_is_told(accuracy: object, caplog: pytest.LogCaptureFixture) -> None:
+    async def evaluate() -> dict[str, object]:
+        return {"accuracy": accuracy}
+
+    await evaluate_version(evaluate, policy_version=4, served_version=4)
+    assert f"evaluate gave accuracy {accuracy!r}: give a number from 0 to 1" in caplog.text
+
+
 def test_evaluation_line_has_count_and_decoding() -> None:
     evaluation = Evaluation(5, 5, 0.75, {"correct": 48.0, "total": 64.0, "temperature": 0.0}, 3.42)
     assert evaluation.line() == "Held-out accuracy 75.0 % (48/64) at policy version 5 (greedy, 3.4 s)"
@@ -143,7 +152,9 @@ def test_evaluation_line_has_count_and_decoding() -> None:
 def test_numbers_of_numpy_count() -> None:
     import numpy as np
 
-    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "c": np.zeros(3), "d": True}) == {
+    none = {"c": np.zeros(3), "e": np.array(None), "f": 10**400}
+    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "d": True, **none, 7: 1}) == {
+        "7": 1.0,
         "a": 0.5,
         "b": 2.0,
         "d": 1.0,
@@ -157,11 +168,13 @@ def test_evaluations_file_follows_the_configuration() -> None:
 
 
 def test_metrics_file_holds_numbers(tmp_path: Path) -> None:
+    import numpy as np
+
     sink = JsonlSink(tmp_path / "new/m.jsonl")
-    sink.write({"a": 1.5, "table": object()}, step=3)
+    sink.write({"a": 1.5, "b": np.float32(0.5), "c": np.int64(2), "table": object()}, step=3)
     sink.close()
     row = json.loads((tmp_path / "new/m.jsonl").read_text())
-    assert (row["step"], row["a"]) == (3, 1.5)
+    assert (row["step"], row["a"], row["b"], row["c"]) == (3, 1.5, 0.5, 2)
     assert "table" not in row
 
 
