@@ -33,7 +33,7 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = RecordFile(path)
 
-    def write(self, metrics: Mapping[str, object], step: int) -> None:
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
         plain = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in metrics.items()}
         self._file.append(
             {"step": step, "time": time.time()}

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,8 +153,8 @@ def test_evaluation_line_has_count_and_decoding() -> None:
 def test_numbers_of_numpy_count() -> None:
     import numpy as np
 
-    none = {"c": np.zeros(3), "e": np.array(None), "f": 10**400}
-    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "d": True, **none, 7: 1}) == {
+    none: dict[Any, Any] = {7: 1, "c": np.zeros(3), "e": np.array(None), "f": 10**400}
+    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "d": True, **none}) == {
         "7": 1.0,
         "a": 0.5,
         "b": 2.0,
