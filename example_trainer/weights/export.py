@@ -31,6 +31,8 @@ def export(checkpoint: Path, target: Path) -> None:
     """Make the directory `target`, whole or not at all. Raises CheckpointError or ModelError."""
     if target.exists():
         raise NothingToExport(f"{target} exists: give another directory, or remove it")
+    if not checkpoint.exists():
+        raise NothingToExport(f"{checkpoint} does not exist: give a step_N directory of a run's checkpoints")
     if not is_sharded(checkpoint):
         raise NothingToExport(f"{checkpoint} is not a sharded checkpoint: it has no {SHARDS}/ and needs no export")
     verify(checkpoint)

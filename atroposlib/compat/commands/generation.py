@@ -17,6 +17,7 @@ from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.config import Config, load_config
 from atroposlib.envs.files.records import append_jsonl
 from atroposlib.errors import AtroposError, one_line_errors, reaching
+from atroposlib.files import expect_regular
 from atroposlib.groups import rollouts_of
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import Tokenizer, load_tokenizer
@@ -88,7 +89,7 @@ def generate(
     """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of
     the API.
     """
-    if path.exists() and not config.append_to_previous:
+    if expect_regular(path).exists() and not config.append_to_previous:
         raise GenerationError(f"{path} exists; name another file, or pass --append-to-previous")
     tokenizer = load_tokenizer(config.tokenizer)
     written = 0

@@ -20,6 +20,8 @@ def generate_html(input_path: str, output_path: str | None = None) -> Path:
     naming the line.
     """
     page = Path(output_path) if output_path else page_beside(Path(input_path))
+    if page.suffix not in (".html", ".htm"):  # such as the second file of *.jsonl
+        raise ValueError(f"{page} would be replaced by the page: give one file to read, and a name that ends in .html")
     write_html(Path(input_path), page)
     return page
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from atroposlib.files import open_regular
+from atroposlib.files import expect_readable, open_regular
 from atroposlib.row_files.images import image_of_part, image_url
 
 STYLE = """
@@ -37,9 +37,11 @@ def page_beside(rows: Path) -> Path:
 
 def write_html(jsonl: Path, page: Path, head: str = "") -> None:
     """Render the groups of `jsonl`, one at a time, or its samples by question, to `page`, below `head`. Raises
-    ValueError for a line that is neither.
+    ValueError for a line that is neither, and for a page in the place of the rows.
     """
-    with jsonl.open(encoding="utf-8") as lines:
+    if page.exists() and page.samefile(jsonl):
+        raise ValueError(f"{page} has the rows themselves: choose another file for the page")
+    with expect_readable(jsonl).open(encoding="utf-8") as lines:
         of_samples = _is_sample(lines.readline())
         lines.seek(0)
         sections = _questions(_rows(jsonl, lines)) if of_samples else _rows(jsonl, lines)

@@ -9,6 +9,7 @@ import pytest
 from atroposlib.cli import dpo, sft  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.commands import generation
 from atroposlib.compat.commands.generation import GenerationError, generate
+from atroposlib.files import NotRegularFile
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.wire.batching import ScoredData
 from tests.client import http
@@ -35,6 +36,12 @@ def group(*scores: float, messages: bool = False) -> dict[str, Any]:
 
 def scored(*scores: float, messages: bool = False) -> ScoredData:
     return msgspec.convert(group(*scores, messages=messages), ScoredData)
+
+
+def test_what_is_no_file_is_refused_before_a_batch_is_taken(tmp_path: Path) -> None:
+    config = sft.SftConfig(append_to_previous=True, api_url="http://127.0.0.1:9")
+    with pytest.raises(NotRegularFile, match="it is a directory"):
+        generate(config, tmp_path, sft.records)
 
 
 def test_best_samples_are_kept_with_prompt_and_completion_apart() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.compat.commands.jsonl2html import generate_html
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.evaluation.evaluation import Evaluation, evaluate_version, evaluations_file, finite_numbers
 from atroposlib.envs.files.html_report import write_html
@@ -80,6 +81,16 @@ def test_html_escapes_what_models_say(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in page
     assert "Group 0: 2 samples, mean score 0.000" in page
     assert "score -1" in page
+
+
+@pytest.mark.parametrize(("rows", "page"), [("g.jsonl", "g.jsonl"), ("g.html", "g.html"), ("g.jsonl", "other.jsonl")])
+def test_a_page_never_takes_the_place_of_rows(tmp_path: Path, rows: str, page: str) -> None:
+    text = json.dumps({"messages": [[{"role": "user", "content": "?"}]], "scores": [1.0]}) + "\n"
+    for name in {rows, page}:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"would be replaced by the page|has the rows themselves"):
+        generate_html(str(tmp_path / rows), str(tmp_path / page))
+    assert {name: (tmp_path / name).read_text() for name in {rows, page}} == dict.fromkeys({rows, page}, text)
 
 
 def test_the_page_of_process_opens_one_group_with_its_question(tmp_path: Path) -> None:
