@@ -102,17 +102,18 @@ class Key:
         text = texts[-1]
         if text == "None" and (NoneType in self.kinds or self.field.default is None):
             return None
-        enums = [kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum)]
-        if enums and text in enums[0].__members__:
-            return enums[0][text]
+        if text in (choices := _choices(self.kinds)):
+            return choices[text]
         origins = [get_origin(kind) or kind for kind in self.kinds]
         if text[:1] in ("[", "{") and any(origin in (*COLLECTIONS, dict, Mapping) for origin in origins):
             with reading(f"{'.'.join(self.path)}: not JSON", ConfigError):
                 return json.loads(text)
         if any(origin in COLLECTIONS for origin in origins):
-            items = {getattr(item, "__origin__", item) for kind in self.kinds for item in get_args(kind)}
+            given = [item for kind in self.kinds for item in get_args(kind)]
+            items, choices = {getattr(item, "__origin__", item) for item in given}, _choices(given)
             parts = [part.strip() for typed in texts for part in typed.split(",")]
-            return [int(part) if int in items and part.removeprefix("-").isdigit() else part for part in parts]
+            numbers = {part: int(part) for part in parts if int in items and part.removeprefix("-").isdigit()}
+            return [choices.get(part, numbers.get(part, part)) for part in parts]
         return text
 
 
@@ -479,6 +480,17 @@ def _dashed(token: str) -> str:
     """`--lora_r=8` as `--lora-r=8`; values and quoted flags of another program stay."""
     flag, equals, value = token.partition("=")
     return token if not token.startswith("--") or " " in flag else flag.replace("_", "-") + equals + value
+
+
+def _choices(kinds: Sequence[Any]) -> dict[str, Any]:
+    """The members of enums and of `Literal`, by each text that stands for one."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            found |= {text: member for member in get_args(kind) for text in (str(member), _shown(member))}
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            found |= {_shown(member): member for member in kind} | dict(kind.__members__)
+    return found
 
 
 def is_secret(field: FieldInfo) -> bool:

@@ -1,5 +1,7 @@
 import re
+from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import AliasChoices, Field, SecretStr
@@ -65,6 +67,35 @@ def test_none_is_null_and_lists_are_comma_separated() -> None:
     assert tree.env.limit is None
     assert tree.names == ["a", "b"]
     assert tree.betas == (0.8, 0.9)
+
+
+class Level(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class Choices(Config):
+    players: Literal[2, 3] = 2
+    mixed: Literal["auto", True, 0.5] = "auto"
+    many: list[Literal[1, 2]] = []
+    level: Level = Level.LOW
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "expected"),
+    [
+        (["--players", "3"], "players", 3),
+        (["--mixed", "true"], "mixed", True),
+        (["--mixed", "0.5"], "mixed", 0.5),
+        (["--many", "1,2"], "many", [1, 2]),
+        (["--level", "2"], "level", Level.HIGH),
+        (["--level", "HIGH"], "level", Level.HIGH),
+    ],
+)
+def test_a_choice_that_is_no_text_is_given_as_help_shows_it(argv: list[str], field: str, expected: object) -> None:
+    assert getattr(resolve_config(Choices, argv, prog="t", env={})[0], field) == expected
+    with pytest.raises(ConfigError, match=r"players: Input should be 2 or 3 \(got '4'\)"):
+        resolve_config(Choices, ["--players", "4"], prog="t", env={})
 
 
 class Keys(Config):
