@@ -76,8 +76,8 @@ class Level(Enum):
 
 class Choices(Config):
     players: Literal[2, 3] = 2
-    mixed: Literal["auto", True, 0.5] = "auto"
-    many: list[Literal[1, 2]] = []
+    mixed: Literal["auto", True] = "auto"
+    many: list[Literal[1, 2]] = Field(default_factory=list)
     level: Level = Level.LOW
 
 
@@ -86,7 +86,6 @@ class Choices(Config):
     [
         (["--players", "3"], "players", 3),
         (["--mixed", "true"], "mixed", True),
-        (["--mixed", "0.5"], "mixed", 0.5),
         (["--many", "1,2"], "many", [1, 2]),
         (["--level", "2"], "level", Level.HIGH),
         (["--level", "HIGH"], "level", Level.HIGH),
