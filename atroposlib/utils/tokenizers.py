@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -98,7 +99,9 @@ def load_tokenizer(name: str) -> Any:
 def _load(name: str) -> object:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
-    tokenizer = _read(_local_folder(name))
+    folder, remedy = _local_folder(name), "name another (--env.tokenizer_name, of other programs --tokenizer)"
+    with reading(f"no tokenizer can be made of {name!r}", OSError, remedy=remedy):
+        tokenizer = _read(folder)
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
     return tokenizer

@@ -42,7 +42,7 @@ from atroposlib.envs.run.order import why_not_repeatable
 from atroposlib.envs.sampling.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.errors import one_line_errors
+from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.flags import ConfigError, early, keys_of, names, nearest, split
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.processes.utf8 import restart_in_utf8
@@ -184,9 +184,9 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
             case _:
                 _need_no_tokens(tree)
                 await run_evaluate(await built(StartUp(name)), tree)
-    except (EnvError, ServerError) as error:
+    except (AtroposError, ServerError) as error:
         log.error("%s", error)
-        return error.exit_status if isinstance(error, EnvError) else 1
+        return error.exit_status if isinstance(error, AtroposError) else 1
     return 0
 
 

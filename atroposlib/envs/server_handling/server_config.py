@@ -81,6 +81,7 @@ class APIServerConfig(ServerBaseline):
     @classmethod
     def _has_scheme(cls, base_url: str) -> str:
         """`localhost:9001/v1` means http, as only servers of one's own are addressed by their port."""
+        base_url = base_url.strip()
         if WITH_PORT.match(base_url):
             return f"http://{base_url}"
         if base_url and not base_url.startswith(("http://", "https://")):

@@ -245,6 +245,21 @@ async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(
     assert "set tokenizer_name" in errors[0].message
 
 
+async def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tree = load("--openai.model_name", "m", "--env.tokenizer_name", str(tmp_path))
+    assert await run(LooseEnv, "evaluate", tree) == 1
+    assert f"no tokenizer can be made of '{tmp_path}'" in caplog.text
+    assert "name another (--env.tokenizer_name" in caplog.text
+
+
+async def test_a_token_that_no_header_carries_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    flags = ["--openai.model_name", "m", "--env.tokenizer_name", tokenizer, "--env.rollout_server_token", "ü"]
+    assert await run(LooseEnv, "serve", load(*flags)) == 1
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "a token has printable ASCII characters and no space" in error.message
+
+
 def test_an_environment_that_ends_its_own_process_has_not_done_what_was_asked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
