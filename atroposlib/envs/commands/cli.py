@@ -495,12 +495,16 @@ def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
     """The exit code of `main_coroutine`; SIGINT and SIGTERM cancel it, and end the process when that takes too long."""
     stopped_by: list[int] = []
     loop_ended = threading.Event()
+    process = os.getpid()
 
     async def runner() -> int:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def stop(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != process:  # a fork of the author's, such as multiprocessing's: it ends as any program does
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             if stopped_by or loop_ended.is_set():
                 os._exit(128 + number)
             stopped_by.append(number)

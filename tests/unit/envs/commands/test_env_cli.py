@@ -1,4 +1,5 @@
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,25 @@ def test_an_environment_that_ends_its_own_process_has_not_done_what_was_asked(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert _run_until_stopped(asked) == 1
     assert "The environment ended its own process (SystemExit: 0 at " in caplog.text
+
+
+@pytest.mark.services
+def test_a_fork_of_an_environment_ends_by_its_signal_at_once() -> None:
+    program = """if True:
+        import multiprocessing, time
+        from atroposlib.envs.commands.cli import _run_until_stopped
+
+        async def asked():
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            child.terminate()
+            child.join()
+            return -child.exitcode
+
+        raise SystemExit(_run_until_stopped(asked))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (signal.SIGTERM, "")
 
 
 def test_documented_defaults_hold() -> None:
