@@ -40,6 +40,7 @@ from example_trainer.settings.config import TrainerConfig
 from example_trainer.settings.cpu_cores import shown_cores
 
 C = TypeVar("C", bound=Config)
+CONFIGURATION = re.compile(r"^env:", re.MULTILINE)  # where that of an environment begins, after what else it prints
 END_IT = 'end it with `MyEnv.cli(default_command="serve")`'  # an environment's program
 FRAME = re.compile(r'  File "([^"]+)", line (\d+)')  # of a traceback
 
@@ -466,16 +467,29 @@ def ask_environment(
         command = [sys.executable, *program, "serve", "--config", file.name, *typed, "--dry-run"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=CHECK_LIMIT_S, env=dict(environ), check=False
+                command,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=CHECK_LIMIT_S,
+                env=dict(environ),
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
                 f"environments.{name}: {shlex.join(program)} serve --dry-run did not end within {CHECK_LIMIT_S:.0f} s;"
                 " does the module start its work when it is imported?"
             ) from None
-    printed = done.stdout[done.stdout.find("env:") :]
-    if done.returncode != 0 or not printed.startswith("env:"):
+    begins = CONFIGURATION.search(done.stdout)
+    printed = done.stdout[begins.start() :] if begins else ""
+    if done.returncode != 0 or not printed:
         raise ConfigError(f"environments.{name}: {_why_none(program, done)}")
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in typed if word.startswith("--")}
-    resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}", names))
+    try:
+        resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}", names))
+    except yaml.YAMLError:  # such as of an `atexit` of the author's
+        raise ConfigError(
+            f"environments.{name}: {shlex.join(program)} prints more than its configuration after that, such as"
+            f" {printed.splitlines()[-1]!r:.80}; print it to stderr"
+        ) from None
     return resolved, [line.partition(LACKS)[2] for line in printed.splitlines() if line.startswith(f"# {LACKS}")]
