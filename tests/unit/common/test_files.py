@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def a_device(path: Path) -> None:
         path.symlink_to("/dev/null")
 
 
+def write_page(path: Path) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as rows:
+        write_html(Path(rows.name), path)
+
+
 OBSTACLES: list[Callable[[Path], None]] = [a_link, a_dangling_link, a_socket, a_device, os.mkfifo, Path.mkdir]
 WRITERS: dict[str, Callable[[Path], object]] = {
     "trainer metrics": lambda path: JsonlSink(path, first_step=1),
@@ -53,7 +59,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "environment metrics": EnvironmentSink,
     "groups": JsonlWriter,
     "evaluations": lambda path: append_jsonl(path, {}),
-    "page": lambda path: write_html(Path(os.devnull), path),
+    "page": write_page,
     "plot": lambda path: plot_rewards({}, [], path),
     "log of a server": lambda path: ChildGroup(["true"], path, {}),
     "whole file": lambda path: write_whole(path, b""),
