@@ -12,12 +12,13 @@ import numpy as np
 
 from sampler_doctor.reference import Array, log_softmax
 from sampler_doctor.rows.policy import DRAWS, STANDARD_ERRORS, draws, z_score
-from sampler_doctor.rows.session import ANSWER, Found, Session, gap
-from sampler_doctor.servers.sampler import Answer, Ask
+from sampler_doctor.rows.session import ANSWER, PROMPT_TOKENS, Found, Session, gap
+from sampler_doctor.servers.sampler import Answer, Ask, NotShown
 
 TEMPERATURE = 0.5
 PENALTY = 1.5
 MOST_KEPT = 8  # tokens that a filter keeps
+MOST_ANSWERS = 8  # in which a token is looked for that came before
 AMPLIFIED = 3.0  # rounding under a temperature of 0.5, or after a penalty
 
 
@@ -86,19 +87,32 @@ def _less_seen(logits: Array, prompt: Sequence[int], before: Sequence[int]) -> A
 
 
 def _penalised(session: Session, name: str, process: Callable[[Array, Sequence[int], Sequence[int]], Array]) -> Found:
-    """Two answers of which the first tokens are likely to come again."""
-    rows, scores, wrong = [], [], 0
-    prompts = session.prompts[:2]
-    answers = session.at_once([Ask(prompt, ANSWER, 0.0, session.few, {name: PENALTY}) for prompt in prompts])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        raw = session.reference.along(prompt, answer.tokens)
-        processed = np.stack([process(row, prompt, answer.tokens[:place]) for place, row in enumerate(raw)])
-        near = processed.max(-1) - processed[np.arange(len(raw)), answer.tokens]
-        wrong += int(np.sum(near > AMPLIFIED * 10 * session.limit()))
-        scores.append(len(answer.tokens))
-        rows.append((answer, raw, processed))
-    words = f"{wrong} of {sum(scores)} greedy tokens are not the most probable after the penalty"
+    """Two answers, and two more as long as none names the log-probability of a token that has come before. Raises
+    NotShown where eight do not.
+    """
+    rows: list[tuple[Answer, Array, Array]] = []
+    wrong = 0
+    while not any(map(_names_a_changed, rows)):
+        if len(rows) == MOST_ANSWERS:
+            raise NotShown("the server names the log-probability of no token that has come before")
+        prompts = session.prompts[:2] if not rows else [session.prompt(PROMPT_TOKENS[0]) for _ in range(2)]
+        answers = session.at_once([Ask(prompt, ANSWER, 0.0, session.few, {name: PENALTY}) for prompt in prompts])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            raw = session.reference.along(prompt, answer.tokens)
+            processed = np.stack([process(row, prompt, answer.tokens[:place]) for place, row in enumerate(raw)])
+            near = processed.max(-1) - processed[np.arange(len(raw)), answer.tokens]
+            wrong += int(np.sum(near > AMPLIFIED * 10 * session.limit()))
+            rows.append((answer, raw, processed))
+    count = sum(len(answer.tokens) for answer, _, _ in rows)
+    words = f"{wrong} of {count} greedy tokens are not the most probable after the penalty"
     return _form(session, rows, words, applied=not wrong)
+
+
+def _names_a_changed(row: tuple[Answer, Array, Array]) -> bool:
+    """Return whether an answer names the log-probability of a token whose logit the penalty changes."""
+    answer, raw, processed = row
+    named = ([own, *top] for own, top in zip(answer.tokens, answer.top, strict=True))
+    return any(np.any(before[ids] != after[ids]) for before, after, ids in zip(raw, processed, named, strict=True))
 
 
 def _form(session: Session, rows: Sequence[tuple[Answer, Array, Array]], words: str, *, applied: bool) -> Found:

@@ -60,6 +60,13 @@ def test_a_fault_of_an_update_is_found_after_it(fault: str, models: Models) -> N
     assert [(row.name, row.result) for row in rows if row.after] == [(FAULTS[fault], "fails")]
 
 
+def test_a_penalty_is_not_shown_by_answers_in_which_no_token_can_come_again(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler_doctor.rows.parameters.ANSWER", 1)
+    assert [row.result for row in rows_of(models, "", "frequency_penalty")] == ["not shown"]
+
+
 @pytest.mark.services
 @pytest.mark.parametrize(
     ("after", "update", "why"),
