@@ -44,9 +44,10 @@ def run(options: argparse.Namespace, runs: Runs, page: str = "") -> None:
         if options.open:
             webbrowser.open(url)
         app = create_app(runs, options.host, hosts)
+        limited = partial(Connection, Connections(Limits(most=connections_allowed(Limits.most))))
         config = uvicorn.Config(
             app,
-            http=partial(Connection, Connections(Limits(most=connections_allowed(Limits.most)))),  # type: ignore[arg-type]
+            http=limited,  # type: ignore[arg-type]
             log_level="warning",
             lifespan="off",
             ws="none",
