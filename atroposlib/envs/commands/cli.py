@@ -54,6 +54,7 @@ STOP_LIMIT_S = 4.5
 LASTING_TOLD_AFTER_S = 5.0
 OF_ASYNCIO = "(_do_shutdown)"  # in the name of its thread that waits for the others
 TEACHER = "teacher"
+ENDING = (signal.SIGINT, signal.SIGTERM)
 CONFIG = "evaluate_config.yaml"  # of an evaluation, beside its results
 COMMANDS_HELP = """\
 Commands:
@@ -491,20 +492,35 @@ def _tell(lasting: Mapping[str, Sequence[str]]) -> None:
         log.warning("The command is done, but Python waits for %s: end that work; Ctrl-C ends all now", shown)
 
 
+def _end_forks_by_signals(stop: Callable[[int, FrameType | None], None]) -> None:
+    """Let forks of an author's, such as multiprocessing's, end by SIGINT and SIGTERM at once, without `stop`."""
+    before = threading.local()
+
+    def block() -> None:  # Python forgets the signals of a fork that come before its hooks have run
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def leave_to_the_system() -> None:
+        for number in ENDING:
+            if signal.getsignal(number) is stop:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=leave_to_the_system)
+
+
 def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
     """The exit code of `main_coroutine`; SIGINT and SIGTERM cancel it, and end the process when that takes too long."""
     stopped_by: list[int] = []
     loop_ended = threading.Event()
-    process = os.getpid()
 
     async def runner() -> int:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != process:  # a fork of the author's, such as multiprocessing's: it ends as any program does
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
             if stopped_by or loop_ended.is_set():
                 os._exit(128 + number)
             stopped_by.append(number)
@@ -512,8 +528,9 @@ def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
             threading.Thread(target=_end_in_time, args=(number,), name="StopLimit", daemon=True).start()
             loop.call_soon_threadsafe(task.cancel)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, stop)
+        _end_forks_by_signals(stop)
         try:
             return await main_coroutine()
         finally:

@@ -279,10 +279,11 @@ def test_a_fork_of_an_environment_ends_by_its_signal_at_once() -> None:
         from atroposlib.envs.commands.cli import _run_until_stopped
 
         async def asked():
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-            child.start()
-            child.terminate()
-            child.join()
+            for _ in range(100):  # some of the signals come before the fork's Python is ready for one
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+                child.start()
+                child.terminate()
+                child.join()
             return -child.exitcode
 
         raise SystemExit(_run_until_stopped(asked))
