@@ -237,7 +237,7 @@ def needed(what: str, method: Callable[..., object]) -> Iterator[None]:
         yield
     except (EnvError, ServerError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # also an `exit()`, with which a program's work is not done
         if not isinstance(error, SAY_ALL):
             log.error("%s failed", what, exc_info=error)
         where = location(method)

@@ -92,6 +92,11 @@ MISTAKES = {
         "{} in config_init",
         ["config_init failed: KeyError: 'level'", "Correct that line"],
     ),
+    "config_init ends the program": (
+        changed(QUESTION, (NAME, f"{NAME}\n    @classmethod\n    def config_init(cls):\n        {marked('exit(0)')}\n")),
+        "{} in config_init",
+        ["config_init failed: SystemExit: 0", "Correct that line"],
+    ),
     "config_init gives the configuration alone": (
         changed(QUESTION, (NAME, f"{NAME}\n    {INIT_DEF}\n        return cls.env_config_cls()\n")),
         "{} in config_init",
