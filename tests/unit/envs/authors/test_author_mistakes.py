@@ -93,7 +93,9 @@ MISTAKES = {
         ["config_init failed: KeyError: 'level'", "Correct that line"],
     ),
     "config_init ends the program": (
-        changed(QUESTION, (NAME, f"{NAME}\n    @classmethod\n    def config_init(cls):\n        {marked('exit(0)')}\n")),
+        changed(
+            QUESTION, (NAME, f"{NAME}\n    @classmethod\n    def config_init(cls):\n        {marked('exit(0)')}\n")
+        ),
         "{} in config_init",
         ["config_init failed: SystemExit: 0", "Correct that line"],
     ),
