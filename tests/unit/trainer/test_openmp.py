@@ -6,7 +6,7 @@ from example_trainer.openmp import WAITING, waiting
 
 
 def test_threads_of_libgomp_spin_for_a_bounded_time() -> None:
-    assert waiting({}) == {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "2000"}
+    assert waiting({}) == {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "6000"}
 
 
 def test_intels_library_which_knows_no_count_does_not_spin_for_ever() -> None:
