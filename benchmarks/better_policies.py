@@ -1,4 +1,4 @@
-"""Better policies by the end: the quickstart, also with fewer steps, and a former recipe alone, with prompts chosen by
+"""Better policies by the end: the quickstart, its former versions, and an older recipe alone, with prompts chosen by
 success, a teacher or a warm start.
 
     python -m benchmarks.better_policies                          what is missing of every arm; 3 to 6 minutes a run
@@ -11,6 +11,7 @@ docs/benchmarks/learning.md. A finished run leaves one file, ROWS/ARM-SEED.json,
 """
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -32,9 +33,12 @@ from benchmarks.shared.launched import ROOT, launched
 from example_trainer.errors import TrainerError
 from example_trainer.quickstart_model import cached_model
 
-Arm = Literal["quickstart", "thirty_steps", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"]
+Arm = Literal[
+    "quickstart", "fifty_steps", "thirty_steps", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"
+]
 SEEDS: Mapping[Arm, Sequence[int]] = {
     "quickstart": (1, 2, 3, 4, 5),
+    "fifty_steps": (1, 2, 3, 4, 5),
     "thirty_steps": (1, 2, 3, 4, 5),
     "former": (1, 2, 3, 4, 5),
     "with_kl": (1, 2, 3, 4, 5),
@@ -43,15 +47,20 @@ SEEDS: Mapping[Arm, Sequence[int]] = {
     "taught_top_k": (1, 2, 3),
     "warm": (1, 2, 3),
 }
-THIRTY_STEPS = ["--steps", "30", "--trainer.lr_decay_steps", "0"]
+EVERY_GROUP = ["--env.ensure_scores_are_not_same", "false"]
+BY_STEPS: Mapping[Arm, Sequence[str]] = {
+    "quickstart": (),
+    "fifty_steps": ("--steps", "50", *EVERY_GROUP),
+    "thirty_steps": ("--steps", "30", "--trainer.lr_decay_steps", "0", *EVERY_GROUP),
+}
 FORMER = ["--trainer.lr", "2e-5", "--trainer.lr_by_signal", "false", "--trainer.lr_decay_steps", "1/3"]
 WITH_KL = ["--trainer.kl_coef", "0.05"]
 DISTILLED = ["--trainer.distill-coef", "1", "--trainer.reward-coef", "0"]
 TAUGHT: Mapping[Arm, Sequence[str]] = {"taught": (), "taught_top_k": ("--trainer.distill", "forward_kl")}
 STEPS, WARM_STEPS = 20, 10  # of reinforcement learning
-SHOWN = (10, 20, 30)  # policy versions
 TEACHER_SEED = 1
 ANSWERS, UPDATES = 200, 12  # of the warm start
+PANELS = 5  # of a row of the figure
 
 
 class BetterPolicies(Config):
@@ -92,8 +101,8 @@ def percent(found: HeldOut) -> float:
 
 def flags_of(config: BetterPolicies, arm: Arm, seed: int) -> list[str]:
     """The command line of `atropos` for one run, but for its name and place."""
-    if arm in ("quickstart", "thirty_steps"):
-        return ["quickstart", "--seed", str(seed), "--no-view", *(THIRTY_STEPS if arm == "thirty_steps" else ())]
+    if arm in BY_STEPS:
+        return ["quickstart", "--seed", str(seed), "--no-view", *BY_STEPS[arm]]
     steps = WARM_STEPS if arm == "warm" else STEPS
     common = ["train", "arithmetic", "--steps", str(steps), "--seed", str(seed), "--no-view"]
     if arm == "former":
@@ -197,17 +206,21 @@ def read_finished(folder: Path) -> dict[Arm, list[PolicyRun]]:
 
 
 def report(found: Mapping[Arm, Sequence[PolicyRun]]) -> str:
-    """A row for each run, in Markdown."""
-    heads = ["arm", "seed", "at step 10", "20", "30", "last, 256 questions", "best, 256", "seconds"]
+    """A row for each arm, in Markdown: the last policies' percent, in brackets the best ones' where it differs."""
+    seeds = sorted({run.seed for runs in found.values() for run in runs})
+    heads = ["arm", *(f"seed {seed}" for seed in seeds), "mean"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for arm, runs in found.items():
-        for run in runs:
-            curve = {row["policy_version"]: row["accuracy"] for row in asked(run)}
-            points = [curve.get(version) for version in SHOWN]
-            shown = ["" if point is None else f"{100 * point:.1f}" for point in points]
-            values = [arm, str(run.seed), *shown, f"{run.result:.1f}", f"{percent(run.best):.1f}", f"{run.seconds:.0f}"]
-            lines.append(f"| {' | '.join(values)} |")
+        shown = {run.seed: ended(run) for run in runs}
+        mean = sum(run.result for run in runs) / len(runs)
+        lines.append(f"| {' | '.join([arm, *(shown.get(seed, '') for seed in seeds), f'{mean:.1f}'])} |")
     return "\n".join(lines)
+
+
+def ended(run: PolicyRun) -> str:
+    """One cell of the table."""
+    last, best = (f"{percent(found):.1f}" for found in (run.last, run.best))
+    return last if last == best else f"{last} ({best})"
 
 
 def asked(run: PolicyRun) -> list[dict[str, Any]]:
@@ -222,19 +235,24 @@ def draw(found: Mapping[Arm, Sequence[PolicyRun]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(3.4 * len(found), 3.4), sharey=True, squeeze=False, dpi=110)
-    for axis, (arm, runs) in zip(axes[0], found.items(), strict=True):
+    across, down = min(PANELS, len(found)), math.ceil(len(found) / PANELS)
+    size = (3.4 * across, 3.4 * down)
+    figure, axes = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False, dpi=110)
+    for axis in axes.flat[len(found) :]:
+        axis.remove()
+    for axis, (arm, runs) in zip(axes.flat, found.items(), strict=False):
         for nth, run in enumerate(runs):
             style: dict[str, Any] = {"color": f"C{nth}"}
             rows = [row for row in asked(run) if row["policy_version"] <= len(run.steps)]
-            across, up = zip(*((row["policy_version"], row["accuracy"]) for row in rows), strict=True)
-            axis.plot(across, up, marker=".", label=f"seed {run.seed}", **style)
+            versions, accuracies = zip(*((row["policy_version"], row["accuracy"]) for row in rows), strict=True)
+            axis.plot(versions, accuracies, marker=".", label=f"seed {run.seed}", **style)
             axis.plot(len(run.steps) + 0.7, run.result / 100, marker="D", markersize=4, **style)
         axis.axhline(0.97, color="grey", linewidth=0.6, linestyle=":")
         longest = max(len(run.steps) for run in runs)
         axis.set(title=arm, xlabel="policy version", ylim=(0, 1), xlim=(0, longest + 2))
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("held-out accuracy, 64 questions (◆ 256)")
+    for row in axes:
+        row[0].set_ylabel("held-out accuracy, 64 questions (◆ 256)", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

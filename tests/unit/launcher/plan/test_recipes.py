@@ -123,8 +123,10 @@ def test_a_bridges_recipe_says_what_to_type_without_it(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", BRIDGES)
 def test_arithmetic_is_the_quickstarts_task_by_every_bridge(recipe: str) -> None:
-    plain, other = plan("quickstart", "--env.steps_per_eval", "5"), plan(recipe, "--dataset", "arithmetic")
-    assert other.environments["env"].resolved == plain.environments["env"].resolved
+    other = plan(recipe, "--dataset", "arithmetic")
+    task = other.environments["env"].resolved
+    of_quickstart = {"steps_per_eval": 10, "ensure_scores_are_not_same": True, "max_items_per_batch": 24}
+    assert plan("quickstart").environments["env"].resolved == task | {"env": task["env"] | of_quickstart}
     assert other.trainer.training_steps == 20
     assert (other.trainer.batch_size, other.trainer.gradient_accumulation_steps) == (8, 8)
     falling = (other.trainer.lr_by_signal, other.trainer.lr_decay_steps)
