@@ -72,6 +72,10 @@ class ProbedWorker(vllm_engine.worker_class()):  # type: ignore[misc]
     _recorder: RoutingRecorder | None = None
     _watch: DecodeWatch | None = None  # of a rank that computes logits, once it has a model and a cache
 
+    def load_model(self, **kwargs: object) -> None:
+        super().load_model(**kwargs)
+        vllm_engine.unlink_collective_files()
+
     def initialize_from_config(self, kv_cache_config: object) -> None:
         super().initialize_from_config(kv_cache_config)
         model = self.model_runner.get_model()
@@ -132,7 +136,6 @@ class BridgeWorker(ProbedWorker):
     def _map_weights(self) -> None:
         group = vllm_engine.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size
-        vllm_engine.unlink_collective_files()
         model = self.model_runner.get_model()
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
@@ -329,7 +332,6 @@ class AdapterWorker(ProbedWorker):
                 )
             vllm_layers.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
         super().load_model(**kwargs)
-        vllm_engine.unlink_collective_files()
 
     @_answered
     def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> None:
