@@ -54,6 +54,8 @@ from atropos_launcher.run_record import add_outcome, write_record
 from atropos_launcher.service import Service, is_trainer
 from atropos_launcher.services.events import Event
 from atropos_launcher.services.records import Records
+from atropos_launcher.services.shared_memory import SharedMemory
+from atropos_launcher.services.stop_services import end_leftovers
 from atropos_launcher.services.supervisor import CannotStart, Supervisor
 from atroposlib import extras
 from atroposlib.errors import AtroposError, reading
@@ -83,6 +85,8 @@ def main(argv: Sequence[str], prog: str = PROG, newcomer: bool = False) -> int:
     run_dir = choose_folder(asked)
     if asked.run.model is None and not asked.dry_run:
         unpack_start_model(Path(find_model(None)))
+    if asked.resume is not None and not asked.dry_run:
+        end_former(run_dir)
     with Ports() as ports:
         asked, plan = planned(asked, run_dir, ports)
         expect_continuation(plan, asked)
@@ -143,6 +147,17 @@ def choose_folder(asked: Asked) -> Path:
     if folder.exists() and not asked.dry_run:
         raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")
     return folder
+
+
+def end_former(run_dir: Path) -> None:
+    """End what a killed launcher left of the run that is resumed, which may still have its ports and memory. Raises
+    RunInUse, ForeignRecord and CannotStart.
+    """
+    records = Records(run_dir)
+    if records.exist():
+        with reading(f"cannot end what is left of {run_dir}", CannotStart):
+            end_leftovers(records, SharedMemory(records), PlainConsole(run_dir, {}))
+            records.forget()
 
 
 def expect_fit(plan: Plan, asked: Asked) -> None:

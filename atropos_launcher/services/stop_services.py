@@ -41,3 +41,14 @@ def end(
     else:
         records.forget()
     return [names[group] for group in left]
+
+
+def end_leftovers(records: Records, memory: SharedMemory, tell: Listener) -> None:
+    """Claim the directory of a run, and end the services of a launcher that was killed there. Raises RunInUse and
+    ForeignRecord.
+    """
+    records.claim()
+    memory.read()
+    if leftovers := records.services():
+        end(records, leftovers, memory, tell)
+        records.claim()

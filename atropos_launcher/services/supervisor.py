@@ -51,7 +51,7 @@ from atropos_launcher.services.oom import OomKills
 from atropos_launcher.services.records import Record, Records
 from atropos_launcher.services.run_log import RunLog
 from atropos_launcher.services.shared_memory import SharedMemory
-from atropos_launcher.services.stop_services import GRACE_S, end
+from atropos_launcher.services.stop_services import GRACE_S, end, end_leftovers
 from atroposlib.errors import WRONG_USE, AtroposError, reading
 from atroposlib.processes.exit_words import exit_words
 from atroposlib.processes.groups import KILL_S, end_groups
@@ -146,8 +146,7 @@ class Supervisor:
         self._signals.install()
         try:
             with reading(f"cannot keep records in {self._records.folder}", CannotStart):
-                self._records.claim()
-                self._end_leftovers()
+                end_leftovers(self._records, self._memory, self._report)
                 self._memory.begin()
                 self._records.write(Record.of(LAUNCHER, os.getpid()))
         except BaseException:
@@ -219,14 +218,6 @@ class Supervisor:
         """The addresses at which services that are to run answer, by name. Any thread may ask."""
         running = [child for child in tuple(self._children) if not child.has_ended]
         return {child.service.name: child.service.health for child in running if child.service.health is not None}
-
-    def _end_leftovers(self) -> None:
-        """End the services of a launcher that was killed here."""
-        self._memory.read()
-        leftovers = self._records.services()
-        if leftovers:
-            end(self._records, leftovers, self._memory, self._report)
-            self._records.claim()
 
     def _start(self, child: Child) -> int | None:
         """Start a service, and return its pid; None if it is optional and cannot be started."""

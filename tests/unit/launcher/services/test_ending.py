@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_launcher.commands import train
 from atropos_launcher.commands.existing_runs.stop import CannotStop, stop
+from atropos_launcher.placement.ports import Ports, PortTaken
 from atropos_launcher.services import stop_services
 from atropos_launcher.services.events import Ending, Event
 from atropos_launcher.services.records import Record, Records
@@ -95,3 +97,34 @@ def test_stop_leaves_what_was_in_shared_memory_before_the_run_of_a_killed_launch
         stop(records.run_dir)
     assert own.exists()
     own.unlink()
+
+
+LISTENS = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+
+
+def test_a_run_is_resumed_on_ports_that_services_of_its_killed_launcher_still_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused, as its own port was taken, while a vLLM server took some seconds to end."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    (run / "checkpoints").mkdir(parents=True)
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{LISTENS}; time.sleep(60)"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as left:
+        assert left.stdout is not None
+        port = int(left.stdout.readline())
+        (run / "run.yaml").write_text(f"base: arithmetic.yaml\nmodel: {model}\nvllm: {{port: {port}}}\n")
+        records = Records(run)
+        records.claim()
+        records.write(Record.of("vllm", left.pid))
+        records.release()
+        with pytest.raises(PortTaken, match=f"--vllm-port {port} is taken by "), Ports() as ports:
+            ports.require("--vllm-port", port)
+        assert train.main(["--resume", str(run), "--dry-run"]) == 0
+        assert left.poll() is None
+        monkeypatch.setattr(train, "train", lambda asked, plan, *others: plan.site.vllm_ports[0])
+        assert train.main(["--resume", str(run), "--no-view"]) == port
+        assert left.wait(10) == -15
+    assert not records.exist()
