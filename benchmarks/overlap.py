@@ -33,6 +33,8 @@ def command(arm: str, steps: int, groups_at_once: int) -> list[str]:
         "0",
         "--env.eval_at_start",
         "false",
+        "--env.ensure_scores_are_not_same",
+        "false",
         "--trainer.checkpoint_interval",
         "0",
         "--no-view",
