@@ -28,7 +28,7 @@ RIGHT = 0.9
 Curve = list[tuple[float, float]]  # minutes, held-out accuracy
 
 ARMS: dict[str, list[str]] = {
-    "without": ["--env.ensure_scores_are_not_same", "false"],
+    "without": ["--env.ensure_scores_are_not_same", "false", "--env.max_items_per_batch", "0"],
     "with": [
         *("--env.ensure_scores_are_not_same", "true", "--env.max_items_per_batch", "{max_items}"),
         *("--env.max_num_workers", "{max_items}"),  # without it a batch has all its groups in flight, too
