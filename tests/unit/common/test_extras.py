@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -64,14 +65,15 @@ def test_without_its_extra_a_command_ends_with_one_line_and_status_2(
     missing: str, extra: Extra, program: str, flags: str, tmp_path: Path
 ) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; {program}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags.split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with tempfile.TemporaryDirectory() as empty:  # where no killed vLLM server has left sockets to tell of
+        done = subprocess.run(
+            [sys.executable, "-c", code, *flags.split()],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "TMPDIR": empty},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f" needs {missing}, which is not installed; {install(extra)}\n")
     assert ": error: " in done.stderr
