@@ -34,10 +34,20 @@ from example_trainer.errors import TrainerError
 from example_trainer.quickstart_model import cached_model
 
 Arm = Literal[
-    "quickstart", "fifty_steps", "thirty_steps", "former", "with_kl", "repeat", "taught", "taught_top_k", "warm"
+    "quickstart",
+    "groups_of_8",
+    "fifty_steps",
+    "thirty_steps",
+    "former",
+    "with_kl",
+    "repeat",
+    "taught",
+    "taught_top_k",
+    "warm",
 ]
 SEEDS: Mapping[Arm, Sequence[int]] = {
     "quickstart": (1, 2, 3, 4, 5),
+    "groups_of_8": (1, 2, 3, 4, 5),
     "fifty_steps": (1, 2, 3, 4, 5),
     "thirty_steps": (1, 2, 3, 4, 5),
     "former": (1, 2, 3, 4, 5),
@@ -47,9 +57,11 @@ SEEDS: Mapping[Arm, Sequence[int]] = {
     "taught_top_k": (1, 2, 3),
     "warm": (1, 2, 3),
 }
-EVERY_GROUP = ["--env.ensure_scores_are_not_same", "false"]
+OF_8 = ["--env.group_size", "8", "--env.max_num_workers_per_node", "8", "--trainer.kl_coef", "0"]
+EVERY_GROUP = [*OF_8, "--env.ensure_scores_are_not_same", "false", "--env.max_items_per_batch", "0"]
 BY_STEPS: Mapping[Arm, Sequence[str]] = {
     "quickstart": (),
+    "groups_of_8": (*OF_8, "--env.max_items_per_batch", "24"),
     "fifty_steps": ("--steps", "50", *EVERY_GROUP),
     "thirty_steps": ("--steps", "30", "--trainer.lr_decay_steps", "0", *EVERY_GROUP),
 }
