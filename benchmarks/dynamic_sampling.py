@@ -23,12 +23,16 @@ from typing import Any
 
 from example_trainer.plot import Rows, read_rows
 
-GROUPS_PER_BATCH = 8  # of the recipe
+GROUPS_PER_BATCH = 8
+OF_8 = ["--env.group_size", "8", "--trainer.kl_coef", "0"]  # answers, as when it was measured
 RIGHT = 0.9
 Curve = list[tuple[float, float]]  # minutes, held-out accuracy
 
 ARMS: dict[str, list[str]] = {
-    "without": ["--env.ensure_scores_are_not_same", "false", "--env.max_items_per_batch", "0"],
+    "without": [
+        *("--env.ensure_scores_are_not_same", "false", "--env.max_items_per_batch", "0"),
+        *("--env.max_num_workers", str(GROUPS_PER_BATCH)),
+    ],
     "with": [
         *("--env.ensure_scores_are_not_same", "true", "--env.max_items_per_batch", "{max_items}"),
         *("--env.max_num_workers", "{max_items}"),  # without it a batch has all its groups in flight, too
@@ -55,7 +59,7 @@ def flags(arm: str, seed: int, steps: int, max_items: int, runs: Path) -> list[s
     switched = [word.format(max_items=max_items) for word in ARMS[arm]]
     metrics = runs.resolve() / name / "environment.jsonl"
     common = ["--seed", str(seed), "--steps", str(steps), "--run-name", name, "--runs", str(runs)]
-    return ["quickstart", *common, "--env.metrics_path", str(metrics), *switched]
+    return ["quickstart", *OF_8, *common, "--env.metrics_path", str(metrics), *switched]
 
 
 def read_run(folder: Path) -> Run:

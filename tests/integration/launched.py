@@ -15,6 +15,7 @@ from atroposlib.logs import RUN
 from tests.integration.conftest import REPOSITORY
 from tests.serving import free_port
 
+END_S = 15.0
 COMMAND = [sys.executable, "-m", "atropos_launcher"]
 VARIABLES = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 SHORT_STEPS = [
@@ -93,7 +94,11 @@ class Run:
     def end(self) -> None:
         """Whatever became of the test."""
         if self.launcher.poll() is None:
-            self.launcher.kill()
-            self.launcher.wait()
+            self.launcher.terminate()  # its services end in turn, and leave no shared memory
+            try:
+                self.launcher.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.launcher.kill()
+                self.launcher.wait()
         for pid in processes_of(self.name):
             os.kill(pid, signal.SIGKILL)

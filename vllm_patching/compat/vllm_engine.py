@@ -325,6 +325,23 @@ def count_read_tokens(engine: vllm_types.EngineClient, read: ReadTokens) -> None
     manager.record = record
 
 
+def tell_end(engine: vllm_types.EngineClient, tell: Callable[[], None]) -> None:
+    """Call `tell`, in any thread, when vLLM begins to end `engine` because the server is to end.
+
+    Unless it waits for answers under way, it no longer reads from the engine either: it would log a traceback of a
+    dead engine now and then.
+    """
+    stock = engine.shutdown
+
+    def shutdown(timeout: float | None = None) -> None:
+        tell()
+        if not timeout and (reader := engine.output_handler) is not None:
+            reader.get_loop().call_soon_threadsafe(reader.cancel)
+        stock(timeout=timeout)
+
+    engine.shutdown = shutdown
+
+
 async def label_weights(engine: vllm_types.EngineClient, policy_version: int) -> None:
     """Tell vLLM which policy it serves, so that it labels sampled tokens; it keeps such labels since 0.27.1."""
     if VERSION >= Version("0.27.1"):

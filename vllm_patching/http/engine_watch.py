@@ -29,15 +29,22 @@ class EngineWatch:
     def __init__(self) -> None:
         self._engine: vllm_types.EngineClient = None
         self._silent: str | None = None
+        self._is_ending = False  # by vLLM, as the server is to end
         self._task: asyncio.Task[None] | None = None
 
     def start(self, engine: vllm_types.EngineClient, deadline_s: float) -> None:
         """Begin to ask `engine`, vLLM's client of its engine process; needs a running event loop."""
         self._engine = engine
+        vllm_engine.tell_end(engine, self._note_end)
         self._task = asyncio.create_task(self._watch(engine, deadline_s))
+
+    def _note_end(self) -> None:
+        self._is_ending = not self._engine.errored
 
     @property
     def reason(self) -> str | None:
+        if self._is_ending:
+            return "this vLLM server is ending"
         if self._engine is not None and self._engine.errored:
             return (
                 "vLLM's engine has died: its process or one of its threads ended; its log has the cause. Start the"
@@ -51,7 +58,7 @@ class EngineWatch:
         return self.reason if needed or generates(request) else None
 
     async def _watch(self, engine: vllm_types.EngineClient, deadline_s: float) -> None:
-        while not engine.errored:
+        while not (engine.errored or self._is_ending):
             call, asked = asyncio.create_task(engine.is_paused()), time.monotonic()
             while not call.done() and not engine.errored:
                 await asyncio.wait({call}, timeout=min(1.0, deadline_s / 4))
@@ -68,6 +75,8 @@ class EngineWatch:
                 log.info("vLLM's engine answers again after %.0f s", time.monotonic() - asked)
             self._silent = None
             await asyncio.sleep(ASK_EVERY_S)
+        if self._is_ending:
+            return
         log.error("%s. This server ends in %.0f s", self.reason, LAST_WORDS_S)
         await asyncio.sleep(LAST_WORDS_S)
         signal.raise_signal(signal.SIGTERM)

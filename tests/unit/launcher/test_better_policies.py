@@ -8,12 +8,12 @@ import pytest
 
 from atroposlib.envs.data.problems import arithmetic_problems
 from benchmarks import better_policies
-from benchmarks.better_policies import Arm, BetterPolicies, fine_tune, finished, flags_of, read_finished, report
+from benchmarks.better_policies import BY_STEPS, Arm, BetterPolicies, fine_tune, finished, flags_of, read_finished, report
 from benchmarks.shared.finished_runs import KEPT, keep
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture
 
-ARMS: list[Arm] = [arm for arm in get_args(Arm) if arm not in ("quickstart", "fifty_steps", "thirty_steps")]
+ARMS: list[Arm] = [arm for arm in get_args(Arm) if arm not in BY_STEPS]
 DIFFERS: dict[Arm, set[str]] = {
     "former": {"lr", "lr_by_signal", "lr_decay_steps", "kl_coef"},
     "repeat": {"repeat_share"},

@@ -125,7 +125,8 @@ def test_a_bridges_recipe_says_what_to_type_without_it(recipe: str) -> None:
 def test_arithmetic_is_the_quickstarts_task_by_every_bridge(recipe: str) -> None:
     other = plan(recipe, "--dataset", "arithmetic")
     task = other.environments["env"].resolved
-    of_quickstart = {"steps_per_eval": 10, "ensure_scores_are_not_same": True, "max_items_per_batch": 24}
+    of_quickstart = {"steps_per_eval": 10, "group_size": 4, "max_num_workers_per_node": 48}
+    of_quickstart |= {"ensure_scores_are_not_same": True, "max_items_per_batch": 48}
     assert plan("quickstart").environments["env"].resolved == task | {"env": task["env"] | of_quickstart}
     assert other.trainer.training_steps == 20
     assert (other.trainer.batch_size, other.trainer.gradient_accumulation_steps) == (8, 8)

@@ -24,6 +24,11 @@ class FakeEngine:
         self.answers = asyncio.Event()
         self.answers.set()
         self.broken = False
+        self.output_handler: asyncio.Task[None] | None = None
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends, as vLLM's engine does when the server has a signal."""
+        self.errored = True
 
     async def is_paused(self) -> bool:
         await self.answers.wait()
@@ -94,6 +99,23 @@ async def test_a_dead_engine_is_503_at_once_and_the_server_ends_a_while_later(en
     assert health.status_code == 503
     assert "engine has died" in health.json()["error"]["message"]
     await until(lambda: ended == [signal.SIGTERM])
+
+
+@pytest.mark.parametrize(("timeout", "reads_on"), [(0.0, False), (None, False), (5.0, True)])
+async def test_an_engine_that_ends_with_its_server_has_not_died(
+    ended: list[int], caplog: pytest.LogCaptureFixture, timeout: float | None, reads_on: bool
+) -> None:
+    watch, engine = EngineWatch(), FakeEngine()
+    engine.output_handler = reader = asyncio.create_task(asyncio.sleep(60))
+    watch.start(engine, deadline_s=300)
+    await asyncio.to_thread(engine.shutdown, timeout=timeout)
+    assert watch._task is not None
+    await watch._task
+    health = await client_of(watch).get("/health")
+    assert (health.status_code, health.json()["error"]["message"]) == (503, "this vLLM server is ending")
+    assert reader.cancelled() is not reads_on
+    assert (ended, caplog.text) == ([], "")
+    reader.cancel()
 
 
 @pytest.mark.parametrize("name", ["process_input_sockets", "process_output_sockets"])
