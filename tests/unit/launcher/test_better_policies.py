@@ -8,7 +8,16 @@ import pytest
 
 from atroposlib.envs.data.problems import arithmetic_problems
 from benchmarks import better_policies
-from benchmarks.better_policies import BY_STEPS, Arm, BetterPolicies, fine_tune, finished, flags_of, read_finished, report
+from benchmarks.better_policies import (
+    BY_STEPS,
+    Arm,
+    BetterPolicies,
+    fine_tune,
+    finished,
+    flags_of,
+    read_finished,
+    report,
+)
 from benchmarks.shared.finished_runs import KEPT, keep
 from example_trainer.errors import TrainerError
 from tests.unit.launcher.plans import no_processes, plan  # noqa: F401  a fixture

@@ -101,14 +101,14 @@ async def test_a_dead_engine_is_503_at_once_and_the_server_ends_a_while_later(en
     await until(lambda: ended == [signal.SIGTERM])
 
 
-@pytest.mark.parametrize(("timeout", "reads_on"), [(0.0, False), (None, False), (5.0, True)])
+@pytest.mark.parametrize(("drain_s", "reads_on"), [(0.0, False), (None, False), (5.0, True)])
 async def test_an_engine_that_ends_with_its_server_has_not_died(
-    ended: list[int], caplog: pytest.LogCaptureFixture, timeout: float | None, reads_on: bool
+    ended: list[int], caplog: pytest.LogCaptureFixture, drain_s: float | None, reads_on: bool
 ) -> None:
     watch, engine = EngineWatch(), FakeEngine()
     engine.output_handler = reader = asyncio.create_task(asyncio.sleep(60))
     watch.start(engine, deadline_s=300)
-    await asyncio.to_thread(engine.shutdown, timeout=timeout)
+    await asyncio.to_thread(engine.shutdown, timeout=drain_s)
     assert watch._task is not None
     await watch._task
     health = await client_of(watch).get("/health")
