@@ -71,6 +71,7 @@ class FakeEngine:
     """
 
     errored = False
+    output_handler = None
 
     def __init__(self, tp_size: int) -> None:
         self.ranks = [FakeRank(rank) for rank in range(tp_size)]
@@ -107,6 +108,9 @@ class FakeEngine:
 
     async def is_paused(self) -> bool:
         return self.paused
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing runs."""
 
     async def add_request_async(self, request: Any) -> None:
         self.events.append(f"request with {request.cache_salt}")
