@@ -335,7 +335,8 @@ def tell_end(engine: vllm_types.EngineClient, tell: Callable[[], None]) -> None:
 
     def shutdown(timeout: float | None = None) -> None:
         tell()
-        if not timeout and (reader := engine.output_handler) is not None:
+        reader = engine.output_handler
+        if not timeout and reader is not None and not reader.get_loop().is_closed():
             reader.get_loop().call_soon_threadsafe(reader.cancel)
         stock(timeout=timeout)
 
